@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers neon build run figures bench gpu clean
+.PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers clients neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,10 +41,11 @@ lab: install  ## open JupyterLab at your copies of the lectures
 	@$(BIN)/python -m nanovllm.lab.course copy
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks $(ARGS)
 
-lint: install  ## style, types, and modules equal to their lectures
+lint: install  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check nanovllm tests
 	$(BIN)/mypy
+	$(BIN)/python -m tests.english --check
 	$(BIN)/python -m nanovllm.lab.course build --check
 
 # The system's Chromium or else playwright's own; only root can install the first.
@@ -60,6 +61,19 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
+# torch, which guidellm imports, is the one of .venv: at the end of the path, so that all other packages are its own.
+CLIENTS := .venv-clients
+$(CLIENTS)/installed: $(VENV)/installed tests/clients/requirements.txt
+	@echo "Making $(CLIENTS) with the programs that tests/clients/requirements.txt pins"
+	@rm -rf $(CLIENTS)
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements.txt
+	@$(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+		>$$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/torch_of_the_project.pth
+	@touch $@
+
+clients: $(CLIENTS)/installed  ## litellm, LangChain, instructor and guidellm in .venv-clients, for their tests (else skipped)
+
 neon:  ## a compiler and an emulator for ARM, for the tests of its kernels (as root; else those tests are skipped)
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq \
@@ -74,7 +88,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 # All workers need them at once: else each compiles its own.
 KERNELS := $(BIN)/python -c "from nanovllm.ops import native; native.is_available()"
-QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
+QUICK := $(addprefix tests/,test_house.py english test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
 	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
 
@@ -112,7 +126,7 @@ compiled: install
 lectures: install  ## run all lectures, and compare their outputs
 	$(LECTURES_TEST) -n 2 --dist loadfile $$(ls -r notebooks/*.ipynb)
 
-nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
+nightly: clients test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
 
 long: browser servers neon
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
@@ -139,9 +153,9 @@ bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench 
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 GPU_FILES = $(if $(findstring --dry-run,$(ARGS)),,--json figures/gpu.json --markdown figures/gpu.md)
 
-gpu:  ## prove and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
+gpu:  ## test and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
 	@python=$$($(GPU_PYTHON) nanovllm/lab/bench/gpu/environment.py) && \
 		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

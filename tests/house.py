@@ -1,6 +1,7 @@
 """The plan of the house: its floors, the parts that peel off, sizes in lines of code, and the reading path.
 
-`python -m tests.house` prints the sizes of rooms and parts, and brings README's table of rooms and reading path up to date.
+`python -m tests.house` prints the sizes of packages and parts, and brings the table of packages and the reading path in
+nanovllm/README.md up to date.
 """
 
 from __future__ import annotations
@@ -123,26 +124,26 @@ def first_sentence(room: str) -> str:
 
 
 def room_table() -> str:
-    """README's table of rooms, from the top floor down, with their sizes in tens of code lines."""
+    """The table of packages in nanovllm/README.md, from the top layer down, with their sizes in tens of lines of code."""
     found = sizes()
     rows = [
-        f"| [`{room}/`](nanovllm/{room}) | {first_sentence(room).rstrip('.')} | {round(found[f'{room}/'], -1):,} |"
+        f"| [`{room}/`]({room}) | {first_sentence(room).rstrip('.')} | {round(found[f'{room}/'], -1):,} |"
         for room in reversed(ROOMS)
     ]
-    return "\n".join(["| room | what is in it | code lines |", "| --- | --- | ---: |", *rows])
+    return "\n".join(["| package | what it does | lines of code |", "| --- | --- | ---: |", *rows])
 
 
 def reading_path() -> str:
-    """README's reading path: files in order, with their sizes in tens of code lines."""
+    """The reading path in nanovllm/README.md: files in order, with their sizes in tens of lines of code."""
     modules = module_lines()
     return "\n".join(
-        f"{number}. [`{name}.py`](nanovllm/{name}.py), {round(modules[f'{name}.py'], -1)} lines"
+        f"{number}. [`{name}.py`]({name}.py), {round(modules[f'{name}.py'], -1)} lines"
         for number, name in enumerate(READING_PATH, start=1)
     )
 
 
 def up_to_date(readme: str) -> str:
-    """README with its table of rooms and its reading path as they should be."""
+    """The README of the package with its table of packages and its reading path as they should be."""
     for block in (room_table(), reading_path()):
         start = re.escape(re.match(r"[^\n]*?(?=,|$)", block, re.MULTILINE)[0])  # type: ignore[index]
         readme, count = re.subn(
@@ -155,7 +156,7 @@ def up_to_date(readme: str) -> str:
 def main() -> None:
     for name, lines in sizes().items():
         print(f"{lines:7,}  {name}")
-    path = ROOT / "README.md"
+    path = PACKAGE / "README.md"
     path.write_text(up_to_date(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -37,7 +37,7 @@ class RouterProcess(ServerProcess):
         for line in self.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, number = line.rsplit(" ", 1)
-                key = name.partition("{")[0].removeprefix("nanovllm_router_")
+                key = name.partition("{")[0].removeprefix("vllm_router_")
                 found[key] = found.get(key, 0.0) + float(number)
         return found
 

@@ -158,7 +158,9 @@ class ServerProcess:
         for line in self.get(f"{url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, number = line.rsplit(" ", 1)
-                key = re.sub(r'(model_name="tiny"|engine="\d+"),?', "", name.removeprefix("nanovllm:"))
+                key = re.sub(
+                    r'(model_name="tiny"|engine="\d+"),?', "", name.removeprefix("nanovllm:").removeprefix("vllm:")
+                )
                 key, value = key.replace("{}", "").replace(",}", "}"), float(number)
                 before = found.get(key, 0.0)
                 found[key] = max(before, value) if key == "kv_cache_usage_perc" else before + value

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import pathlib
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import tomllib
@@ -12,6 +16,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from nanovllm.cli import main as cli
+from nanovllm.data.flags import Parser
+from nanovllm.server.access import ready_message
+from tests import english
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -55,22 +64,119 @@ def test_the_scheduler_knows_no_tensor() -> None:
 READMES = sorted(path for pattern in ("*.md", "[!.]*/*.md", "nanovllm/*/*.md") for path in ROOT.glob(pattern))
 
 
+def headings_of(page: pathlib.Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in lines if line[:1] == "#"}
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(readme: pathlib.Path) -> None:
-    text = readme.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-        for line in text.splitlines()
-        if line[:1] == "#"
-    }
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("http"):
-            assert (readme.parent / link.partition("#")[0]).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", readme.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, heading = link.partition("#")
+        target = readme.parent / path if path else readme
+        assert target.exists(), link
+        assert not heading or target.suffix != ".md" or heading in headings_of(target), link
 
 
 def test_readme_is_read_in_three_minutes() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    assert sum(any(map(str.isalnum, word)) for word in text.split()) <= 1200
+    assert len(text.splitlines()) <= 100
+    assert sum(any(map(str.isalnum, word)) for word in text.split()) <= 700
+
+
+# ---------------------------------------------------------------- commands in READMEs
+
+WITH_COMMANDS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "nanovllm/README.md",
+    "nanovllm/lab/README.md",
+    "tests/README.md",
+]
+
+
+def commands_of(readme: str) -> list[list[str]]:
+    """The commands in a README's indented blocks and in its inline code, as words."""
+    text = (ROOT / readme).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^ {4}(\S.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    lines += [code for code in re.findall(r"`([^`\n]+)`", text) if re.match(r"(make|nanovllm|python|pip) \S", code)]
+    lines = [re.sub(r" {2,}# .*", "", line) for line in lines]
+    # A quotation mark may be closed on a later line, as in a long body of a request: such a command is not checked.
+    return [shlex.split(line) for line in lines if line.count("'") % 2 == 0]
+
+
+@pytest.mark.parametrize("readme", WITH_COMMANDS)
+def test_commands_in_readmes_are_there(readme: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands_of(readme):
+        while "=" in words[0]:  # a variable of the environment
+            words = words[1:]
+        program, *arguments = words
+        if program == "make":
+            unknown = {word for word in arguments if "=" not in word} - targets
+            assert not unknown, f"the Makefile has no target {unknown}"
+        elif program == "nanovllm":
+            assert arguments[0] in cli.COMMANDS, words
+            if not arguments[1:] or "--help" in arguments:
+                continue  # the name of a command, which may need arguments
+            parser = Parser(prog=f"nanovllm {arguments[0]}")
+            importlib.import_module(cli.COMMANDS[arguments[0]][1]).add_arguments(parser)
+            parser.parse_args(arguments[1:])  # ends this test if it does not understand a word
+        elif program.startswith("python"):
+            assert arguments[0] == "-m" and importlib.util.find_spec(arguments[1]), words
+        elif program == "pip" and "-e" in arguments:
+            options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+            extras = re.fullmatch(r"\.\[(.*)\]", options["-e"])[1].split(",")  # type: ignore[index]
+            assert (ROOT / options["-c"]).exists() and set(extras) <= set(PROJECT["optional-dependencies"])
+        elif program == "curl":
+            assert arguments[0] == "http://127.0.0.1:8000/v1/chat/completions"
+        else:
+            assert program in (".", "jupytext", "pip"), f"an unknown program: {words}"
+
+
+def test_readme_asks_what_the_server_suggests() -> None:
+    """`tests/server/test_server.py` sends the line that the server prints, and checks the answer."""
+    [readme] = [words for words in commands_of("README.md") if words[0] == "curl"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        message = ready_message(listener, "smollm2-135m", [])
+        port = listener.getsockname()[1]
+    printed = shlex.split(message[message.index("  curl ") :].replace(f":{port}/", ":8000/").replace("\\\n", ""))
+    assert readme == printed, "README.md and nanovllm/server/access.py print the same curl command"
+
+
+def test_no_phrase_occurs_more_often_than_stored() -> None:
+    """`python -m tests.english FILE` lists the occurrences in a file, with the preferred wording."""
+    complaints = english.complaints(english.all_hits(), english.stored_counts())
+    assert not complaints, "\n".join(complaints)
+
+
+# ---------------------------------------------------------------- figures in README
+
+
+def ratios(path: pathlib.Path) -> dict[str, list[float]]:
+    """The ratios in a page's tables, by the engine that nanovllm is compared with. A cell may list its pairs behind a ratio."""
+    found: dict[str, list[float]] = {"vLLM": [], "llama.cpp": []}
+    header: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        for title, cell in zip(header, cells, strict=False):
+            is_ratio = re.match(r"(ratio|to) ?", title) and re.match(r"\d+\.\d+", cell)
+            if is_ratio:
+                found["llama.cpp" if "llama.cpp" in title else "vLLM"].append(float(cell.split()[0]))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "llama.cpp"])
+def test_readme_shows_the_weakest_ratio(engine: str) -> None:
+    shown, measured = (ratios(ROOT / name)[engine] for name in ("README.md", "figures/cpu.md"))
+    assert len(shown) >= 6 and len(measured) >= 20
+    assert set(shown) <= {*measured, *(float(f"{ratio:.3g}") for ratio in measured)}, "measured, and not rounded up"
+    assert min(shown) == min(measured)

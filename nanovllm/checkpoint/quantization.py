@@ -94,7 +94,7 @@ def _read_awq(fields: Any) -> QuantizationConfig:
 
 def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
     for name in ("kv_cache_scheme", "transform_config"):
-        _refuse(fields.get(name), name, "leave it out, and compress the weights alone")
+        _refuse(fields.get(name), name, "remove it, and quantize only the weights")
     sparsity_config = fields.get("sparsity_config") or {"format": "dense"}
     sparsity = Sparsity.read(sparsity_config, f"{FILE}.sparsity_config")["format"]
     _refuse(sparsity != "dense", f"sparsity_config of format {sparsity!r}", "save the weights in format 'dense'")
@@ -123,7 +123,7 @@ def _check_group(group: Any, form: str) -> tuple[bool, Any, bool]:
     _refuse(weights.get("actorder") == "group", "actorder: group", "use actorder: weight, which keeps groups together")
     dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
     differs = inputs and ((packed and bits == 8) or any(inputs.get(name) != value for name, value in dynamic.items()))
-    cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or leave them out"
+    cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or remove them"
     _refuse(differs or group.get("output_activations"), f"{form} with quantized activations of this kind", cure)
     return packed, bits, bool(inputs)
 
@@ -145,10 +145,10 @@ def with_settings(found: QuantizationConfig | None, config: EngineConfig) -> Qua
         found, asked = replace(found, w4a8=True), "auto"
     if asked in ONLINE and found is not None:
         mistake = f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}"
-        raise ValueError(f"{mistake}: leave it out, or use the original checkpoint")
+        raise ValueError(f"{mistake}: do not set it, or use the original checkpoint")
     if asked not in ("auto", *ONLINE, method):
         kind = "not quantized" if found is None else method
-        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {kind}: leave it out")
+        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {kind}: do not set it")
     method = asked if asked in ONLINE else method
     if config.load_format == "dummy" and found is not None:  # random numbers, quantized while they are made
         method = "w4a8" if found.w4a8 or found.bits == 4 else "w8a8" if found.quantizes_inputs else "w4a16"

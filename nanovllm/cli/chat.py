@@ -38,11 +38,11 @@ class ChatFlags(Flags):
     """Flags of this command alone.
 
     Attributes:
-        url: talk to the server there instead of starting an engine
+        url: use the server at this URL instead of starting an engine
         api_key: key for that server (with --url; default: NANOVLLM_API_KEY or VLLM_API_KEY)
-        system_prompt: what the model is told before the chat
-        temperature: 0: always the likeliest token (default: the model's)
-        max_tokens: longest answer (default: what the context leaves)
+        system_prompt: system message at the beginning of the chat
+        temperature: sampling temperature; 0 always takes the most likely token (default: the model's)
+        max_tokens: maximum number of tokens per answer (default: up to the context length)
     """
 
     url: str | None = None
@@ -125,7 +125,9 @@ def run(arguments: argparse.Namespace) -> None:
     if url is None and key is not None:
         raise UsageError("--api-key has no effect without --url, which names the server it is for")
     if url is not None and idle:
-        raise UsageError(f"{idle[0]} has no effect with --url: it is a setting of the server's engine; leave it out")
+        raise UsageError(
+            f"{idle[0]} has no effect with --url: it is a setting of the server's engine; do not set it here"
+        )
     if url is not None and not re.fullmatch(URL, url):
         raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
     options = {name: getattr(flags, name) for name in ("temperature", "max_tokens") if getattr(flags, name) is not None}

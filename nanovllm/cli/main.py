@@ -13,15 +13,18 @@ from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
 # For each command: what it does, and the module whose `add_arguments` declares its flags and whose `run` runs it.
 COMMANDS = {
     "serve": ("serve a model through OpenAI's API", "nanovllm.cli.serve"),
-    "router": ("divide requests among servers, which may share prefill and decode", "nanovllm.router.command"),
-    "chat": ("talk with a model in the terminal", "nanovllm.cli.chat"),
-    "trace": ("sum up a recorded trace, or convert it", "nanovllm.cli.trace"),
-    "replay": ("show a recorded trace in the browser, to all who can reach the port", "nanovllm.cli.replay"),
+    "router": (
+        "route requests to several servers, with prefill and decode together or separate",
+        "nanovllm.router.command",
+    ),
+    "chat": ("chat with a model in the terminal", "nanovllm.cli.chat"),
+    "trace": ("summarise a recorded trace, or convert it", "nanovllm.cli.trace"),
+    "replay": ("replay a recorded trace in the browser, for anyone who can reach the port", "nanovllm.cli.replay"),
     "fetch": ("download a model", "nanovllm.cli.fetch"),
     "quantize": ("make a quantized checkpoint", "nanovllm.offline.command"),
     "train-eagle": ("train a draft head for speculative decoding", "nanovllm.offline.eagle_command"),
     "bench": ("measure speed", "nanovllm.lab.bench"),
-    "kernels": ("show what the compiler makes of the GPU kernels", "nanovllm.lab.kernels"),
+    "kernels": ("compile the GPU kernels, and show their registers, shared memory and spills", "nanovllm.lab.kernels"),
 }
 
 

@@ -21,7 +21,7 @@ VIEWS = ("tables", "pool", "scheduler", "timeline", "attention", "batch")
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that name a trace."""
     parser.add_argument("trace", type=pathlib.Path, help="a file that `nanovllm serve --trace FILE` wrote")
-    parser.add_argument("--partial", action="store_true", help="of a file that was cut off, take the whole steps")
+    parser.add_argument("--partial", action="store_true", help="read the complete steps of a truncated file")
 
 
 @contextlib.contextmanager
@@ -43,11 +43,13 @@ def mistakes(path: pathlib.Path) -> Iterator[None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_file_arguments(parser)
-    parser.add_argument("--perfetto", type=pathlib.Path, metavar="FILE", help="write it for https://ui.perfetto.dev")
+    parser.add_argument(
+        "--perfetto", type=pathlib.Path, metavar="FILE", help="write a file for https://ui.perfetto.dev"
+    )
     parser.add_argument("--gif", type=gif_file, metavar="FILE.gif", help="write an animation")
-    views = f"what the animation shows: {', '.join(VIEWS)} (default: {VIEWS[0]})"
+    views = f"view that the animation shows (default: {VIEWS[0]})"
     parser.add_argument("--view", choices=VIEWS, help=views)
-    steps = "which steps it shows: from A to B - 1 (default: the first 60)"
+    steps = "steps that the animation shows: A to B - 1 (default: the first 60)"
     parser.add_argument("--steps", type=step_range, metavar="A:B", help=steps)
 
 
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         UsageError: flags that do not go together, or a file that cannot be used.
     """
     if arguments.gif is None and (arguments.view or arguments.steps):
-        raise UsageError("--view and --steps say what an animation shows: they need --gif FILE")
+        raise UsageError("--view and --steps apply to animations: add --gif FILE")
     with mistakes(arguments.trace):
         trace = Trace.load(arguments.trace, arguments.partial)
         if arguments.gif is not None:

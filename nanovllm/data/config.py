@@ -33,59 +33,61 @@ class EngineConfig(Flags):
         tokenizer: folder or hub id of the tokenizer, if it is not the model's
         served_model_name: name of the model in the API (default: as given by --model)
         revision: branch, tag or commit of a hub model (not of a tokenizer that --tokenizer names)
-        dtype: data type of weights and KV cache (auto: bfloat16 where the hardware computes it, else float32)
+        dtype: data type of weights and KV cache (auto: bfloat16 if the hardware supports it, else float32)
         device: where to run (auto: a GPU if there is one)
-        quantization: how the weights are quantized (auto: as the checkpoint is). w8a8, w4a8 or w4a16 (bits of weights, then of
-            activations): quantize an unquantized checkpoint while it is loaded, to the nearest values; w4a8 also serves a
-            checkpoint with 4-bit weights with 8-bit activations
+        quantization: quantization of the weights (auto: as in the checkpoint). w8a8, w4a8, w4a16 (bits of weights and of
+            activations): quantize an unquantized checkpoint during loading, by rounding to nearest; w4a8 also serves a
+            checkpoint of 4-bit weights with 8-bit activations
         quantize_head: also quantize the output head to 8 bits, and the embedding if it is the same matrix
-        kv_cache_dtype: how keys and values are stored (auto: in the weights' data type). int8, fp8 (e4m3): in 8 bits, with a scale per
-            token and head, so that the same memory holds nearly twice the tokens
-        load_format: dummy: random weights, to measure speed without a checkpoint
-        generation_config: sampling parameters of requests that set none. auto: those that the model's generation_config.json
-            recommends; vllm: vLLM's own
-        seed: seeds requests that have no seed of their own, and dummy weights
-        max_model_len: longest prompt plus output, in tokens, as in 8192 or 8k (default: the model's)
+        kv_cache_dtype: data type of keys and values (auto: that of the weights). int8, fp8 (e4m3): 8 bits, with a scale per
+            token and head, which nearly doubles the tokens that fit in memory
+        load_format: format of the weights. dummy: random weights, to measure speed without a checkpoint
+        generation_config: default sampling parameters. auto: from the model's generation_config.json; vllm: vLLM's defaults
+        seed: seed of requests that set none, and of dummy weights
+        max_model_len: maximum number of prompt plus output tokens, such as 8192 or 8k (default: the model's)
         block_size: tokens per KV block
-        num_kv_blocks: KV blocks in the pool, regardless of the memory that is free
-        kv_cache_memory: size of the KV pool, as in 512MiB, 4GB or a number of bytes
-        gpu_memory_utilization: share of a GPU's memory that the engine may use
+        num_kv_blocks: number of KV blocks in the pool, regardless of free memory
+        kv_cache_memory: size of the KV pool, such as 512MiB, 4GB or a number of bytes
+        gpu_memory_utilization: fraction of the GPU's memory that the engine may use
         swap_space: GiB of host memory for swapped requests (with --preemption-mode swap)
-        max_num_seqs: maximum number of requests that run at the same time
-        max_num_batched_tokens: token budget of a step (default: 2048; without chunked prefill at least the longest
+        max_num_seqs: maximum number of running requests
+        max_num_batched_tokens: token budget per step (default: 2048; without chunked prefill at least the longest
             request)
-        long_prefill_token_threshold: maximum prompt tokens of one request per step (0: the whole budget)
-        max_step_ms: milliseconds that a step with decoding requests should take at most: it computes only so many prompt
-            tokens beside them (0: no limit; default: 200 for `nanovllm serve`, no limit elsewhere)
+        long_prefill_token_threshold: maximum prompt tokens per request and step (0: the whole budget)
+        max_step_ms: maximum duration, in milliseconds, of a step that contains decoding requests; limits the prompt tokens
+            in that step (0: no limit; default: 200 for `nanovllm serve`, no limit elsewhere)
         enable_prefix_caching: reuse KV blocks of equal prefixes
-        enable_chunked_prefill: let a prompt be computed in several steps, beside running requests
+        enable_chunked_prefill: split long prompts over several steps, in the same batch as running requests
         batching_policy: chunked: prefill and decode share a step; prefill_first, static: the classic policies
         scheduling_policy: order of requests
-        preemption_mode: what happens to the KV of a preempted request
-        attention_backend: what computes attention (auto: triton on a GPU, compiled loops on a CPU)
-        async_scheduling: prepare the next step while a GPU computes one (default: on a GPU; on a CPU it would only
-            delay)
-        enforce_eager: call every operator of a step from Python: on a GPU instead of replaying a CUDA graph, on a CPU instead of
-            running all layers in one call
-        speculative_config: draft tokens, and verify several of them in a step, as JSON: {"method": "ngram", "num_speculative_tokens": 3,
+        preemption_mode: recompute the KV of a preempted request, or swap it to host memory
+        attention_backend: implementation of attention (auto: triton on a GPU, compiled loops on a CPU)
+        async_scheduling: prepare the next step while the GPU computes the current one (default: on a GPU; on a CPU it would
+            only add delay)
+        enforce_eager: call every operator of a step from Python, instead of replaying a CUDA graph (GPU) or running all
+            layers in one call (CPU)
+        speculative_config: speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3,
             "prompt_lookup_max": 5}; other methods are draft_model, eagle and eagle3, with "model"
-        tensor_parallel_size: ranks that share each layer's weights
-        pipeline_parallel_size: stages that share the layers
-        data_parallel_size: engines that share the requests, each with a scheduler and memory of its own
-        enable_expert_parallel: let every rank hold whole experts instead of a slice of each (for models with experts)
-        enable_eplb: with --enable-expert-parallel, move and copy experts between ranks to balance their load
-        eplb_config: when, as JSON: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0,
-            "log_balancedness": false}
-        kv_role: share KV with other engines: compute it for them, take it from them, or both
-        kv_connector: how KV is shared: local, nixl, offloading, pool, blend (default with --kv-role: local)
-        kv_transfer_config: both and more, as JSON: {"kv_connector": "local", "kv_role": "kv_both", "kv_ip": "127.0.0.1",
-            "kv_port": 0, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {}, "engine_id": "..."}
-        kv_offloading_size: GiB of host memory, of all ranks together, for KV blocks that leave the pool (0: none)
-        distributed_executor_backend: where the ranks run: in this process (uni), in processes of this machine (mp),
-            under torchrun, or as Ray's actors (auto: uni for one rank, external_launcher under torchrun, else mp)
-        disable_custom_all_reduce: on a CPU, sum over ranks by gloo instead of through shared memory
-        max_num_waiting: number of waiting requests above which the server answers 429
-        trace: write a record of every step, with the token ids of all answers, to this file, as lines of JSON (.gz:
+        tensor_parallel_size: number of ranks that share each layer's weights
+        pipeline_parallel_size: number of stages that share the layers
+        data_parallel_size: number of engines that share the requests, each with its own scheduler and memory
+        enable_expert_parallel: place complete experts on each rank instead of a slice of every expert (for models with experts)
+        enable_eplb: with --enable-expert-parallel, move and replicate experts between ranks to balance their load
+        eplb_config: settings of --enable-eplb, as JSON: {"window_size": 1000, "step_interval": 3000,
+            "num_redundant_experts": 0, "log_balancedness": false}
+        kv_role: KV transfer with other engines: produce KV, consume it, or both
+        kv_connector: KV connector: local, nixl, offloading, pool, blend (default with --kv-role: local)
+        kv_transfer_config: KV role, connector and more, as JSON: {"kv_connector": "local", "kv_role": "kv_both",
+            "kv_ip": "127.0.0.1", "kv_port": 0, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {},
+            "engine_id": "..."}
+        kv_offloading_size: GiB of host memory, over all ranks, for KV blocks evicted from the pool (0: none)
+        distributed_executor_backend: where the ranks run: in this process (uni), in processes on this machine (mp),
+            under torchrun (external_launcher), or as Ray actors (auto: uni for one rank, external_launcher under torchrun,
+            else mp)
+        disable_custom_all_reduce: on a CPU, sum over ranks with gloo instead of shared memory
+        max_num_waiting: maximum number of waiting requests; beyond it the server answers 429
+        disable_log_stats: disable the line of statistics that the server logs every 10 seconds while it is busy
+        trace: write a record of every step to this file, as JSON lines, with the token ids of all outputs (.gz:
             compressed)
         check_invariants: check the engine's bookkeeping after every step (slow; for tests)
 
@@ -143,6 +145,7 @@ class EngineConfig(Flags):
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = "auto"
     disable_custom_all_reduce: bool = False
     max_num_waiting: Count = 4096
+    disable_log_stats: bool = False
     trace: str | None = None
     check_invariants: bool = False
 
@@ -180,8 +183,8 @@ class EngineConfig(Flags):
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("eplb_config does nothing without enable_eplb")
         if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
-            mistake = f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}"
-            raise ValueError(f"{mistake}: leave it out, or start several engines and divide the requests")
+            mistake = f"data_parallel_size above 1 cannot be combined with distributed_executor_backend {backend!r}"
+            raise ValueError(f"{mistake}: do not set it, or start several engines and divide the requests")
         if budget is not None and budget < self.max_num_seqs:
             mistake = f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs})"
             raise ValueError(f"{mistake}: every running request needs one token per step")
@@ -196,7 +199,7 @@ class EngineConfig(Flags):
         given, budget = self.max_model_len, self.max_num_batched_tokens
         longest = given or min(model_max_len, 1 + (SamplingParams.max_tokens or 0))
         if longest > model_max_len:
-            raise ValueError(f"max_model_len ({longest}) is over the {model_max_len} positions of the model: lower it")
+            raise ValueError(f"max_model_len ({longest}) exceeds the {model_max_len} positions of the model: lower it")
         room = (num_kv_blocks or sys.maxsize) * self.block_size
         if longest > room:
             needs = f"one request of {longest} tokens needs {-(-longest // self.block_size)} KV blocks"

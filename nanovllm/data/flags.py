@@ -81,7 +81,10 @@ class Flags(Keywords):
             if hint in (bool, bool | None):
                 options["action"] = argparse.BooleanOptionalAction
             else:
-                options["help"] += "" if f.default in (None, ()) else " (default: %(default)s)"
+                if f.default not in (None, ()):
+                    is_list = isinstance(f.default, tuple)
+                    shown = json.dumps(f.default).replace("%", "%%") if is_list else "%(default)s"
+                    options["help"] += f" (default: {shown})"
                 if name in choices:
                     options["choices"] = choices[name]
                 else:

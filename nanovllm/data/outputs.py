@@ -60,6 +60,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request with its completions.
 
+    As in nano-vllm, `output["text"]` and `output["token_ids"]` belong to the first completion.
+
     Attributes:
         prompt: the text, if the request was given as text.
         prompt_logprobs: one entry per prompt token, if requested.
@@ -77,6 +79,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     error: RequestFailedError | GrammarError | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in ("text", "token_ids"):
+            raise KeyError(f"an output has the keys 'text' and 'token_ids', not {key!r}; all else are attributes")
+        return getattr(self.outputs[0], key)
 
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
@@ -137,6 +144,11 @@ class EngineStats:
     num_external_hit_tokens: int = 0
     spec_decoding: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     engines: list[EngineStats] = field(default_factory=list)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of the looked-up tokens that the prefix cache had, 0 to 1, since the engine's start."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
     @classmethod
     def together(cls, engines: list[EngineStats]) -> EngineStats:

@@ -19,6 +19,8 @@ LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Each of the n completions prepares a search for every stop string.
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+# Each step compares the end of the output with every bad word.
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 @dataclass
@@ -36,9 +38,12 @@ class SamplingParams(Keywords):
         presence_penalty: subtracted once from the logit of each token in the output, -2 to 2.
         frequency_penalty: subtracted once per occurrence in the output, -2 to 2.
         logit_bias: added to the logits of these token ids, -100 to 100.
-        seed: makes the draws repeatable, independent of the batch. None: the engine picks one.
+        seed: makes the draws repeatable, independent of the batch. None or -1: the engine picks one.
         stop: strings that end the request; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the request.
+        bad_words: strings that the output never contains, up to 128: a token that would complete one of their token
+            sequences, with or without a leading space, is not sampled. The same string in other tokens is possible.
+        bad_words_token_ids: the same as token ids. The front end adds the sequences of `bad_words`.
         ignore_eos: continue after an end-of-sequence token.
         max_tokens: maximum number of output tokens; None: up to the context length.
         min_tokens: no end-of-sequence token, stop token or stop string before this number of output tokens.
@@ -64,6 +69,8 @@ class SamplingParams(Keywords):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[list[StopString], Meta(max_length=16)] | str = field(default_factory=list)
     stop_token_ids: list[Count] = field(default_factory=list)
+    bad_words: Annotated[list[BadWord], Meta(max_length=128)] = field(default_factory=list)
+    bad_words_token_ids: list[Annotated[list[Count], Meta(min_length=1)]] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: Annotated[int, Meta(ge=1)] | None = 16
@@ -77,6 +84,8 @@ class SamplingParams(Keywords):
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         self.stop_token_ids = self.stop_token_ids or []
+        self.bad_words = self.bad_words or []
+        self.bad_words_token_ids = self.bad_words_token_ids or []
         if isinstance(self.structured_outputs, dict):
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         check_fields(self)
@@ -92,9 +101,11 @@ class SamplingParams(Keywords):
 
     @property
     def looks_back(self) -> bool:
-        """True when a token cannot be sampled before all earlier tokens are known: penalties and grammars need them."""
+        """True when a token cannot be sampled before all earlier tokens are known: penalties, grammars and bad words of several
+        tokens need them."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
-        return any(penalties) or self.structured_outputs is not None
+        has_long_words = any(len(token_ids) > 1 for token_ids in self.bad_words_token_ids)
+        return any(penalties) or self.structured_outputs is not None or has_long_words
 
     def clone(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed."""

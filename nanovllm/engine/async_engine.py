@@ -41,7 +41,21 @@ END_SECONDS = 5.0
 
 
 class AsyncEngine(FrontEnd):
-    """An engine process and its callers. `await AsyncEngine.start(config)` makes one."""
+    """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
+
+    A program that streams:
+
+        import asyncio
+        from nanovllm import AsyncEngine, EngineConfig, SamplingParams
+
+        async def main():
+            engine = await AsyncEngine.start(EngineConfig("smollm2-135m"))
+            async for output in engine.generate("The capital of France is", SamplingParams(temperature=0), "request-1"):
+                print(output.outputs[0].text, end="", flush=True)
+            await engine.shutdown()
+
+        asyncio.run(main())
+    """
 
     input_processor: InputProcessor
 
@@ -102,7 +116,9 @@ class AsyncEngine(FrontEnd):
         """
         arrival, process = time.monotonic(), self.input_processor.process
         content = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if len(content or ()) <= LONG_PROMPT and params.structured_outputs is None:  # a grammar's check may take long
+        # A grammar's check may take long, and so may the tokens of many bad words.
+        takes_long = params.structured_outputs is not None or params.bad_words
+        if len(content or ()) <= LONG_PROMPT and not takes_long:
             text, requests = process(request_id, prompt, params, priority)
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
@@ -141,9 +157,10 @@ class AsyncEngine(FrontEnd):
         self._client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
 
-    def _forget(self, request_id: str) -> None:
-        self.abort(request_id)
-        self._streams.pop(request_id, None)
+    def _forget(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.request_id) is stream:  # else it has ended, and its id may be another request's
+            self.abort(stream.request_id)
+            self._streams.pop(stream.request_id, None)
 
     # ---------------------------------------------------------------- reports
 
@@ -151,6 +168,7 @@ class AsyncEngine(FrontEnd):
         try:
             while True:
                 for report in await self._next_reports():
+                    self._note_schedule(report)
                     for output in early_portions(report.outputs):
                         self._deliver([output], report.time)
                         await asyncio.sleep(0)

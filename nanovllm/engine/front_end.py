@@ -37,7 +37,8 @@ class FrontEnd:
         died: set when it has ended without an order to end.
         num_preparing: sequences that have been accepted, and are still prepared for the engine.
         observer: is told about steps, tokens and finished requests.
-        broadcasts: for each of the engines that data parallelism has, the readers of its trace.
+        trace_settings: for each of the engines that data parallelism has, sizes and policies; known when they are ready.
+        broadcasts: for each of them, the readers of its trace.
     """
 
     tokenizer: Tokenizer
@@ -48,6 +49,7 @@ class FrontEnd:
         self.config = config
         self.observer, self.died = EngineObserver(), asyncio.Event()
         self.error: str | None = None
+        self.trace_settings: list[dict[str, Any]] = []
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
@@ -118,12 +120,19 @@ class FrontEnd:
     def _stop_listening(self) -> None:
         asyncio.get_running_loop().remove_reader(self._client.reports.fileno())
 
+    def _note_schedule(self, report: Report) -> None:
+        for sequence_id, time in report.first_scheduled.items():
+            stream = self._streams.get(self.output_processor.owner(sequence_id) or "")
+            if stream is not None and stream.times.scheduled is None:
+                stream.times.scheduled = time
+
     def _note_times(self, times: RequestTimes, output: RequestOutput, now: float) -> None:
         for piece in output.outputs:
             self.observer.tokens(times, piece, now)
             if piece.token_ids:
                 times.first_token = times.first_token or now
                 times.last_token[piece.index] = now
+                times.num_tokens[piece.index] = times.num_tokens.get(piece.index, 0) + len(piece.token_ids)
         if output.finished:
             self.observer.finished(times, output.outputs[-1], now)
 
@@ -131,6 +140,7 @@ class FrontEnd:
 
     def _show_trace(self, settings: list[dict[str, Any]], show_text: bool) -> None:
         """Open a broadcast of each engine's steps, if that part is there."""
+        self.trace_settings = settings
         if show_text:
             self._texts = load("nanovllm.trace.stream:RequestTexts", "show_text")(self.tokenizer)
         with contextlib.suppress(MissingPartError):

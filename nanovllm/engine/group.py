@@ -55,6 +55,7 @@ class DataParallelCore(WatchedProcesses):
     """
 
     has_work, is_idle = False, True  # it only reacts
+    first_scheduled: dict[str, float] | None = None  # see `EngineLoop`
     idle_seconds = None
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
@@ -181,7 +182,9 @@ class DataParallelCore(WatchedProcesses):
         """
         refused = [EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()]
         for request_id, reason in report.refused.items():  # its id was in use, or its kv_transfer_params are invalid
-            logger.error("%s has refused request %s: %s", rank.name, request_id, reason)
+            logger.error("%s has rejected request %s: %s", rank.name, request_id, reason)
+        if self.first_scheduled is not None:
+            self.first_scheduled |= report.first_scheduled
         # Outputs of requests that were aborted meanwhile are dropped.
         news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]
         for output in news:

@@ -5,6 +5,7 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,11 @@ from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.trace.trace import Trace
+
+logger = logging.getLogger("nanovllm")
+
+# Settings that have another name here.
+NAMES_IN_NANO_VLLM = {"kvcache_block_size": "block_size", "num_kvcache_blocks": "num_kv_blocks"}
 
 
 class LLMEngine:
@@ -87,6 +93,7 @@ class LLM:
         model: course model, local folder, or hub id.
         trace: True keeps a record of every step in `self.trace`; a path writes it to a file. With `data_parallel_size`,
             `self.trace` has the first engine's steps, and each engine writes its own file, see `trace_path`.
+        trust_remote_code: accepted, since vLLM has it, and of no effect: code in a model's folder is never run.
         **options: any field of `EngineConfig`.
 
     Raises:
@@ -94,10 +101,17 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = EngineConfig.model, trace: bool | str | os.PathLike[str] = False, **options: Any
+        self,
+        model: str = EngineConfig.model,
+        trace: bool | str | os.PathLike[str] = False,
+        *,
+        trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        in_params = {name: f"SamplingParams({name}=...)" for name in SamplingParams.__dataclass_fields__}
-        check_keywords("LLM", options, EngineConfig, in_params)
+        elsewhere = {name: f"SamplingParams({name}=...)" for name in SamplingParams.__dataclass_fields__}
+        check_keywords("LLM", options, EngineConfig, elsewhere | NAMES_IN_NANO_VLLM)
+        if trust_remote_code:
+            logger.warning("trust_remote_code does nothing: nanovllm never runs code from a model's folder")
         config = EngineConfig(model=model, **options)
         if is_follower(config):
             load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
@@ -121,10 +135,13 @@ class LLM:
         return SamplingParams(**self.engine.core.limits.generation_defaults)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
         priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:

@@ -61,6 +61,8 @@ class Report:
     Attributes:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
+        first_scheduled: sequence id to time, for sequences that a step since the last report has computed for the first time, or
+            for the first time after a preemption.
         refused: sequence id to reason, for sequences that the engine refused.
         steps: by engine, its `StepRecord`s in msgpack, while the engine is watched.
         limits: only in the first report, which says that the engine is ready.
@@ -73,6 +75,7 @@ class Report:
     stats: EngineStats = field(default_factory=EngineStats)
     time: float = 0.0
     num_taken: int = 0
+    first_scheduled: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     steps: dict[int, list[msgspec.Raw]] = field(default_factory=dict)
     limits: EngineLimits | None = None
@@ -106,6 +109,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
+        self.core.first_scheduled = {}
         self._report.limits = self.core.limits
         self._report.trace_settings = [engine.trace_settings for engine in self.core.engines]
         self._send_report()
@@ -120,6 +124,8 @@ class EngineLoop:
     def _send_report(self) -> None:
         report = self._report
         report.stats, report.time = self.core.stats, time.monotonic()
+        if self.core.first_scheduled:
+            report.first_scheduled, self.core.first_scheduled = self.core.first_scheduled, {}
         self.reports.send(msgspec.msgpack.encode(report))
         self._report, self._has_news = Report(stats=report.stats, num_taken=report.num_taken), False
 

@@ -29,13 +29,16 @@ class RequestTimes:
     """The times of a request's events, in seconds of the monotonic clock.
 
     Attributes:
-        last_token: by completion index.
+        scheduled: when the engine first computed a part of the prompt.
+        last_token, num_tokens: of each completion, by its index.
     """
 
     arrival: float
     num_prompt_tokens: int
+    scheduled: float | None = None
     first_token: float | None = None
     last_token: dict[int, float] = field(default_factory=dict)
+    num_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class EngineObserver:
@@ -54,7 +57,7 @@ class RequestStream:
     A reader that leaves before the end has to call `close`. A slow reader finds one merged output, not a long queue.
     """
 
-    def __init__(self, request_id: str, times: RequestTimes, on_close: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, times: RequestTimes, on_close: Callable[[RequestStream], None]) -> None:
         self.request_id, self.times, self._on_close = request_id, times, on_close
         self._unread: OutputCollector | None = None
         self._error: Exception | None = None
@@ -103,4 +106,4 @@ class RequestStream:
     def close(self) -> None:
         """End the request within a step, if it has not ended. May be called more than once."""
         self._ended = True
-        self._on_close(self.request_id)
+        self._on_close(self)

@@ -1,1 +1,1 @@
-"""The workshop: benchmarks, pictures, the course tool and the table of compiled kernels; the engine never imports it."""
+"""Benchmarks, pictures, the course tool and the table of compiled kernels; the engine never imports it."""

@@ -31,9 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `kernels`."""
     default = f"(default: {' '.join(DEFAULT_TARGETS)})"
     parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS, help=f"GPUs to compile for {default}")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="only these (default: all)")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="data types to compile for (default: all)"
+    )
     dims: dict[str, Any] = {"nargs": "+", "type": int, "choices": HEAD_DIMS, "default": HEAD_DIMS}
-    parser.add_argument("--head-dim", **dims, help="only these (default: all)")
+    parser.add_argument("--head-dim", **dims, help="head dimensions to compile for (default: all)")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the numbers to a file")
 
 
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("the package 'triton' is not installed (there is none for macOS and Windows)")
+        raise UsageError("the package 'triton' is not installed (it is not available for macOS and Windows)")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UsageError("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it")
     engine_launches = load("nanovllm.lab.kernel_launches:engine_launches", "the command kernels")

@@ -18,16 +18,17 @@ class Recipe(Flags):
     """How to quantize a checkpoint.
 
     Attributes:
-        scheme: w4a16: 4-bit weights in groups; w8a8: 8-bit weights, and inputs that each layer rounds to 8 bits
-        method: how integers are chosen. rtn: the nearest; gptq: input by input, and later inputs make up for the errors; awq: the nearest, for
-            weights that are scaled by the size of their inputs (auto: gptq for w4a16, rtn for w8a8)
-        group_size: neighbouring weights of a row that have one scale, with w4a16; -1: whole rows (default: 64)
-        asymmetric: give each group a zero point of its own, with w4a16
-        quantize_head: also quantize the output head, to 8 bits. If it is the same matrix as the embedding, the file then has both
-        calibration: text file to calibrate on (default: chats that the model writes itself)
-        num_samples: pieces of text to calibrate on
-        sample_length: tokens of each
-        seed: of the chats
+        scheme: w4a16: 4-bit weights in groups; w8a8: 8-bit weights, and activations that each layer rounds to 8 bits
+        method: how the integers are chosen. rtn: round to nearest; gptq: round one input after the other, and adjust later inputs to
+            compensate for the error; awq: round to nearest after scaling the weights by the size of their inputs (auto: gptq for
+            w4a16, rtn for w8a8)
+        group_size: number of neighbouring weights in a row that share a scale, with w4a16; -1: whole rows (default: 64)
+        asymmetric: use one zero point per group, with w4a16
+        quantize_head: also quantize the output head, to 8 bits. If it shares its matrix with the embedding, the file then stores both
+        calibration: text file to calibrate on (default: chats that the model generates)
+        num_samples: number of calibration samples
+        sample_length: tokens per sample
+        seed: seed of the generated chats
 
     Raises:
         ValueError: a value that is not allowed, alone or with another; the message names the fix.
@@ -49,8 +50,8 @@ class Recipe(Flags):
         self.method = ("rtn" if eight else "gptq") if self.method == "auto" else self.method
         for wrong, what in (
             (eight and self.method == "awq", "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq"),
-            (eight and (self.group_size or self.asymmetric), "group_size and asymmetric are for scheme 'w4a16': leave them out"),
-            (file and self.method == "rtn", "calibration has no effect with method 'rtn': leave it out, or use gptq or awq"),
+            (eight and (self.group_size or self.asymmetric), "group_size and asymmetric are for scheme 'w4a16': do not set them"),
+            (file and self.method == "rtn", "calibration has no effect with method 'rtn': do not set it, or use gptq or awq"),
             (file and not (Path(file).is_file() and Path(file).stat().st_size), f"there is no text in {file!r} to calibrate on: name a text file"),
         ):  # fmt: skip
             if wrong:
@@ -60,7 +61,9 @@ class Recipe(Flags):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("model", nargs="?", default=COURSE_MODEL, help="as for serve (default: %(default)s)")
+    parser.add_argument(
+        "model", nargs="?", default=COURSE_MODEL, help="course model, local folder or hub id (default: %(default)s)"
+    )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the quantized checkpoint")
     Recipe.add_arguments(parser)
 

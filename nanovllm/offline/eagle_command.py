@@ -20,18 +20,19 @@ class TrainingRecipe(Flags):
     """How to train a draft head.
 
     Attributes:
-        data: chats to be answered by the model, a file with a line of JSON for each: {"messages": [...]}; or a text file to learn as it is
-            (default: chats that the model writes itself)
-        num_samples: chats, or pieces of text
-        sample_length: longest sample, in tokens
-        steps: draft tokens in a row that the head learns to guess
-        draft_vocab_size: tokens that the head can guess: the most frequent ones of the data
+        data: file of chats, one JSON object per line: {"messages": [...]}, which the model answers; or a text file, which is used
+            unchanged (default: chats that the model generates)
+        num_samples: number of chats or of text samples
+        sample_length: maximum number of tokens per sample
+        steps: number of consecutive draft tokens that the head learns to predict
+        draft_vocab_size: number of tokens that the head can predict: the most frequent ones in the data
         epochs: passes over the data
         batch_size: samples per batch
-        learning_rate: the highest, after a warm-up; then it falls along a cosine
-        seed: of the chats, of the weights, and of the order
+        learning_rate: maximum learning rate, after a warm-up; it then decreases along a cosine
+        seed: seed of the chats, the weights and the sample order
         device: where to run (auto: a GPU if there is one)
-        time_limit: minutes after which the head is written, trained so far (default: no limit); at most 40 % of them go into writing chats
+        time_limit: minutes after which training stops and the head is written (default: no limit); generating chats takes at most
+            40 % of them
         quantize: int8: store the matrices in 8 bits, with a scale per row
 
     Raises:
@@ -55,15 +56,20 @@ class TrainingRecipe(Flags):
         super().__post_init__()
         if self.data and not (Path(self.data).is_file() and Path(self.data).stat().st_size):
             raise ValueError(
-                f"there is nothing in {self.data!r} to train on: name a text file, or chats as lines of JSON"
+                f"{self.data!r} has nothing to train on: name a file with text, or with chats as JSON lines"
             )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("model", nargs="?", default=COURSE_MODEL, help="as for serve (default: %(default)s)")
     parser.add_argument(
-        "--out", required=True, metavar="FOLDER", help="for the head; the same command goes on with what it finds there"
+        "model", nargs="?", default=COURSE_MODEL, help="course model, local folder or hub id (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="FOLDER",
+        help="folder for the head; run the same command again to resume from it",
     )
     TrainingRecipe.add_arguments(parser)
 

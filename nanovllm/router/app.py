@@ -31,7 +31,7 @@ from nanovllm.router.policies import choose
 from nanovllm.server.access import Access
 from nanovllm.server.errors import APIError, install_error_handlers
 from nanovllm.server.generation import Result, unless_disconnected
-from nanovllm.server.metrics import MetricSet
+from nanovllm.server.metrics import MetricSet, Prefix
 from nanovllm.server.middleware import protect
 from nanovllm.server.responses import ClosingStream
 
@@ -46,7 +46,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions")
 Ask = Callable[[Call, Backend], Awaitable[tuple[int, Result | None]]]
 
 
-# Metrics, named like those of vLLM's router, with our prefix.
+# Metrics under the names of vLLM's router.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480)
 LABELS = ("worker", "role")
 TABLE = {
@@ -59,11 +59,11 @@ TRANSFERS = "Requests whose KV a prefill server was to supply (offered), and tho
 
 
 class Metrics(MetricSet):
-    """All metrics of a router, in a registry of their own."""
+    """All metrics of a router, in a registry of their own. The servers have theirs, each at its own address."""
 
-    def __init__(self, servers: Sequence[Backend]) -> None:
+    def __init__(self, servers: Sequence[Backend], prefix: Prefix = "vllm") -> None:
         sources = [((server.url, server.role), server) for server in servers]
-        super().__init__("nanovllm_router_", LABELS, TABLE, lambda: sources)
+        super().__init__(f"{prefix}_router_", LABELS, TABLE, lambda: sources)
         self.requests = self.add(Counter, "requests", "Requests that have come", ["route"])
         self.retries = self.add(Counter, "retries", "Requests that were sent to another server", [])
         self.transfers = self.add(Counter, "kv_transfers", TRANSFERS, ["outcome"])
@@ -109,7 +109,7 @@ async def events(server: Backend, chunk: bytes | None, chunks: AsyncIterator[byt
     except FAILURES as error:
         problem = server.problem or describe(error)
         logger.warning("%s %s in the middle of a stream", server.url, problem)
-        message = f"the server that was at work on this {problem}"
+        message = f"the server that handled this request {problem}"
         # The empty line ends an event of which only a part has come.
         yield b"\n" + APIError(503, message, code="backend_lost").event() + b"data: [DONE]\n\n"
 
@@ -119,10 +119,11 @@ class RouterApp:
 
     Args:
         servers: some for prefill and some for decode, or all of them regular; all with the same configuration.
+        metrics_prefix: the first word of the metrics' names.
     """
 
-    def __init__(self, servers: Sequence[Backend]) -> None:
-        self.config, self.metrics = servers[0].config, Metrics(servers)
+    def __init__(self, servers: Sequence[Backend], metrics_prefix: Prefix = "vllm") -> None:
+        self.config, self.metrics = servers[0].config, Metrics(servers, metrics_prefix)
         self.prefill = [server for server in servers if server.role == "prefill"]
         # The servers that answer clients.
         self.decode = [server for server in servers if server.role != "prefill"]
@@ -137,7 +138,7 @@ class RouterApp:
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=route in GENERATING)
         if call.body.get("kv_transfer_params") is not None:
-            raise APIError(400, "kv_transfer_params must be left out: the router fills it in", "kv_transfer_params")
+            raise APIError(400, "kv_transfer_params must not be set: the router sets it", "kv_transfer_params")
         response = await unless_disconnected(request, self._first_of(self.decode, call, self._decode))
         if route in GENERATING:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)
@@ -259,13 +260,14 @@ def unavailable(servers: Sequence[Backend]) -> APIError:
     return APIError(503, f"no server can be reached: {problems}", code="backend_lost")
 
 
-def create_app(servers: Sequence[Backend], access: Access) -> Starlette:
+def create_app(servers: Sequence[Backend], access: Access, metrics_prefix: Prefix = "vllm") -> Starlette:
     """The application. It answers while the servers are looked after.
 
     Args:
         access: which clients may use the router. Without keys, the servers check those of the clients.
+        metrics_prefix: see `RouterApp`.
     """
-    router = RouterApp(servers)
+    router = RouterApp(servers, metrics_prefix)
     routes = [Route(path, router.answer, methods=["POST"]) for path in (*GENERATING, "/tokenize", "/detokenize")]
     gets: dict[str, Any] = {
         "/v1/models": router.answer,

@@ -10,22 +10,24 @@ from nanovllm.server.access import LIMITS, Access, api_keys
 
 SERVERS = {
     "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
-    "--decode": "servers that generate, and answer clients (nanovllm serve --kv-role consumer)",
+    "--decode": "servers that decode and answer clients (nanovllm serve --kv-role consumer)",
     "--worker-urls": "servers that do both",
 }
 KEY_HELP = (
-    "the router's own key for its questions to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router passes "
-    "clients' keys on, and the servers check them"
+    "the router's own key for its requests to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router forwards "
+    "clients' keys, and the servers check them"
 )
+METRICS_HELP = "the first word of the names at /metrics (default: %(default)s)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `router`."""
-    group = parser.add_argument_group("servers", "either some that prefill and some that decode, or some that do both")
+    group = parser.add_argument_group("servers", "either prefill and decode servers, or servers that do both")
     for flag, help in SERVERS.items():
         group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
     group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
     group = parser.add_argument_group("router", LIMITS)
+    group.add_argument("--metrics-prefix", choices=("vllm", "nanovllm"), default="vllm", help=METRICS_HELP)
     Access.add_arguments(group)
     RouterConfig.add_arguments(group)
 
@@ -45,4 +47,5 @@ def run(arguments: argparse.Namespace) -> None:
     config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
     servers = backends_of({"prefill": prefill, "decode": decode, "regular": regular}, config, key)
     listener, access = Access.from_arguments(arguments).listen()
-    asyncio.run(RouterServer(servers, listener, access).route())
+    router = RouterServer(servers, listener, access, metrics_prefix=arguments.metrics_prefix)
+    asyncio.run(router.route())

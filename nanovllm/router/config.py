@@ -11,16 +11,16 @@ class RouterConfig(Flags):
     """How requests are routed: flags of `router` and of `serve --prefill N --decode M`.
 
     Attributes:
-        policy: which server gets a request: each in turn, or the one that has seen its beginning before
+        policy: how the router chooses a server: round robin, or the server that has already seen the prompt's prefix
         kv_order: prefill_first: a prefill server computes the prompt, then a decode server fetches its KV; decode_first: a decode
-            server asks a prefill server for the blocks that it has not cached itself
-        kv_direction: with decode_first: the decode server reads KV layer by layer while the prefill server computes (push), or all
-            at once afterwards (pull); prefill_first always pulls
-        kv_load_failure_policy: what becomes of a request when no prefill server is available: a decode server computes its prompt,
-            or the router answers 503
-        prefill_timeout: seconds after which a prefill server is too late
-        request_timeout: seconds that a server may be silent in the middle of a request
-        health_check_interval: seconds between two health checks of a server
+            server requests from a prefill server the blocks that are not in its own cache
+        kv_direction: with decode_first: the decode server reads KV layer by layer while the prefill server computes (push), or
+            all of it afterwards (pull); prefill_first always pulls
+        kv_load_failure_policy: if no prefill server is available, a decode server computes the prompt (recompute), or the router
+            answers 503 (fail)
+        prefill_timeout: maximum time, in seconds, for a prefill
+        request_timeout: maximum time, in seconds, for which a server may send nothing during a request
+        health_check_interval: seconds between health checks of a server
     """
 
     policy: Literal["round_robin", "prefix_aware"] = "round_robin"

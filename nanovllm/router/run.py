@@ -11,6 +11,7 @@ from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Role
 from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import Access, url_of
+from nanovllm.server.metrics import Prefix
 from nanovllm.server.signalled import SignalledServer
 
 
@@ -26,7 +27,7 @@ def backends_of(urls: Mapping[Role, Sequence[str]], config: RouterConfig, api_ke
     servers = [Backend(url, role, config, api_key) for role, given in urls.items() for url in given]
     names = [server.url for server in servers]
     if twice := [url for url in names if names.count(url) > 1]:
-        raise UsageError(f"{twice[0]} is named twice: every server has one role")
+        raise UsageError(f"{twice[0]} is listed twice: every server has one role")
     return servers
 
 
@@ -38,12 +39,20 @@ class RouterServer(SignalledServer):
         listener: a bound socket.
         access: which clients may use the router, and the seconds that running requests get after the first signal.
         name: the served model, for the banner.
+        metrics_prefix: the first word of the metrics' names.
     """
 
-    def __init__(self, servers: list[Backend], listener: socket.socket, access: Access, name: str = "nanovllm") -> None:
+    def __init__(
+        self,
+        servers: list[Backend],
+        listener: socket.socket,
+        access: Access,
+        name: str = "nanovllm",
+        metrics_prefix: Prefix = "vllm",
+    ) -> None:
         # The servers write access logs of their own.
         settings: dict[str, Any] = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
-        app, grace = create_app(servers, access), int(access.shutdown_timeout) + 1
+        app, grace = create_app(servers, access, metrics_prefix), int(access.shutdown_timeout) + 1
         super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
         self.backends, self.listener, self.name = servers, listener, name
 

@@ -52,20 +52,36 @@ class SamplingRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+def bad_word_ends(row: SamplingRow) -> set[int]:
+    """The tokens that would complete a bad word: the last token of each one whose other tokens are the newest of the output."""
+    words = row.params.bad_words_token_ids
+    num_compared = min(max(len(word) for word in words) - 1, row.num_output_tokens)
+    newest = [int(token) for token in row.token_ids[len(row.token_ids) - num_compared :]]
+    ends = set()
+    for *beginning, end in words:
+        start = num_compared - len(beginning)
+        if start >= 0 and newest[start:] == beginning:
+            ends.add(end)
+    return ends
+
+
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Add logit biases and forbid early stops, in place. Rows without these options are not touched."""
+    """Add logit biases, and forbid early stops and bad words, in place. Rows without these options are not touched."""
     vocab_size = logits.shape[1]
     biases: dict[int, float] = {}  # place in the flattened logits -> what is added there
     for i, row in enumerate(rows):
         params = row.params
         for token, bias in params.logit_bias.items() if params.logit_bias else ():
             biases[i * vocab_size + token] = bias
+        forbidden = bad_word_ends(row) if params.bad_words_token_ids else set()
         if params.min_tokens and row.num_output_tokens < params.min_tokens:
+            forbidden |= set(row.stop_ids)
+        if forbidden:
             # Some checkpoints have an end-of-sequence id outside of the vocabulary, such as -1.
-            stops = {token for token in row.stop_ids if 0 <= token < vocab_size}
-            # If a request forbids every token, its min_tokens is ignored.
-            if len(stops) < vocab_size:
-                biases |= dict.fromkeys((i * vocab_size + token for token in stops), float("-inf"))
+            known = [token for token in forbidden if 0 <= token < vocab_size]
+            # If a request forbids every token, none is forbidden.
+            if len(known) < vocab_size:
+                biases |= dict.fromkeys((i * vocab_size + token for token in known), float("-inf"))
     if biases:
         added = upload(list(biases.values()), logits.dtype, logits.device)
         logits.put_(upload(list(biases), torch.int64, logits.device), added, accumulate=True)

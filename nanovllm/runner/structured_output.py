@@ -23,7 +23,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.device_copies import pick, upload
-from nanovllm.runner.sampling import SamplingRow
+from nanovllm.runner.sampling import SamplingRow, bad_word_ends
 from nanovllm.text.grammars import describe, new_matcher, to_grammar, token_trie
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -98,8 +98,8 @@ class StructuredOutputManager:
         Returns:
             A bit per token, `[num_rows, bytes]` uint8, passed through `_without_stops`: the first bytes that `compute_bitmask`
             returns, as many as whole words of 32 bits for `trie.vocab_size` tokens have (it may return more). And by request what
-            went wrong (`describe`) in a matcher with `is_error()`: "after 4 tokens, ...", the number of its output tokens. Such a
-            request's row allows every token.
+            went wrong (`describe`) in a matcher with `is_error()`: "after 4 tokens, ...", the number of its output tokens; the same
+            if bad words (`_without_bad_words`) forbid every token that the grammar allows. Such a request's row allows every token.
         """
         masks = np.full((len(rows), -(-self.trie.vocab_size // 32) * 4), 255, dtype=np.uint8)
         errors = {}
@@ -111,11 +111,23 @@ class StructuredOutputManager:
             matcher.consume_tokens([int(token) for token in row.token_ids[row.num_prompt_tokens + known :]])
             allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: masks.shape[1]]
             matchers[request_id] = matcher, row.num_output_tokens
+            if row.params.bad_words_token_ids:
+                allowed = self._without_bad_words(allowed, row)
             if matcher.is_error():
                 errors[request_id] = f"after {row.num_output_tokens} tokens, {describe(matcher)}"
+            elif not allowed.any():
+                errors[request_id] = (
+                    f"after {row.num_output_tokens} tokens, bad_words forbid every token that may follow"
+                )
             else:
                 masks[i] = self._without_stops(allowed, row)
         return masks, errors
+
+    def _without_bad_words(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
+        """The mask without tokens that would complete a bad word. The mask that is given is not changed."""
+        rest = np.unpackbits(allowed, bitorder="little")
+        rest[[token for token in bad_word_ends(row) if token < self.trie.vocab_size]] = 0
+        return np.packbits(rest, bitorder="little")
 
     def _without_stops(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
         """The mask without tokens that would end the output too early. If no other token is allowed, the output is complete, and

@@ -37,10 +37,10 @@ OPEN_PATHS = frozenset(("/", "/health", "/version", "/metrics", "/docs", "/opena
 OPEN_FOLDER = "/web/"
 
 LIMITS = (
-    f"Limits: headers of 16 KiB within {HEADER_SECONDS:.0f} s; a body of {MAX_BODY_BYTES // 2**20} MiB, {MAX_NODES} strings, "
-    f"lists and objects, and {MAX_VALUES} values within {BODY_SECONDS:.0f} s; {MAX_HELD_BYTES // 2**20} MiB in the bodies of all "
-    f"requests; as many connections as open files, less {RESERVED_FILES}, and at most {MAX_CONNECTIONS}. Beyond the last, the "
-    "connection whose client has kept the server waiting for longest is closed"
+    f"Limits: 16 KiB of headers within {HEADER_SECONDS:.0f} s; a body of {MAX_BODY_BYTES // 2**20} MiB, with {MAX_NODES} "
+    f"strings, lists and objects and {MAX_VALUES} values, within {BODY_SECONDS:.0f} s; {MAX_HELD_BYTES // 2**20} MiB for the "
+    f"bodies of all requests; the limit of open files minus {RESERVED_FILES} connections, and at most {MAX_CONNECTIONS}. "
+    "Beyond that, the server closes the connection whose client has been silent longest"
 )
 ANY = "*"
 HOST_NAME = r"(?i:\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)"
@@ -58,16 +58,16 @@ class Access(Flags):
 
     Attributes:
         host: address to listen on
-        port: 0: any free one
-        shutdown_timeout: seconds that running requests may go on after the first signal
-        allowed_hosts: names by which clients may address the server, such as '["llm.example.com"]'; '["*"]': all. On a loopback
-            address the server always answers to localhost, 127.0.0.1, [::1] and --host, and refuses other names, since a web
-            page could reach it by a name of its own (DNS rebinding). On other addresses the default is all names
-        allowed_origins: other origins whose web pages may use the server, such as '["https://chat.example.com"]'; '["*"]': all
+        port: port to listen on (0: a free one)
+        shutdown_timeout: seconds that running requests may continue after the first signal
+        allowed_hosts: host names that clients may use for the server, such as '["llm.example.com"]'; '["*"]': any. On a
+            loopback address, the server always accepts localhost, 127.0.0.1, [::1] and --host, and rejects other names, which
+            prevents attacks by web pages (DNS rebinding). On other addresses, the default is any name
+        allowed_origins: other origins whose web pages may use the server, such as '["https://chat.example.com"]'; '["*"]': any
             (default: none). The server's own page needs it only behind a reverse proxy that changes the Host header
-        allow_credentials: let pages of --allowed-origins send credentials (CORS)
-        allowed_methods: methods that pages of --allowed-origins may send
-        allowed_headers: headers that pages of --allowed-origins may send
+        allow_credentials: allow pages from --allowed-origins to send credentials (CORS)
+        allowed_methods: methods that pages from --allowed-origins may use
+        allowed_headers: headers that pages from --allowed-origins may send
     """
 
     # A client must send one of them; without keys, every client may use the server.
@@ -129,7 +129,7 @@ def api_keys(given: Sequence[str | None] = ()) -> list[str]:
         source, keys = "VLLM_API_KEY", [key]
     keys = [key.strip() for key in keys]  # a secret from a file often ends with a line break
     if any(not key or "," in key for key in keys):
-        raise UsageError(f"{source} must not be empty, and must not have commas in a key")
+        raise UsageError(f"{source} must not be empty, and a key must not contain commas")
     return keys
 
 

@@ -27,7 +27,7 @@ class ChatEndpoint(Endpoint):
         with blaming_client("messages"):
             self.check(body)
             if body.top_logprobs is not None and not body.logprobs:
-                raise APIError(400, "top_logprobs must be left out unless logprobs is true", "top_logprobs")
+                raise APIError(400, "top_logprobs requires logprobs to be true", "top_logprobs")
             name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = getattr(body, name)  # None: the rest of the context
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -60,12 +60,19 @@ class ChatGeneration(Generation):
         return self.answer(responses.ChatCompletion, choices, usage=self.usage(), prompt_logprobs=of_prompt)
 
     async def choices(self) -> AsyncIterator[responses.ChatChunkChoice]:
-        """First the role of each choice, then text and calls, then why it ended."""
-        readers = [self._reader() for _ in range(self.params.n)]
-        for index in range(self.params.n):
-            yield responses.ChatChunkChoice(index, delta=responses.Delta("assistant", None if self.body.tools else ""))
+        """For each choice: its role when its first token is there, then text and calls, then why it ended.
+
+        Benchmarks take the first chunk, which has the role, for the first token.
+        """
+        readers: dict[int, responses.TextReader] = {}
+        first = responses.Delta("assistant", None if self.body.tools else "")
         async for _, output in self.outputs():
             for piece in output.outputs:
+                if piece.index not in readers:
+                    if not piece.token_ids and piece.finish_reason is None:
+                        continue
+                    readers[piece.index] = self._reader()
+                    yield responses.ChatChunkChoice(piece.index, delta=first)
                 reader, logprobs = readers[piece.index], await self._logprobs(piece)
                 deltas = reader.append(piece.text)
                 if piece.finish_reason:

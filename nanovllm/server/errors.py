@@ -112,13 +112,33 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     return f"{where}: {'; or: '.join(reasons)}", top
 
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# Routes of OpenAI, vLLM and others that clients ask for and that are not here, and what to do instead; the longest names first.
+MISSING_ROUTES = {
+    "/responses": f"this server has no Responses API: use {CHAT}",
+    "/messages": f"this server has no Messages API: use {CHAT}",
+    "/embeddings": f"this server generates text and has no embeddings: it has {CHAT} and {COMPLETIONS}",
+    "/chat/completions": f"the route is {CHAT}: give clients the base URL that ends with /v1, once",
+    "/completions": f"the route is {COMPLETIONS}: give clients the base URL that ends with /v1, once",
+    "/models": "the route is /v1/models: give clients the base URL that ends with /v1, once",
+}
+
+
+def route_hint(path: str) -> str:
+    """Return a hint for a client that has asked for a path that is no route; "" if the path resembles none."""
+    for name, hint in MISSING_ROUTES.items():
+        if path.rstrip("/").endswith(name) or f"{name}/" in path:
+            return f"; {hint}"
+    return ""
+
+
 def install_error_handlers(app: Starlette) -> None:
     """Answer every error of the application in OpenAI's shape."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and not isinstance(error, APIError):
             message = {
-                404: f"there is no route {request.url.path}",
+                404: f"there is no route {request.url.path}{route_hint(request.url.path)}",
                 405: f"{request.url.path} does not answer {request.method}",
                 400: "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand levels, and its "
                 "numbers must be shorter than 4300 digits",

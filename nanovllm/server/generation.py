@@ -21,7 +21,7 @@ from nanovllm.server.errors import APIError, as_api_error
 from nanovllm.server.protocol import ChatBody, SamplingBody, StreamOptions
 from nanovllm.server.responses import Answer, TokenLogprob, TopLogprob, Usage
 from nanovllm.server.shares import current_share, render_chat
-from nanovllm.text.long_texts import TooManyTokensError
+from nanovllm.text.long_texts import TooManyTokensError, context_length
 from nanovllm.text.portions import in_portions
 
 logger = logging.getLogger("nanovllm.server")
@@ -149,7 +149,8 @@ class Generation:
         yield b"data: [DONE]\n\n"
 
     def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
-        return b"data: " + msgspec.json.encode(self.answer(self.chunk_kind, choices, usage=usage)) + b"\n\n"
+        encoded = msgspec.json.encode(self.answer(self.chunk_kind, choices, usage=usage))
+        return b"data: " + without_line_breaks(encoded) + b"\n\n"
 
 
 class Endpoint:
@@ -182,12 +183,15 @@ class Endpoint:
             TooManyTokensError: there is no room for an answer.
             APIError: the answer would be too long; names the field, the numbers and the limit.
         """
-        limit, has = self.engine.limits.max_request_tokens, f"the prompt has {num_prompt_tokens} tokens"
-        what = f"the {'context length' if limit == self.engine.limits.max_model_len else 'KV pool'} is {limit} tokens"
-        if num_prompt_tokens >= limit:
-            raise TooManyTokensError(f"{has} and leaves no room for an answer, since {what}")
-        if (total := num_prompt_tokens + (max_tokens or 0)) > limit:
-            message = f"{name} is too large: {has} and {name} is {max_tokens}, together {total}, but {what}"
+        limits = self.engine.limits
+        longest = context_length(limits.max_request_tokens, limits.max_model_len)
+        has = f"the prompt has {num_prompt_tokens} tokens"
+        if num_prompt_tokens >= limits.max_request_tokens:
+            raise TooManyTokensError(f"{longest} However, {has} and leaves no room for an answer: shorten the prompt.")
+        total = num_prompt_tokens + (max_tokens or 0)
+        if total > limits.max_request_tokens:
+            asked = f"you requested {max_tokens} output tokens, and {has}, together {total}"
+            message = f"{longest} However, {asked}: {name} is too large, or the prompt too long."
             raise APIError(400, message, name, "context_length_exceeded")
 
     def check_transfer(self, kv_transfer_params: dict[str, Any], num_sequences: int) -> None:
@@ -207,7 +211,7 @@ class Endpoint:
         """Queue all prompts, or none of them.
 
         Raises:
-            APIError: too many requests wait already (429).
+            APIError: too many requests are already waiting (429).
             ValueError: a bad prompt, or KV parameters that do not fit.
             EngineDeadError: the engine has ended.
         """
@@ -232,6 +236,18 @@ class Endpoint:
 def encoded(part: Result) -> Result:
     """A part of an answer as JSON, so that a large answer is not encoded all at once when it is sent."""
     return msgspec.Raw(msgspec.json.encode(part))  # type: ignore[return-value]
+
+
+# Characters that some readers of server-sent events take for the end of a line: NEL, LINE SEPARATOR, PARAGRAPH SEPARATOR. The C0
+# control characters are escaped in all JSON.
+LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
+
+
+def without_line_breaks(json: bytes) -> bytes:
+    """The same JSON without raw line breaks. In JSON these characters occur in strings only, where an escape means the same."""
+    for char, escape in LINE_BREAKS.items():
+        json = json.replace(char, escape)
+    return json
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:

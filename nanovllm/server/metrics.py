@@ -1,24 +1,31 @@
-"""Prometheus metrics, under vLLM's names with our prefix, and with its labels: `model_name`, and `engine`, the data rank.
+"""Prometheus metrics under vLLM's names, with its labels (`model_name`, and `engine`, the data rank) and its buckets.
 
-A sequence counts where it is generated. One that was aborted before its first token counts for engine 0.
+Routers and dashboards that know vLLM read them as they are; see `tests/server/test_metrics.py` for what llm-d, production-stack
+and AIBrix read. A sequence counts for the engine that generates it. One that was aborted before its first token counts for engine 0.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from nanovllm.data.outputs import CompletionOutput
+from nanovllm.data.outputs import CompletionOutput, EngineStats
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import EngineObserver, RequestTimes
 
-FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-TOKEN_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
-REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+Prefix = Literal["vllm", "nanovllm"]
+
+# vLLM's, in seconds.
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_BUCKETS = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75), *(1, 2.5, 5, 7.5, 10, 20, 40, 80))
+REQUEST_BUCKETS = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60), *(120, 240, 480, 960, 1920, 7680))
 
 # For each metric that is read when it is asked for: its kind, its help, and the attribute that has the value.
 Table = dict[str, tuple[type[Any], str, str]]
@@ -31,13 +38,46 @@ STATS: Table = {
     "num_preemptions": (COUNTER, "Times that a sequence lost its blocks", "num_preemptions"),
     "prefix_cache_queries": (COUNTER, "Tokens looked up in the prefix cache", "num_queried_tokens"),
     "prefix_cache_hits": (COUNTER, "Tokens found in the prefix cache", "num_hit_tokens"),
-    "external_prefix_cache_queries": (COUNTER, "Tokens asked for elsewhere", "num_external_queried_tokens"),
-    "external_prefix_cache_hits": (COUNTER, "Tokens whose KV came from elsewhere", "num_external_hit_tokens"),
+    "external_prefix_cache_queries": (
+        COUNTER,
+        "Tokens looked up in other engines or stores",
+        "num_external_queried_tokens",
+    ),
+    "external_prefix_cache_hits": (
+        COUNTER,
+        "Tokens whose KV came from other engines or stores",
+        "num_external_hit_tokens",
+    ),
 }
 SPECULATION: Table = {
-    "spec_decode_num_drafts": (COUNTER, "Times that drafts of a sequence were verified", "spec_decoding.num_drafts"),
-    "spec_decode_num_draft_tokens": (COUNTER, "Drafted tokens that were verified", "spec_decoding.num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": (COUNTER, "Drafted tokens that were right", "spec_decoding.num_accepted_tokens"),
+    "spec_decode_num_drafts": (COUNTER, "Verifications of drafts, counted per sequence", "spec_decoding.num_drafts"),
+    "spec_decode_num_draft_tokens": (COUNTER, "Draft tokens that were verified", "spec_decoding.num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": (
+        COUNTER,
+        "Draft tokens that were accepted",
+        "spec_decoding.num_accepted_tokens",
+    ),
+}
+# Names that vLLM had before its version 0.9, and that production-stack still reads.
+OLD_NAMES: Table = {
+    "gpu_cache_usage_perc": (GAUGE, "Old name of kv_cache_usage_perc", "kv_cache_usage"),
+    "gpu_prefix_cache_queries": (COUNTER, "Old name of prefix_cache_queries", "num_queried_tokens"),
+    "gpu_prefix_cache_hits": (COUNTER, "Old name of prefix_cache_hits", "num_hit_tokens"),
+    "gpu_prefix_cache_hit_rate": (GAUGE, "Hits per query since the start", "prefix_cache_hit_rate"),
+}
+# Histograms over requests that have ended: seconds.
+PHASES = {
+    "e2e_request_latency_seconds": "From a request's arrival to its last token",
+    "request_queue_time_seconds": "From a request's arrival to the first step that computes its prompt",
+    "request_prefill_time_seconds": "From the first step that computes its prompt to its first token",
+    "request_decode_time_seconds": "From its first token to its last one",
+    "request_inference_time_seconds": "From the first step that computes its prompt to its last token",
+}
+# Histograms over requests that have ended: tokens.
+LENGTHS = {
+    "request_prompt_tokens": "Tokens of a prompt",
+    "request_generation_tokens": "Tokens generated for a completion",
+    "request_max_num_generation_tokens": "Tokens of a request's longest completion",
 }
 REASONS = ("stop", "length", "abort", "error")
 
@@ -75,39 +115,54 @@ class MetricSet(Collector):
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
 
+def one_two_five(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 and so on, up to `most`: vLLM's buckets for numbers of tokens."""
+    found = [digit * 10**exponent for exponent in range(len(str(most))) for digit in (1, 2, 5)]
+    return [value for value in found if value <= most]
+
+
 class Metrics(MetricSet, EngineObserver):
     """All metrics of one server.
 
     Args:
         engine: whose requests are counted.
+        prefix: the first word of all names.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        labels = [(engine.name, str(i)) for i in range(engine.config.data_parallel_size)]
-        names, table = ("model_name", "engine"), STATS | (SPECULATION if engine.config.speculative else {})
-        super().__init__(
-            "nanovllm:", names, table, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False)
-        )
+    def __init__(self, engine: AsyncEngine, prefix: Prefix = "vllm") -> None:
+        self.engine = engine
+        self.values = [(engine.name, str(i)) for i in range(engine.config.data_parallel_size)]
+        names = ("model_name", "engine")
+        table = STATS | OLD_NAMES | (SPECULATION if engine.config.speculative else {})
+        super().__init__(f"{prefix}:", names, table, self._sources)
 
         def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:
             metric = self.add(kind, name, text, **settings)
-            return [metric.labels(*values) for values in labels]
+            return [metric.labels(*values) for values in self.values]
 
         about = "From a request's arrival to its first token"
         self._time_to_first_token = each(Histogram, "time_to_first_token_seconds", about, buckets=FIRST_TOKEN_BUCKETS)
         about = "Between two tokens of a completion"
         self._inter_token_latency = each(Histogram, "inter_token_latency_seconds", about, buckets=TOKEN_BUCKETS)
-        about = "From a request's arrival to its last token"
-        self._request_latency = each(Histogram, "e2e_request_latency_seconds", about, buckets=REQUEST_BUCKETS)
-        self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens read")
+        name, about = "request_time_per_output_token_seconds", "Mean over the tokens of a completion but the first"
+        self._time_per_token = each(Histogram, name, about, buckets=TOKEN_BUCKETS)
+        self._phases = {name: each(Histogram, name, about, buckets=REQUEST_BUCKETS) for name, about in PHASES.items()}
+        buckets = one_two_five(engine.limits.max_model_len)
+        self._lengths = {name: each(Histogram, name, about, buckets=buckets) for name, about in LENGTHS.items()}
+        self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens processed")
         self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
         ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])
-        self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in labels]
+        self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in self.values]
         engine.observer = self
 
+    def _sources(self) -> Iterable[tuple[tuple[str, str], EngineStats]]:
+        stats = self.engine.stats
+        return zip(self.values, stats.engines or [stats], strict=False)
+
     def collect(self) -> Iterable[Metric]:
-        """Also the accepted drafts by their place, if the engine drafts."""
+        """Also the sizes of the KV caches and, if the engine drafts, the accepted drafts by their place."""
         yield from super().collect()
+        yield self._cache_config()
         if SPECULATION.items() <= self.table.items():
             name, labels = "spec_decode_num_accepted_tokens_per_pos", [*self.labels, "position"]
             metric = COUNTER(self.prefix + name, "Drafted tokens that were right, by place", labels=labels)
@@ -115,6 +170,28 @@ class Metrics(MetricSet, EngineObserver):
                 for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
                     metric.add_metric([*values, str(place)], number)
             yield metric
+
+    def _cache_config(self) -> Metric:
+        """The settings of each engine's KV cache, as labels of a metric that is always 1."""
+        names = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+        metric = GAUGE(self.prefix + "cache_config_info", "The KV cache", labels=[*self.labels, *names])
+        for values, settings in zip(self.values, self.engine.trace_settings, strict=False):
+            metric.add_metric(
+                [
+                    *values,
+                    str(settings["block_size"]),
+                    str(settings["num_blocks"]),
+                    self.engine.config.kv_cache_dtype,
+                    str(settings["enable_prefix_caching"]),
+                ],
+                1,
+            )
+        return metric
+
+    def total(self, name: str, index: int) -> float:
+        """Return the value of one of the counters, for one of the engines."""
+        labels = dict(zip(self.labels, self.values[index], strict=True))
+        return self.registry.get_sample_value(f"{self.prefix}{name}_total", labels) or 0.0
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """Count the tokens of a completion, or its end."""
@@ -130,5 +207,22 @@ class Metrics(MetricSet, EngineObserver):
             self._ended[engine][piece.finish_reason].inc()
 
     def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
-        """Note how long a request took."""
-        self._request_latency[last.engine].observe(now - times.arrival)
+        """Note the phases of a request that it has been through, and its lengths."""
+        durations = {"e2e_request_latency_seconds": now - times.arrival}
+        if times.scheduled is not None:
+            durations["request_queue_time_seconds"] = times.scheduled - times.arrival
+        if times.scheduled is not None and times.first_token is not None:
+            last_token = max(times.last_token.values())
+            durations["request_prefill_time_seconds"] = times.first_token - times.scheduled
+            durations["request_decode_time_seconds"] = last_token - times.first_token
+            durations["request_inference_time_seconds"] = last_token - times.scheduled
+        for name, seconds in durations.items():
+            self._phases[name][last.engine].observe(seconds)
+        self._lengths["request_prompt_tokens"][last.engine].observe(times.num_prompt_tokens)
+        longest = max(times.num_tokens.values(), default=0)
+        self._lengths["request_max_num_generation_tokens"][last.engine].observe(longest)
+        for index, count in times.num_tokens.items():
+            self._lengths["request_generation_tokens"][last.engine].observe(count)
+            if count > 1 and times.first_token is not None:
+                decode_time = times.last_token[index] - times.first_token
+                self._time_per_token[last.engine].observe(decode_time / (count - 1))

@@ -30,15 +30,19 @@ def names(text: str) -> frozenset[str]:
 # never do. Completions have echo and add_special_tokens, which are unsupported elsewhere. chat_template: Jinja from strangers can keep
 # a processor busy for ever.
 UNSUPPORTED = names(
-    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids bad_words "
+    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids "
     "truncate_prompt_tokens prompt_embeds documents guided_json guided_regex guided_choice guided_grammar echo "
     "add_special_tokens return_token_ids return_tokens_as_token_ids chat_template tool_choice function_call "
     "modalities best_of length_penalty"
 )
 NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "modalities": ["text"]}
-NEUTRAL |= {"best_of": 1, "length_penalty": 1.0}
+NEUTRAL |= {"length_penalty": 1.0, "reasoning_effort": "none"}
 # What to use instead of a field.
-INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "best_of": "do not set it, or set it to the value of n",
+}
 # OpenAI's fields that change no answer. They are ignored like unknown ones, but never refused.
 HARMLESS = names("user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls")
 # A client may send any number of unknown names: so many of them get a line in the log, and so many of a request's are named.
@@ -54,7 +58,7 @@ class Body(Strict, extra="allow"):
     """A request's body."""
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
-    model: str | None = Field(None, description="default: the one model that is served")
+    model: str | None = Field(None, description="default: the served model")
 
     def check_unknown_fields(self, strict: bool) -> None:
         """Refuse fields that would change the answer; warn of other unknown fields, or refuse them, too.
@@ -64,9 +68,9 @@ class Body(Strict, extra="allow"):
         """
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
-                if value and value != NEUTRAL.get(name):
-                    use = "structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
-                    message = f"{name} is not supported by this server" + (f"; use {use}" if use else "")
+                if value and value != NEUTRAL.get(name) and not self.is_neutral(name, value):
+                    hint = "use structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
+                    message = f"{name} is not supported by this server" + (f"; {hint}" if hint else "")
                     raise APIError(400, message, name, "unsupported_parameter")
             elif len(self._ignored) < MAX_NAMED:
                 harmless, hint = name in HARMLESS, did_you_mean(name, type(self).model_fields)
@@ -78,6 +82,10 @@ class Body(Strict, extra="allow"):
                     _warned.add(name)
                     logger.warning("ignored a request field: %s", found)
 
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """Whether this value of an unsupported field changes nothing, given the request's other fields."""
+        return False
+
     @property
     def warning(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""
@@ -88,8 +96,10 @@ class Body(Strict, extra="allow"):
 class StreamOptions(Strict):
     """How a stream ends."""
 
-    include_usage: bool | None = Field(default=None, description="send a last chunk with the numbers of tokens")
-    continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: in every chunk, so far")
+    include_usage: bool | None = Field(default=None, description="send a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with include_usage: also send the counts so far in every chunk"
+    )
 
 
 class ResponseFormat(Strict):
@@ -115,7 +125,9 @@ class ResponseFormat(Strict):
 
 # Sampling parameters that need no conversion. Each is a field of the same name and type; None: not given.
 HINTS = get_type_hints(SamplingParams)
-PASSED_ON = [name for name in HINTS if name not in ("logit_bias", "logprobs", "structured_outputs")]
+PASSED_ON = [
+    name for name in HINTS if name not in ("logit_bias", "logprobs", "structured_outputs", "bad_words_token_ids")
+]
 _FIELDS: Any = {name: (HINTS[name] | None, None) for name in PASSED_ON}
 SamplingFields: Any = create_model("SamplingFields", __base__=Body, **_FIELDS)
 
@@ -124,15 +136,20 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     """The fields that completions and chats share: those of `SamplingParams`, and these. None: not given."""
 
     logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
-    structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's: json, regex, choice or grammar")
+    structured_outputs: dict[str, Any] | None = Field(None, description="one of vLLM's json, regex, choice and grammar")
     response_format: ResponseFormat | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
+    bad_words: Strings | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
-    kv_transfer_params: dict[str, Any] | None = Field(None, description="where the prompt's KV comes from, or goes")
+    kv_transfer_params: dict[str, Any] | None = Field(None, description="source or destination of the prompt's KV")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """See `Body`. The best `n` of `n` answers are all of them."""
+        return name == "best_of" and type(value) is int and value == (self.n or 1)
 
     def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
         """The given values, else those that the checkpoint recommends (`defaults`), else OpenAI's.
@@ -147,12 +164,18 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         formatted = self.response_format and self.response_format.structured_outputs()
         if formatted and self.structured_outputs is not None:
-            raise APIError(400, "response_format must be left out where structured_outputs is given", "response_format")
+            raise APIError(
+                400,
+                "response_format cannot be combined with structured_outputs: set only one of them",
+                "response_format",
+            )
         given["structured_outputs"] = formatted or self.structured_outputs
         if self.stream and self.prompt_logprobs is not None:
-            raise APIError(400, "prompt_logprobs must be left out when stream is true", "prompt_logprobs")
+            raise APIError(
+                400, "prompt_logprobs cannot be combined with stream: set only one of them", "prompt_logprobs"
+            )
         if self.stream_options and not self.stream:
-            raise APIError(400, "stream_options must be left out unless stream is true", "stream_options")
+            raise APIError(400, "stream_options requires stream to be true", "stream_options")
         return SamplingParams(**{**defaults, **given, **values})
 
 
@@ -178,7 +201,7 @@ class FunctionDefinition(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; default: no arguments")
-    strict: bool | None = Field(None, description="true: refuse a schema that cannot be followed in full")
+    strict: bool | None = Field(None, description="true: reject a schema that is not fully supported")
 
 
 class Tool(Strict):
@@ -210,8 +233,8 @@ class ChatMessage(Strict, extra="allow"):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], AT_FIRST_ERROR] | None = Field(None, description="or tool_calls")
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="of the assistant")
-    tool_call_id: str | None = Field(None, description="the call of which a tool's message is the result")
+    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="calls by the assistant")
+    tool_call_id: str | None = Field(None, description="the call whose result is in a tool message")
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it."""
@@ -232,9 +255,9 @@ class ChatBody(Body):
     """A chat that is to be rendered by the model's template."""
 
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(min_length=1)
-    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
+    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is true")
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, as enable_thinking")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, such as enable_thinking")
     tools: Annotated[list[Tool], AT_FIRST_ERROR] | None = Field(None, max_length=128)
 
     @property
@@ -274,7 +297,7 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
     tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description="default: auto")
-    parallel_tool_calls: bool | None = Field(None, description="whether there may be several calls; default: true")
+    parallel_tool_calls: bool | None = Field(None, description="allow several calls; default: true")
 
 
 class TokenizeRequest(ChatBody):
@@ -282,7 +305,7 @@ class TokenizeRequest(ChatBody):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(default_factory=list)
-    add_special_tokens: bool | None = Field(None, description="default: for a text, not for a chat")
+    add_special_tokens: bool | None = Field(None, description="default: true for completions, false for chats")
     return_token_strs: bool | None = None
 
 
@@ -295,4 +318,6 @@ class DetokenizeRequest(Body):
 class KVReleaseRequest(Strict):
     """Body of /kv_transfer/release."""
 
-    remote_request_id: str = Field(max_length=1000, description="as the prefill server's kv_transfer_params name it")
+    remote_request_id: str = Field(
+        max_length=1000, description="request id from the prefill server's kv_transfer_params"
+    )

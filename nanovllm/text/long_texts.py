@@ -16,6 +16,19 @@ class TooManyTokensError(ValueError):
     """A text has more tokens than the caller accepts."""
 
 
+def context_length(limit: int, of_model: int | None = None) -> str:
+    """The first sentence of an error about a request that is too long, in OpenAI's words: clients such as litellm recognise it.
+
+    Args:
+        limit: tokens that a request may have, prompt and answer together.
+        of_model: the context length, if the limit may be lower because the KV pool is small.
+    """
+    sentence = f"This model's maximum context length is {limit} tokens"
+    if of_model is not None and limit < of_model:
+        sentence += f" on this server, since its KV pool has no room for more (the model takes {of_model})"
+    return sentence + "."
+
+
 async def encode_long_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
     """The token ids of a text.
 
@@ -32,5 +45,5 @@ async def encode_long_text(tokenizer: Tokenizer, text: str, add_special_tokens: 
         for start in range(0, len(text), PORTION):
             count += len(await run_sync(tokenizer.encode, text[start : start + PORTION], False, limiter=THREADS))
             if count > MARGIN * most:
-                raise TooManyTokensError(f"the text has more than {most} tokens")
+                raise TooManyTokensError(f"{context_length(most)} However, the text has more.")
     return await run_sync(tokenizer.encode, text, add_special_tokens, limiter=THREADS)

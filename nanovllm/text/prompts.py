@@ -70,11 +70,25 @@ def check_request(
             what = f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
         raise ValueError(f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}")
     checked = [("prompt token ids", token_ids), ("stop_token_ids", params.stop_token_ids)]
+    checked += [("bad_words_token_ids", word) for word in params.bad_words_token_ids]
     for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
         if not all(0 <= token < limits.vocab_size for token in ids):
             raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
     if params.structured_outputs is not None:
         grammars().check(params.structured_outputs)
+
+
+def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return two token sequences for each word: without a space before it, and with one.
+
+    As in vLLM, white space at a word's beginning is not part of it. A word of nothing but white space stays as it is.
+    """
+    texts: dict[str, None] = {}
+    for word in words:
+        stripped = word.lstrip()
+        texts |= dict.fromkeys((stripped, f" {stripped}") if stripped else (word,))
+    sequences = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [token_ids for token_ids in sequences if token_ids]
 
 
 def pair_prompts(
@@ -93,7 +107,7 @@ def pair_prompts(
         sampling_params = [sampling_params] * len(batch)
     priorities = list(priority) if priority is not None else [0] * len(batch)
     if not len(batch) == len(sampling_params) == len(priorities):
-        mistake = f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities"
+        mistake = f"got {len(batch)} prompts, {len(sampling_params)} sampling_params and {len(priorities)} priorities"
         raise ValueError(f"{mistake}: give one for all or one per prompt")
     return list(zip(batch, sampling_params, priorities, strict=True))
 

@@ -68,6 +68,14 @@ def test_help_needs_no_heavy_import() -> None:
         assert end.value.code == 0
 
 
+def test_help_shows_a_list_as_the_flag_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert """may use (default: ["*"])""" in text
+    assert "(default: (" not in text and "(default: [])" not in text
+
+
 def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "chat"):
         with pytest.raises(SystemExit):

@@ -232,6 +232,8 @@ def test_names_that_do_not_exist_are_answered_with_similar_ones(checkpoint: str)
         (LLM, "temprature", r"LLM\(\) has no argument 'temprature'; did you mean SamplingParams\(temperature=...\)\?"),
         (LLM, "top_p", r"did you mean SamplingParams\(top_p=...\)\?"),
         (LLM, "max_model_length", r"did you mean max_model_len\?"),
+        (LLM, "kvcache_block_size", r"did you mean block_size\?"),
+        (LLM, "num_kvcache_blocks", r"did you mean num_kv_blocks\?"),
         (LLM, "xyzzy", r"LLM\(\) has no argument 'xyzzy'$"),
         (SamplingParams, "temprature", r"SamplingParams\(\) has no argument 'temprature'; did you mean temperature\?"),
         (EngineConfig, "blocksize", r"did you mean block_size\?"),
@@ -246,7 +248,7 @@ def test_names_that_do_not_exist_are_answered_with_similar_ones(checkpoint: str)
 
 
 def test_the_package_lists_its_public_names() -> None:
-    assert dir(nanovllm) == ["LLM", "SamplingParams", "__version__"]
+    assert dir(nanovllm) == ["AsyncEngine", "EngineConfig", "LLM", "SamplingParams", "__version__"]
 
 
 # ---------------------------------------------------------------- the end of a text

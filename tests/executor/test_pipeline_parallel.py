@@ -275,6 +275,12 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0, "min_tokens": 9, "stop_token_ids": list(range(3, 200))},
     {"temperature": 1.0, "seed": 1, "stop": ["a", "e", "0"]},
     {"temperature": 1.0, "seed": 2, "n": 3, "logit_bias": {40: 5.0}},
+    {
+        "temperature": 1.0,
+        "seed": 3,
+        "bad_words": ["a", "bc"],
+        "bad_words_token_ids": [[t, t + 1] for t in range(9, 300)],
+    },
 ]
 
 

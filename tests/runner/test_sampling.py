@@ -52,6 +52,9 @@ def reference_logits(logits: Sequence[float], row: SamplingRow) -> list[float]:
     if len(output) < params.min_tokens:
         for token in row.stop_ids:
             scores[token] = -INF
+    for word in params.bad_words_token_ids:
+        if [*([None] * len(word)), *output][len(output) + 1 :] == word[:-1]:
+            scores[word[-1]] = -INF
     for token in range(len(scores)):
         if token in tokens:
             x = scores[token]
@@ -116,6 +119,7 @@ def sampling_rows(draw_from: Any, greedy: bool | None = None) -> SamplingRow:
         presence_penalty=choose(QUARTERS),
         frequency_penalty=choose(QUARTERS),
         logit_bias=choose(st.none() | st.dictionaries(TOKENS, QUARTERS, max_size=3)),
+        bad_words_token_ids=choose(st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=4)),
         min_tokens=choose(st.integers(0, 4)),
         max_tokens=8,
         seed=choose(st.integers(-(2**63), 2**63 - 1)),
@@ -239,6 +243,12 @@ def test_order_of_the_vocabulary_does_not_matter(logits: list[float], order: lis
         ({"min_tokens": 3}, [2.0, -1.0, -INF, -4.0]),
         ({"min_tokens": 3, "logit_bias": {2: 100}}, [2.0, -1.0, -INF, -4.0]),
         ({"min_tokens": 2}, [2.0, -1.0, 3.0, -4.0]),  # two tokens are out already
+        ({"bad_words_token_ids": [[0]]}, [-INF, -1.0, 3.0, -4.0]),
+        ({"bad_words_token_ids": [[1, 2], [1, 1, 3], [2, 0]]}, [2.0, -1.0, -INF, -INF]),
+        ({"bad_words_token_ids": [[0, 1, 1, 2]]}, [2.0, -1.0, 3.0, -4.0]),  # it would begin in the prompt
+        ({"bad_words_token_ids": [[0], [1], [2], [3]]}, [2.0, -1.0, 3.0, -4.0]),  # nothing would be left
+        ({"bad_words_token_ids": [[0], [1], [3]], "min_tokens": 3}, [2.0, -1.0, 3.0, -4.0]),  # the same
+        ({"bad_words_token_ids": [[3], [7]], "logit_bias": {3: 100}}, [2.0, -1.0, 3.0, -INF]),
     ],
 )  # fmt: skip
 def test_formulas_by_hand(options: dict[str, Any], expected: list[float]) -> None:
@@ -547,6 +557,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     "bias": {"logit_bias": {1: 5.0, 7: -3.0}},
     "min_tokens": {"min_tokens": 9},
+    "bad words": {"bad_words_token_ids": [[5], [4, 6], [1, 2, 3, 4]]},
     "logprobs": {"logprobs": 3},
     "more logprobs": {"temperature": 0, "logprobs": 5},
 }
@@ -762,6 +773,8 @@ BAD: dict[str, list[Any]] = {
     "seed": [2**63, -(2**63) - 1, 10**400, *NOT_INTEGERS],
     "stop": [5, 1.5, True, b"x", {"a": 1}, "", [""], ["a", ""], ["a", 5], ["a", None], ["a"] * 17],
     "stop_token_ids": [5, "12", b"12", {1: 2}, [-1], [1.0], ["1"], [None], [True], [NAN]],
+    "bad_words": [5, True, "word", b"word", {"a": 1}, [""], ["a", ""], ["a", 5], [["a"]], ["a" * 257], ["a"] * 129],
+    "bad_words_token_ids": [5, "12", [5], [[]], [[5], []], [[-1]], [["5"]], [[1.0]], [[True]], [[[5]]]],
     "include_stop_str_in_output": NOT_SWITCHES,
     "ignore_eos": NOT_SWITCHES,
     "skip_special_tokens": NOT_SWITCHES,
@@ -785,6 +798,8 @@ GOOD: dict[str, list[Any]] = {
     "seed": [None, 0, -1, 2**63 - 1, -(2**63)],
     "stop": [None, [], "a", ["a"] * 16, ("a", "b")],
     "stop_token_ids": [None, [], [0, 5], (1,), {3}],
+    "bad_words": [None, [], ["a"], ("a", "b c"), ["\n"], ["a" * 256] * 128],
+    "bad_words_token_ids": [None, [], [[5]], ([5, 6], (7,))],
     "include_stop_str_in_output": [True, False],
     "ignore_eos": [True, False],
     "skip_special_tokens": [True, False],
@@ -826,6 +841,10 @@ def test_names_are_normalised() -> None:
     assert (params.top_k, params.stop, params.stop_token_ids) == (0, ["end"], [3])
     assert isinstance(params.temperature, float) and not params.greedy and not params.looks_back
     assert SamplingParams(temperature=0).greedy
+    assert [SamplingParams(bad_words_token_ids=words).looks_back for words in ([[5], [6]], [[5], [6, 7]])] == [
+        False,
+        True,
+    ]
     assert all(SamplingParams(**{name: 1.5}).looks_back for name in BAD if name.endswith("_penalty"))
     assert SamplingParams(max_tokens=None, min_tokens=10**9).min_tokens == 10**9
     shared = ["a"]

@@ -79,6 +79,12 @@ def test_penalties_wait_for_the_tokens_they_count(checkpoint: str) -> None:
         {"temperature": 0, "stop_token_ids": list(range(0, 320, 3))},
         {"temperature": 1.0, "seed": 1, "stop": ["a", "e", "0"]},
         {"temperature": 1.0, "seed": 2, "n": 3, "logit_bias": {40: 5.0}},
+        {
+            "temperature": 1.0,
+            "seed": 3,
+            "bad_words": ["a", "bc"],
+            "bad_words_token_ids": [[t, t + 1] for t in range(9, 300)],
+        },
     ],
     ids=str,
 )

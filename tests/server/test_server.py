@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -20,10 +21,12 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families as metric_families
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import CompletionOutput, EngineStats
+from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestOutput
+from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.request_stream import RequestTimes
 from nanovllm.server.app import add_token_routes
-from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.chat import ChatGeneration
+from nanovllm.server.completions import CompletionEndpoint, name_of_bytes
 from nanovllm.server.errors import APIError
 from nanovllm.server.generation import Endpoint
 from nanovllm.server.metrics import Metrics
@@ -66,15 +69,85 @@ def test_a_chat_stream_says_the_same(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
-    assert [(c.choices[0].index, c.choices[0].delta.role) for c in chunks[:2]] == [(0, "assistant"), (1, "assistant")]
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     for choice in whole.choices:
         mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert [piece.delta.role for piece in mine] == ["assistant"] + [None] * (len(mine) - 1)
         assert "".join(piece.delta.content or "" for piece in mine) == choice.message.content
         assert [piece.finish_reason for piece in mine if piece.finish_reason] == [choice.finish_reason]
         assert mine[-1].finish_reason is not None, "the reason comes last"
+
+
+def test_the_clients_stream_helper_builds_the_whole_answer(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "temperature": 0}
+    # The helper takes an answer that was cut off for an error.
+    options["extra_body"] = {"structured_outputs": {"choice": ["well begun"]}}
+    with client.chat.completions.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == client.chat.completions.create(**options).choices[0].message.content
+    assert (kinds[0], kinds[-1]) == ("chunk", "content.done") and "content.delta" in kinds
+
+
+def test_what_is_not_there_becomes_an_error_of_the_client(client: openai.OpenAI, server: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError, match="no Responses API: use /v1/chat/completions"):
+        client.responses.create(model="tiny", input="hello")
+    with pytest.raises(openai.NotFoundError, match="has no embeddings"):
+        client.embeddings.create(model="tiny", input="hello")
+    without_version = client.with_options(base_url=server.url)
+    with pytest.raises(openai.NotFoundError, match="the route is /v1/chat/completions: give clients the base URL"):
+        without_version.chat.completions.create(model="tiny", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+async def test_the_role_comes_with_the_first_token() -> None:
+    """Benchmarks take the first chunk of a chat for its first token: it must not come while the prompt is computed."""
+    engine: Any = SimpleNamespace(name="tiny", tokenizer=None)
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}])  # type: ignore[list-item]
+    generation = ChatGeneration(engine, body, [[1]], SamplingParams(n=2))
+    prefilled = asyncio.Event()
+
+    async def outputs() -> AsyncIterator[tuple[int, RequestOutput]]:
+        await prefilled.wait()
+        for index, text in ((1, ""), (0, "x"), (1, "y")):
+            yield 0, RequestOutput("r", None, [1], [CompletionOutput(index, text, [7])], finished=False)
+
+    generation.outputs = outputs  # type: ignore[method-assign]
+    choices = generation.choices()
+    first = asyncio.ensure_future(anext(choices))
+    await asyncio.sleep(0.05)
+    assert not first.done(), "nothing comes before the first token"
+    prefilled.set()
+    found = [await first, *[choice async for choice in choices]]
+    assert [(c.index, c.delta.role or None, c.delta.content) for c in found] == [
+        (1, "assistant", ""),
+        (0, "assistant", ""),
+        (0, None, "x"),
+        (1, None, "y"),
+    ]
+
+
+async def test_a_stream_has_no_line_breaks_but_its_own() -> None:
+    """Some readers of server-sent events split lines at U+0085, U+2028 and U+2029, too."""
+    text = "a\u2028b\u2029c\u0085d\n\r\x0b\x0c\x1c\u00c2\u00e9\u2027"
+    engine: Any = SimpleNamespace(name="tiny\u2028", tokenizer=None)
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}])  # type: ignore[list-item]
+    generation = ChatGeneration(engine, body, [[1]], SamplingParams())
+
+    async def outputs() -> AsyncIterator[tuple[int, RequestOutput]]:
+        yield 0, RequestOutput("r", None, [1], [CompletionOutput(0, text, [7])], finished=True)
+
+    generation.outputs = outputs  # type: ignore[method-assign]
+    events = [event async for event in generation.events()]
+    for event in events:
+        assert event.decode().splitlines()[1:] == [""], "one line, and an empty one"
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
+    assert chunks[0]["model"] == engine.name
 
 
 def test_usage_is_left_out_of_streams_unless_asked_for(server: ServerProcess) -> None:
@@ -136,10 +209,10 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
     assert lists["tokens"][:5] == list("abcde") and len(lists["tokens"]) == 8
     assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
     assert all(value < 0 for value in lists["token_logprobs"][1:])
-    assert lists["text_offset"] == [len("".join(lists["tokens"][:i])) for i in range(8)]
+    assert lists["text_offset"][:6] == [0, 1, 2, 3, 4, 5]
+    check_offsets(choice)
     told = list(zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True))[1:]
-    # Fewer where two of them are bytes that mean nothing alone, which have the same text.
-    assert all(1 <= len(top) <= 3 and top[token] == logprob for token, logprob, top in told)
+    assert all(2 <= len(top) <= 3 and top[token] == logprob for token, logprob, top in told)
     assert any(len(top) == 3 for _, _, top in told), "a token that is not one of the two likeliest ones"
 
     only = server.complete(prompt=["abcde", "xy"], echo=True, logprobs=2, max_tokens=0)
@@ -153,6 +226,109 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
     for name in ("tokens", "text_offset"):
         assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]] == lists[name]
+
+
+def bytes_of(name: str) -> bytes:
+    """The bytes of a token in OpenAI's spelling: a text, or bytes that are no text by themselves."""
+    if name.startswith("token_id:"):  # the model has more ids than the tokenizer
+        return b""
+    if not name.startswith("bytes:"):
+        return name.encode()
+    return re.sub(rb"\\x(..)", lambda found: bytes.fromhex(found[1].decode()), name.removeprefix("bytes:").encode())
+
+
+def test_names_of_tokens_in_openais_spelling() -> None:
+    names = [name_of_bytes(spelled) for spelled in (b" the", "é".encode(), b"\xe6\x97", b" \xe2\x88", b"\\\n\x9c")]
+    assert names == [" the", "é", r"bytes:\xe6\x97", r"bytes: \xe2\x88", r"bytes:\x5c\x0a\x9c"]
+    assert bytes_of(names[-1]) == b"\\\n\x9c"
+
+
+def check_offsets(choice: dict[str, Any]) -> None:
+    """Each token begins in the returned text where its offset says; a part of a character where the character begins."""
+    lists, text = choice["logprobs"], choice["text"]
+    spelled = [b"" if name in ("<pad>", "<s>", "</s>") else bytes_of(name) for name in lists["tokens"]]
+    assert b"".join(spelled).decode(errors="replace") == text
+    for i, (token, offset) in enumerate(zip(spelled, lists["text_offset"], strict=True)):
+        before, rest = b"".join(spelled[:i]), b"".join(spelled[i:])
+        # Of a text that is cut inside a character, one more character is there than before the cut.
+        is_cut = len(before.decode(errors="replace")) + len(rest.decode(errors="replace")) > len(text)
+        if token:  # a special token is not part of the text
+            assert offset == len(before.decode(errors="replace")) - is_cut, (i, lists["tokens"])
+        if not lists["tokens"][i].startswith("bytes:"):  # others are text
+            assert text[offset:].startswith(token.decode())
+
+
+JAPANESE, EMOJI = "日本語", "a👩‍🚀é"
+
+
+@pytest.mark.parametrize("text", [JAPANESE, EMOJI])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 12])
+def test_logprobs_of_completions_outside_english(
+    server: ServerProcess, text: str, as_ids: bool, max_tokens: int
+) -> None:
+    ids = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+    body: dict[str, Any] = {"prompt": ids if as_ids else text, "echo": True, "logprobs": 5, "temperature": 0}
+    body |= {"max_tokens": max_tokens, "ignore_eos": True}
+    (choice,) = server.complete(**body)["choices"]
+    lists = choice["logprobs"]
+    assert choice["text"].startswith(text)
+    assert lists["tokens"][: len(ids)] == [
+        chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in text.encode()
+    ], "the tiny model's tokens are bytes"
+    expected = [i for i, character in enumerate(text) for _ in character.encode()]
+    assert lists["text_offset"][: len(ids)] == expected
+    check_offsets(choice)
+    assert lists["top_logprobs"][0] is None
+    assert all(len(top) in (5, 6) for top in lists["top_logprobs"][1:]), "five that are told apart, and the chosen one"
+    for name, logprob, top in list(zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True))[
+        1:
+    ]:
+        assert top[name] == logprob
+    pieces = [event["choices"][0] for event in server.events("/v1/completions", body)]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    for key in ("tokens", "token_logprobs", "text_offset"):
+        assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][key]] == lists[key]
+
+
+def test_offsets_of_completions_with_stop_strings(server: ServerProcess) -> None:
+    ids = {c: server.post("/tokenize", {"prompt": c}).json()["tokens"] for c in "a語"}
+    bias = {str(ids["a"][0]): 100}
+    body: dict[str, Any] = {"prompt": JAPANESE, "echo": True, "logprobs": 1, "logit_bias": bias, "ignore_eos": True}
+    (choice,) = server.complete(**body, max_tokens=5, stop=["aaa"])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (JAPANESE, "stop")
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5], "where they are before the cut"
+    (choice,) = server.complete(**body, max_tokens=3, stop=["語"])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (JAPANESE + "aaa", "length"), "an echo is not searched"
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_character_that_the_prompt_begins_is_completed(server: ServerProcess, split: int, echo: bool) -> None:
+    """Whatever the model samples: the bias makes the next byte of the character certain."""
+    prompt = server.post("/tokenize", {"prompt": "a👩"}).json()["tokens"]
+    given, byte = prompt[: 1 + split], prompt[1 + split]
+    options: dict[str, Any] = {"prompt": given, "echo": echo, "logprobs": 0, "ignore_eos": True, "max_tokens": 1}
+    (choice,) = server.complete(**options, logit_bias={str(byte): 100})["choices"]
+    before = "a" if echo else ""
+    assert choice["text"] == before + ("👩" if split == 3 else "\ufffd")
+    assert choice["logprobs"]["text_offset"][-1] == len(before)
+    letter = server.post("/tokenize", {"prompt": "b"}).json()["tokens"][0]
+    (choice,) = server.complete(**options, logit_bias={str(letter): 100})["choices"]
+    assert choice["text"] == before + "\ufffdb", "what no byte completes is shown once"
+    assert choice["logprobs"]["text_offset"][-1] == len(before) + 1
+    if echo:
+        (choice,) = server.complete(**options | {"max_tokens": 0})["choices"]
+        assert choice["text"] == "a\ufffd"
+
+
+def test_a_form_does_not_complete_the_prompts_character(server: ServerProcess) -> None:
+    prompt = server.post("/tokenize", {"prompt": "a👩"}).json()["tokens"][:-1]
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 8, "structured_outputs": {"choice": ["été"]}}
+    (choice,) = server.complete(**body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("a\ufffdété", "stop")
+    body["echo"] = False
+    assert server.complete(**body)["choices"][0]["text"] == "été"
 
 
 def test_an_echo_with_logprobs_waits_for_a_prompt_of_several_steps(
@@ -191,6 +367,19 @@ def test_prompt_logprobs(server: ServerProcess) -> None:
     assert len(server.post("/v1/chat/completions", body).json()["prompt_logprobs"]) == 23
 
 
+def test_a_request_id_that_a_client_uses_again(server: ServerProcess) -> None:
+    """A client that leaves, and asks again under the same X-Request-Id, gets the answer to its second question."""
+    body = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Request-Id": "again"}
+    expected = server.complete(**body)["choices"][0]["text"]
+    for _ in range(10):
+        long = {"prompt": "another text", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with server.client.stream("POST", "/v1/completions", json=long, headers=headers) as response:
+            next(response.iter_bytes())
+        answer = server.client.post("/v1/completions", json=body, headers=headers).json()
+        assert answer["choices"][0]["text"] == expected
+
+
 def test_stop_strings_and_stop_tokens(server: ServerProcess) -> None:
     body = {"max_tokens": 40, "ignore_eos": True}
     text = server.complete(**body)["choices"][0]["text"]
@@ -213,6 +402,7 @@ def test_sampling_options_reach_the_engine(server: ServerProcess) -> None:
     assert text(temperature=1, seed=1) == text(temperature=1, seed=1) != text(temperature=1, seed=2)
     assert text(temperature=1, top_k=1) == text(temperature=1, min_p=1.0) == text(temperature=1, top_p=1e-9) == text()
     assert text(logit_bias={"68": 100}) == "b" * 12
+    assert text(logit_bias={"68": 100, "69": 50}, bad_words=["bb"]) == "bc" * 6
     assert text(repetition_penalty=0.01) != text()
     biased = {"logit_bias": {"68": 10}}
     assert text(**biased, frequency_penalty=2, presence_penalty=2).count("b") < text(**biased).count("b")
@@ -343,6 +533,7 @@ def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None
         "audio": None,
         "suffix": None,
         "best_of": 1,
+        "reasoning_effort": "none",
         "echo": False,
         "add_special_tokens": False,
         "return_token_ids": None,
@@ -356,6 +547,16 @@ def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None
     for _ in range(3):
         assert server.complete(never_heard_of=1)["choices"]
     assert server.text.count("never_heard_of") == 1, "one warning a field"
+
+
+def test_best_of_may_equal_n_and_seed_may_be_none(server: ServerProcess) -> None:
+    both = server.complete(max_tokens=3, n=2, best_of=2)["choices"]
+    assert [choice["index"] for choice in both] == [0, 1]
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 5, "ignore_eos": True}
+    drawn = {server.complete(seed=-1, **options)["choices"][0]["text"] for _ in range(3)}
+    assert len(drawn) == 3, "-1 is no seed"
+    repeated = {server.complete(seed=-2, **options)["choices"][0]["text"] for _ in range(3)}
+    assert len(repeated) == 1, "other numbers below 0 are seeds"
 
 
 async def test_the_asynchronous_client_runs_many_at_once(server: ServerProcess) -> None:
@@ -432,6 +633,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     stats = EngineStats.together(each)
     assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
     engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats, name="tiny")
+    engine.limits, engine.trace_settings = SimpleNamespace(max_model_len=256), []
     metrics = Metrics(engine)
     times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
     metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
@@ -442,7 +644,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     for family in metric_families(bytes(metrics.response().body).decode()):
         for s in family.samples:
             if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
-                found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
+                found.setdefault(s.name.removeprefix("vllm:"), {})[s.labels["engine"]] = s.value
     for name, values in {
         "num_requests_running": (3, 4),
         "num_requests_waiting": (1, 0),

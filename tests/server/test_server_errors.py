@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.text.long_texts import context_length
 from tests.server_process import ServerProcess, wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -65,7 +66,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     # They are counted before the first of them is encoded.
     ({"prompt": ["\ud800"] * 2000}, "2000 completions; at most 1024", "prompt"),
     ({"prompt": ["x"] * 20, "n": 128}, "1024", "prompt"),
-    ({"max_tokens": 254}, "3 tokens and max_tokens is 254, together 257, but the context length is 256", "max_tokens"),
+    ({"max_tokens": 254}, "you requested 254 output tokens, and the prompt has 3 tokens, together 257", "max_tokens"),
     ({"max_tokens": 10**30}, "256", "max_tokens"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens"),
     ({"max_tokens": -1}, "max_tokens", "max_tokens"),
@@ -104,6 +105,11 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": 3}, "stop", "stop"),
     ({"stop": ["\ud800"]}, "surrogates", ""),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids"),
+    ({"bad_words": "word"}, "bad_words", "bad_words"),
+    ({"bad_words": [5]}, "bad_words", "bad_words"),
+    ({"bad_words": [""]}, "length of at least 1", "bad_words"),
+    ({"bad_words": ["a" * 257]}, "length of at most 256", "bad_words"),
+    ({"bad_words": ["a"] * 129}, "at most 128", "bad_words"),
     ({"stop_token_ids": [320]}, "from 0 to 319", "stop_token_ids"),
     ({"stop_token_ids": [10**40]}, "from 0 to 319", "stop_token_ids"),
     ({"min_tokens": 17}, "min_tokens", "min_tokens"),
@@ -114,7 +120,11 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
     ({"suffix": "end"}, "suffix is not supported", "suffix"),
-    ({"best_of": 3}, "best_of is not supported", "best_of"),
+    ({"best_of": 3}, "best_of is not supported by this server; do not set it, or set it to the value of n", "best_of"),
+    ({"best_of": 3, "n": 2}, "best_of is not supported", "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of is not supported", "best_of"),
+    ({"best_of": True}, "best_of is not supported", "best_of"),
+    ({"reasoning_effort": "low"}, "reasoning_effort is not supported", "reasoning_effort"),
     ({"guided_json": {"type": "object"}}, "guided_json is not supported by this server; use structured", "guided_json"),
     ({"structured_outputs": {}}, "exactly one of json, regex, choice", "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "got json, regex", "structured_outputs"),
@@ -162,16 +172,20 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "\udc00"}]}, "surrogate", ""),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls", "messages"),
-    ({"max_completion_tokens": 250}, "max_completion_tokens is 250", "max_completion_tokens"),
+    ({"max_completion_tokens": 250}, "max_completion_tokens is too large", "max_completion_tokens"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens"),
-    ({"top_logprobs": 2}, "logprobs is true", "top_logprobs"),
+    ({"top_logprobs": 2}, "logprobs to be true", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "greater than or equal to 0", "top_logprobs"),
     ({"logprobs": 3}, "logprobs", "logprobs"),
     ({"functions": [{}]}, "functions is not supported", "functions"),
     ({"response_format": {"type": "xml"}}, "'json_object' or 'json_schema'", "response_format"),
     ({"response_format": {"type": "json_schema"}}, "must be an object if", "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "left out", "response_format"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "cannot be combined",
+        "response_format",
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FAULTY}}},
         "person.properties.age.anyOf[1]: Invalid type: intger",
@@ -223,7 +237,47 @@ def test_prompts_that_are_too_long(server: ServerProcess, length: int, more: dic
     for path, field, value in sources:
         error = error_of(server.post(path, {field: value} | more), 400)
         assert (error["param"], error["code"]) == (field, "context_length_exceeded")
-        assert "256 tokens" in error["message"]
+        # litellm and others recognise the sentence, not the code.
+        assert error["message"].startswith("This model's maximum context length is 256 tokens. However, the ")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_max_tokens_beyond_the_context_names_all_numbers(server: ServerProcess, path: str) -> None:
+    source: dict[str, Any] = {"prompt": [3] * 200} if path == COMPLETIONS else {"messages": HELLO}
+    error = error_of(server.post(path, source | {"max_tokens": 255}), 400)
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    length = server.post(path, source | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert error["message"] == (
+        "This model's maximum context length is 256 tokens. However, you requested 255 output tokens, and the prompt has "
+        f"{length} tokens, together {length + 255}: max_tokens is too large, or the prompt too long."
+    )
+
+
+def test_a_small_pool_is_named_as_the_limit() -> None:
+    assert context_length(64, 256) == (
+        "This model's maximum context length is 64 tokens on this server, since its KV pool has no room for more "
+        "(the model takes 256)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/responses", "this server has no Responses API: use /v1/chat/completions"),
+        ("/v1/responses/resp_1/input_items", "no Responses API"),
+        ("/v1/messages", "no Messages API: use /v1/chat/completions"),
+        ("/v1/embeddings", "has no embeddings"),
+        ("/chat/completions", "the route is /v1/chat/completions"),
+        ("/v1/v1/completions", "the route is /v1/completions"),
+        ("/models", "the route is /v1/models"),
+        ("/nonsense", "there is no route /nonsense"),
+    ],
+)
+def test_missing_routes_name_what_is_there(server: ServerProcess, path: str, hint: str) -> None:
+    for method in ("GET", "POST"):
+        error = error_of(server.client.request(method, path, json={} if method == "POST" else None), 404)
+        assert f"there is no route {path}" in error["message"] and hint in error["message"]
+        assert error["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])

@@ -37,15 +37,15 @@ _ENGINES, _LENGTHS = "engine vllm-python llamacpp-python workload repeats thread
 #: What each measures, and its options.
 BENCHMARKS = {
     "latency": ("one batch", _ENGINES + _LENGTHS + "batch-size"),
-    "throughput": ("many requests at once, offline", _ENGINES + _LENGTHS + "num-prompts"),
+    "throughput": ("many concurrent requests, offline", _ENGINES + _LENGTHS + "num-prompts"),
     "serve": ("requests to a server", _ENGINES + _LENGTHS + "num-prompts request-rate max-concurrency"),
     "all": ("the named workloads of these three", _ENGINES),
-    "scheduler": ("the time that a step costs the host", "part dry-run repeats threads vllm-python"),
-    "parallel": ("the cost of computing in several processes together", "part dry-run repeats threads"),
-    "speculation": ("the gain of drafting tokens", "part dry-run repeats threads vllm-python"),
-    "kv": ("the cost of moving KV, and the gain of keeping it", "part dry-run repeats threads"),
-    "gpu": ("prove and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
-    "quality": ("what quantized weights, or a setting, cost in quality", "baseline samples"),
+    "scheduler": ("host time per step", "part dry-run repeats threads vllm-python"),
+    "parallel": ("the overhead of tensor, pipeline, data and expert parallelism", "part dry-run repeats threads"),
+    "speculation": ("the gain from speculative decoding", "part dry-run repeats threads vllm-python"),
+    "kv": ("the cost of KV transfer, and the gain from stored KV", "part dry-run repeats threads"),
+    "gpu": ("test and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
+    "quality": ("the loss of quality from quantized weights or another setting", "baseline samples"),
 }
 
 
@@ -70,7 +70,7 @@ _above_0 = _number(float, "above 0", lambda value: value > 0)
 def _file(text: str) -> pathlib.Path:
     path = pathlib.Path(text)
     if not path.absolute().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: there is no such folder, or it is one")
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: the folder does not exist, or this is a folder")
     return path
 
 
@@ -83,31 +83,31 @@ def _names(what: str, known: Iterable[str]) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(f"unknown name {unknown[0]!r}; there are {', '.join(known)}")
         return names
 
-    return {"action": "extend", "type": parse, "metavar": "NAMES", "help": f"some of {', '.join(known)}{what}"}
+    return {"action": "extend", "type": parse, "metavar": "NAMES", "help": f"one or more of {', '.join(known)}{what}"}
 
 
 def _options(benchmark: str) -> dict[str, dict[str, Any]]:
     """All options with their arguments for argparse."""
-    own, interpreter = "a workload of your own: ", "interpreter of the environment that has "
-    turns = " (hf is transformers; watched is nanovllm while a client reads its /trace), which run in turn; the first is compared with the others (default: nanovllm)"
+    own, interpreter = "custom workload: ", "interpreter of the environment that has "
+    turns = " (hf: transformers; watched: nanovllm while a client reads its /trace), in alternating runs; the first engine is compared with the others (default: nanovllm)"
     return {
         "engine": _names(turns, ENGINES),
         **{f"{name}-python": {"metavar": "PYTHON", "help": interpreter + what} for name, what in PEERS.items()},
-        "workload": _names(" (default: all that the benchmark has)", NAMED),
+        "workload": _names(" (default: all of the benchmark)", NAMED),
         "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
         "output-len": {"type": _at_least_1, "help": own + "output tokens"},
         "batch-size": {"type": _at_least_1, "help": own + "requests in the batch"},
         "num-prompts": {"type": _at_least_1, "help": own + "requests"},
         "request-rate": {"type": _above_0, "help": own + "requests per second (default: inf)"},
-        "max-concurrency": {"type": _at_least_1, "help": own + "requests at once (default: all)"},
+        "max-concurrency": {"type": _at_least_1, "help": own + "concurrent requests (default: all)"},
         "repeats": {"type": _at_least_1, "default": 3, "help": "runs of each workload (default: 3)"},
-        "threads": {"type": _threads, "default": _NUM_CORES, "help": "cores that an engine computes on (default: all)"},
-        "figure": {"metavar": "FILE", "type": _file, "help": "draw the runs under the machine's roof (.svg or .png)"},
+        "threads": {"type": _threads, "default": _NUM_CORES, "help": "number of cores for an engine (default: all)"},
+        "figure": {"metavar": "FILE", "type": _file, "help": "draw the runs in a roofline plot (.svg or .png)"},
         "part": _names(" (default: all)", PARTS.get(benchmark, ())),
         "dry-run": {"action": "store_true", "help": "run the same code with tiny sizes, on the CPU; nothing is measured"},
-        "baseline": {"metavar": "MODEL", "help": "unquantized model (default: that which `nanovllm quantize` has noted, else the same model)"},
-        "samples": {"type": _at_least_1, "default": 8, "help": "texts of each kind, of 512 tokens (default: 8)"},
-        "minutes": {"type": _above_0, "default": 9.0, "help": "how long it may take (default: 9)"},
+        "baseline": {"metavar": "MODEL", "help": "unquantized model (default: the one that `nanovllm quantize` recorded, else the same model)"},
+        "samples": {"type": _at_least_1, "default": 8, "help": "samples per kind of text, 512 tokens each (default: 8)"},
+        "minutes": {"type": _above_0, "default": 9.0, "help": "maximum duration in minutes (default: 9)"},
     }  # fmt: skip
 
 
@@ -126,8 +126,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in PARTS:  # they choose the other settings of the engine
             command.add_argument("--model", default=EngineConfig.model, help="model to load (default: %(default)s)")
             command.add_argument("--revision", help="branch, tag or commit of a hub model")
-            command.add_argument("--dtype", default="auto", choices=EngineConfig.choices()["dtype"], help="data type")
-            command.add_argument("--seed", type=int, default=0, help="seeds requests and dummy weights (default: 0)")
+            command.add_argument(
+                "--dtype",
+                default="auto",
+                choices=EngineConfig.choices()["dtype"],
+                help="data type of weights and KV cache",
+            )
+            command.add_argument("--seed", type=int, default=0, help="seed of requests and dummy weights (default: 0)")
         elif name != "gpu":
             if name == "quality":
                 command.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
@@ -135,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and report; returns the exit code: 1 if a part or a proof failed."""
+    """Measure and report; returns the exit code: 1 if a part or a test failed."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines have sessions of their own
     try:
         measure: Callable[[argparse.Namespace], int] = arguments.measure
@@ -187,7 +192,7 @@ def _measure_quality(arguments: argparse.Namespace) -> int:
 
     options, start = engine_options(arguments), time.perf_counter()
     if options.keys() & {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}:
-        raise UsageError("quality is compared in one process, and ranks do not change it: leave -tp, -pp and -dp out")
+        raise UsageError("quality is compared in one process, and ranks do not change it: do not set -tp, -pp and -dp")
     origin = read_json(resolve_model(arguments.model, arguments.revision) / "config.json").get("quantized_from", {})
     baseline = arguments.baseline or origin.get("model", arguments.model)
     common = {"dtype": arguments.dtype, "device": "cpu", "kv_cache_memory": options["kv_cache_memory"]}
@@ -240,7 +245,9 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
             raise UsageError(f"engine {name!r} has no {'server' if 'server' in kinds else 'offline use'}")
     pythons |= {name: _python_of(name, arguments) for name in names if name in PEERS}
     if "server" in kinds and "llamacpp" in names and llama_server(pythons["llamacpp"]) is None:
-        raise UsageError("--engine llamacpp needs llama-server to serve: beside --llamacpp-python, or on the PATH")
+        raise UsageError(
+            "--engine llamacpp needs llama-server to serve: in the folder of --llamacpp-python, or on the PATH"
+        )
     options = engine_options(arguments)
     folder = resolve_model(arguments.model, arguments.revision).resolve()
     try:
@@ -269,7 +276,7 @@ def _python_of(name: str, arguments: argparse.Namespace) -> str:
     """The interpreter of the environment that has a peer."""
     given = getattr(arguments, f"{name}_python")
     if (python := shutil.which(given or "")) is None:
-        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment with it"
+        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment that contains it"
         raise UsageError(f"{mistake}, got {given}")
     return os.path.abspath(python)
 
@@ -302,7 +309,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     config = EngineConfig.from_arguments(arguments)
     if config.device == "cuda":
-        raise UsageError("the benchmark measures CPUs; leave --device out")
+        raise UsageError("the benchmark measures CPUs; do not set --device")
     options = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)

@@ -138,21 +138,21 @@ PARTS = {
         "step": Part("a decode step by part", "nanovllm.lab.bench.steps:step_parts"),
     },
     "parallel": {
-        "orders": Part("orders to the ranks", _PARALLEL + "orders:orders"),
+        "orders": Part("commands to the ranks", _PARALLEL + "orders:orders"),
         "executor": Part("executor overhead", "nanovllm.lab.bench.steps:executor"),
         "all-reduce": Part("all-reduce", _PARALLEL + "all_reduce:all_reduces"),
         "pipeline": Part("pipeline bubble", _PARALLEL + "pipeline:pipeline"),
         "experts": Part("expert shuffle", _PARALLEL + "shuffle:experts"),
-        "weights": Part("weights of a rank", _PARALLEL + "engines:weights"),
+        "weights": Part("weights per rank", _PARALLEL + "engines:weights"),
         "throughput": Part("tokens per second", _PARALLEL + "engines:throughput"),
     },
     "speculation": {m: Part(f"drafts of {m}", _DRAFTS, (m,)) for m in ("ngram", "draft_model", "eagle3")},
     "kv": {
         "transport": Part("from cache to cache", _KV + "transport:transport"),
-        "router": Part("what the router adds", _KV + "router:router"),
+        "router": Part("router overhead", _KV + "router:router"),
         "latency": Part("streams while prompts arrive", _KV + "latency:latency"),
-        "first-token": Part("the first token, prefilled elsewhere", _KV + "first_token:first_token"),
-        "tiers": Part("prefixes in other places", _KV + "tiers:tiers"),
+        "first-token": Part("time to first token with remote prefill", _KV + "first_token:first_token"),
+        "tiers": Part("prefixes in other stores", _KV + "tiers:tiers"),
     },
 }
 

@@ -5,6 +5,7 @@ measurements (shown as their median) or an estimate with a confidence interval (
 """
 
 import argparse
+import collections
 import datetime
 import json
 import pathlib
@@ -26,6 +27,7 @@ from nanovllm.lab.bench.worker import versions
 Row = dict[str, Any]
 
 GOALS, PARTS = "Figures and goals", "Parts"
+FAILED = "failed"
 DRY_RUN = "DRY RUN WITH TINY SIZES: NOT A MEASUREMENT"
 _RESAMPLES = 10_000
 
@@ -122,29 +124,40 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether a part or a proof failed. (A goal that is not reached is a result.)"""
-        return any(row.get("status") == "failed" or row.get("passed") is False for row in self.rows)
+        """Whether a part or a test failed. (A goal that is not reached is a result.)"""
+        return any(outcome(row) == FAILED for row in self.rows)
 
     def tables(self) -> dict[str, list[Row]]:
-        """Rows by the title of their table: goals first, the others in order of appearance."""
-        found: dict[str, list[Row]] = {GOALS: []}
+        """Rows by the title of their table: goals first, then tests, the others in order of appearance, and parts last."""
+        found: dict[str, list[Row]] = {}
         for row in self.rows:
             found.setdefault(row["table"], []).append({name: cell for name, cell in row.items() if name != "table"})
-        return {title: rows for title, rows in found.items() if rows}
+
+        def rank(title: str) -> int:
+            if title in (GOALS, PARTS):
+                return 0 if title == GOALS else 3
+            return 1 if "passed" in found[title][0] else 2
+
+        return {title: found[title] for title in sorted(found, key=rank)}
 
     def show(self) -> None:
-        """Print it."""
-        rich.console.Console(width=None if sys.stdout.isatty() else 160).print(rich.markdown.Markdown(self.markdown()))
+        """Print it, without the lists of tests and parts."""
+        text = self.markdown(with_lists=False)
+        rich.console.Console(width=None if sys.stdout.isatty() else 160).print(rich.markdown.Markdown(text))
 
-    def markdown(self) -> str:
-        """The command, the facts and the tables as a Markdown document."""
+    def markdown(self, with_lists: bool = True) -> str:
+        """The command, the facts and the tables as a Markdown document. Tests and parts are counted; a table shows those that
+        failed.
+
+        Args:
+            with_lists: add the folded list of all tests and of all parts.
+        """
         parts = [f"    {self.command}", "\n".join(f"- {fact}" for fact in self.facts)]
         for title, rows in self.tables().items():
-            columns = columns_of(rows)
-            cells = [[text_of(row.get(name, "")).replace("|", "/") for name in columns] for row in rows]
-            rule = [":---" if is_label else "---:" for is_label in columns.values()]
-            lines = ["| " + " | ".join(line) + " |" for line in (list(columns), rule, *cells)]
-            parts.append(f"**{title}**\n\n" + "\n".join(lines))
+            if outcome(rows[0]) is None:
+                parts.append(f"**{title}**\n\n{markdown_table(rows)}")
+            else:
+                parts += outcomes(title, rows, with_lists)
         return "\n\n".join(parts) + "\n"
 
     def json(self) -> str:
@@ -159,6 +172,35 @@ class Report:
             if path is not None:
                 pathlib.Path(path).write_text(content, encoding="utf-8")
         return int(self.failed)
+
+
+def outcome(row: Row) -> str | None:
+    """The outcome of a test or a part; None if the row is a measurement."""
+    if "passed" in row:
+        return {True: "passed", False: FAILED, None: "skipped"}[row["passed"]]
+    return row.get("status")
+
+
+def outcomes(title: str, rows: Sequence[Row], with_list: bool) -> list[str]:
+    """Paragraphs about tests or parts: how many passed, a table of those that failed, and the folded list of all."""
+    counts = collections.Counter(outcome(row) for row in rows)
+    numbers = ", ".join(f"{counts[each]} {each}" for each in ("passed", "done", FAILED, "skipped") if counts[each])
+    parts = [f"**{title}**: {numbers}"]
+    if counts[FAILED]:
+        parts.append(markdown_table([row for row in rows if outcome(row) == FAILED]))
+    if with_list:
+        parts += [f"<details>\n<summary>All {len(rows)}</summary>", markdown_table(rows), "</details>"]
+    return parts
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Rows as a table in Markdown. Names of tests are set as code."""
+    columns = columns_of(rows)
+    lines = [list(columns), [":---" if is_label else "---:" for is_label in columns.values()]]
+    for row in rows:
+        cells = {name: text_of(row.get(name, "")).replace("|", "/") for name in columns}
+        lines.append([f"`{cell}`" if name == "test" else cell for name, cell in cells.items()])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, bool]:

@@ -70,7 +70,12 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
             if found["none"][0][2] != found[method][0][2]:
                 raise RuntimeError(f"{method} changes the answers to {kind}")
             for name, rounds in found.items():
-                row: Row = {"table": "Drafts, greedy answers", "questions": kind, "at once": batch, "drafts": name}
+                row: Row = {
+                    "table": "Drafts, greedy answers",
+                    "questions": kind,
+                    "concurrent requests": batch,
+                    "drafts": name,
+                }
                 row |= {"tokens/s": [sum(lengths) / seconds for seconds, *_ in rounds]}
                 ratio = paired(*([seconds for seconds, *_ in each] for each in (rounds, found["none"])))
                 yield row | {"tokens per verification": rounds[-1][1], "speed ÷ none": ratio}

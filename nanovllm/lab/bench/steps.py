@@ -52,7 +52,7 @@ def scheduler(setting: Setting) -> Iterator[Row]:
             for name, found in alternate(works, rounds, warm_up=0).items():
                 # For each round, the medians of the two calls and of their sum.
                 times = 1e6 * np.median([[(*step, sum(step)) for step in line] for (line,) in found], axis=1)
-                row: Row = {"table": "The scheduler in a decode step, µs, medians", "tokens of each": history}
+                row: Row = {"table": "The scheduler in a decode step, µs, medians", "tokens per request": history}
                 row |= {"running": running, "engine": name} | dict(zip(CALLS, times.T.tolist(), strict=True))
                 yield row | {"both, per request": (times[:, 2] / running).tolist()}
 
@@ -163,14 +163,14 @@ def compare_executors(model: str, times: dict[int, dict[str, list[float]]]) -> I
     for batch, both in times.items():
         more = estimate([1e6 * (mp - uni) for uni, mp in zip(both["uni"], both["mp"], strict=True)])
         ratio = paired(both["uni"], both["mp"])
-        where = f"executor mp against uni, {model}, {batch} request{'s' * (batch > 1)}"
-        yield goal(f"{where}: added to a step", more["median"], "µs")
-        yield goal(f"{where}: step time", ratio["median"], "×")
+        where = f"mp vs uni executor, {model}, {batch} request{'s' * (batch > 1)}"
+        yield goal(f"{where}: extra time per step", more["median"], "µs")
+        yield goal(f"{where}: step time ratio", ratio["median"], "×")
         yield {
-            "table": "One rank in a process of its own (mp) against in-process (uni): decode steps, 95 % intervals",
+            "table": "One rank in a separate process (mp) vs in-process (uni): decode steps, 95 % intervals",
             "model": model,
             "requests": batch,
             "uni, ms per step": [1e3 * seconds for seconds in both["uni"]],
-            "mp, µs more": more,
+            "mp, extra µs per step": more,
             "mp / uni": ratio,
         }

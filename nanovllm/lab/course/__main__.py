@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m nanovllm.lab.course", description=__doc__)
-    root = "folder of pyproject.toml and notebooks/ (default: from here upwards)"
+    root = "folder with pyproject.toml and notebooks/ (default: the current folder or one above it)"
     parser.add_argument("--root", type=Path, help=root)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -50,23 +50,25 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add(_run, "execute lectures and save them normalised")
     command.add_argument("lectures", nargs="*", metavar="LECTURE")
-    command.add_argument("--timeout", type=int, default=300, help="longest a cell may take, in seconds (default: 300)")
+    command.add_argument("--timeout", type=int, default=300, help="maximum time per cell, in seconds (default: 300)")
 
-    what = "a package that generates and serves, with what was taught until then"
-    command = add(_stage, f"write the engine as it stands after a lecture: {what}")
-    command.add_argument("last", type=int, metavar="LECTURE", help="the lecture's number, such as 18")
+    what = "a package that generates and serves, with everything taught so far"
+    command = add(_stage, f"write the engine as it is after a lecture: {what}")
+    command.add_argument("last", type=int, metavar="LECTURE", help="number of the lecture, such as 18")
     command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
 
     command = add(_diff, "show what lectures change: the stages after two of them, compared")
-    command.add_argument("stages", type=int, nargs=2, metavar="LECTURE", help="their numbers, such as 18 23")
+    command.add_argument("stages", type=int, nargs=2, metavar="LECTURE", help="numbers of the lectures, such as 18 23")
 
     command = add(_workbook, "write a lecture whose core methods are blank, for you to write")
     command.add_argument("lecture", metavar="LECTURE")
 
     command = add(_check, "say what is wrong with what you wrote in a workbook")
     command.add_argument("lecture", metavar="LECTURE")
-    command.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the workbook, if it was moved")
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="if all are right, write an engine with them")
+    command.add_argument("file", type=Path, nargs="?", metavar="FILE", help="path of the workbook, if you moved it")
+    command.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="if all methods pass, write an engine that contains them"
+    )
 
     add(_copy, f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never overwritten")
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import importlib.util
@@ -10,6 +11,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from nanovllm.lab.bench.gpu.trace import kind_of, split_steps
 from nanovllm.lab.bench.local import SHAPES, TINY, run_requests, start_engine, write_checkpoint
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.parts import Part, Runner, Setting, Skip
-from nanovllm.lab.bench.report import DRY_RUN, GOALS, PARTS, Report, Row
+from nanovllm.lab.bench.report import DRY_RUN, GOALS, PARTS, Report, Row, goal
 from nanovllm.lab.bench.roofline import ModelCost
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.cases import attention_case, oracle, relative_error
@@ -62,7 +64,7 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path, forked_part
     tables = found["tables"]
     assert [part["status"] for part in tables[PARTS]] == ["done"] * len(plan.plan(dry_run=True))
     assert len(tables["Measured ceilings"]) == 2
-    passed = [row["proof"] for row in tables[proofs.TITLE] if row["passed"]]
+    passed = [row["test"] for row in tables[proofs.TITLE] if row["passed"]]
     assert len(passed) >= 9 and sum("experts that move" in name for name in passed) == 1
     assert all(row["% of copy"] > 0 for row in tables[plan.DECODE] + tables[plan.LATENT])
     implementations = {row["implementation"] for row in tables[plan.PREFILL] if "ms" in row}
@@ -287,13 +289,13 @@ def test_each_proof_is_reported_with_its_reason(tmp_path: pathlib.Path, monkeypa
         with ProcessPoolExecutor(1, CONTEXT) as process:  # one without this pytest
             return process.submit(proven, tmp_path, share).result()
 
-    found = {row["proof"]: (row["passed"], row["why"]) for row in prove("0/1")}
+    found = {row["test"]: (row["passed"], row["why"]) for row in prove("0/1")}
     passed, why = found.pop("test_wrong")
     assert passed is False and "no number" in why
     assert found == {
         "test_right[one]": (True, ""), "test_right[two words, in one]": (True, ""), "test_left_out": (None, "no GPU here"),
     }  # fmt: skip
-    assert [row["proof"] for row in prove("1/3")] == ["test_right[two words, in one]"]
+    assert [row["test"] for row in prove("1/3")] == ["test_right[two words, in one]"]
     with pytest.raises(Skip, match="tests/gpu"):
         next(proofs.prove(Setting(), "test_y.py"))
 
@@ -497,7 +499,12 @@ def models(shape: str, workload: str, engine: str, **more: Any) -> Row:
 
 
 def prefill(implementation: str, num_tokens: int, **more: Any) -> Row:
-    return {"table": plan.PREFILL, "new tokens": num_tokens, "before them": 0, "implementation": implementation} | more
+    return {
+        "table": plan.PREFILL,
+        "new tokens": num_tokens,
+        "context before": 0,
+        "implementation": implementation,
+    } | more
 
 
 ROWS = [
@@ -515,7 +522,7 @@ ROWS = [
     models("Llama-3.2-1B", "256 requests", "nanovllm, graphs", **{"% of roofline": 50.0}),
     {"table": plan.STEP, "engine": "nanovllm, graphs", "host gap %": 4.0},
     {"table": plan.STEP, "engine": "nanovllm, graphs", "host gap %": 2.0},
-    {"table": proofs.TITLE, "proof": "attention", "passed": True, "why": ""},
+    {"table": proofs.TITLE, "test": "attention", "passed": True, "why": ""},
 ]
 
 
@@ -562,6 +569,73 @@ def test_whatever_was_found_can_be_reported(rows: list[Row]) -> None:
 
 
 def test_a_wrong_result_is_a_failure_and_a_skipped_one_is_not() -> None:
-    row = {"table": proofs.TITLE, "proof": "attention", "passed": False, "why": "error 0.3"}
+    row = {"table": proofs.TITLE, "test": "attention", "passed": False, "why": "error 0.3"}
     assert report([row]).failed and not report([row | {"passed": None}]).failed
     assert "| NO |" in report([row]).markdown()
+
+
+def test_tests_and_parts_are_counted_and_their_lists_are_folded() -> None:
+    rows: list[Row] = [
+        {"table": PARTS, "part": "kernels", "status": "done", "why": "", "s": 3},
+        {"table": "The machine", "what": "multiprocessors", "value": "132"},
+        {"table": proofs.TITLE, "test": "test_a[8k | 16]", "passed": True, "why": ""},
+        {"table": proofs.TITLE, "test": "test_b", "passed": None, "why": "it needs 2 GPUs"},
+        {"table": PARTS, "part": "two GPUs", "status": "skipped", "why": "it needs 2 GPUs", "s": 1},
+        goal("decode", 90.0, "%", at_least=85),
+    ]
+    expected = """    nanovllm bench gpu
+
+- today
+
+**Figures and goals**
+
+| figure | measured | unit | goal | reached |
+| :--- | ---: | :--- | :--- | ---: |
+| decode | 90.0 | % | ≥ 85.0 | yes |
+
+**Tests on the GPU: kernels against float64, tokens in float32**: 1 passed, 1 skipped
+
+<details>
+<summary>All 2</summary>
+
+| test | passed | why |
+| :--- | ---: | :--- |
+| `test_a[8k / 16]` | yes |  |
+| `test_b` | – | it needs 2 GPUs |
+
+</details>
+
+**The machine**
+
+| what | value |
+| :--- | :--- |
+| multiprocessors | 132 |
+
+**Parts**: 1 done, 1 skipped
+
+<details>
+<summary>All 2</summary>
+
+| part | status | why | s |
+| :--- | :--- | :--- | ---: |
+| kernels | done |  | 3 |
+| two GPUs | skipped | it needs 2 GPUs | 1 |
+
+</details>
+"""
+    assert report(rows).markdown() == expected
+    in_terminal = report(rows).markdown(with_lists=False)
+    assert "1 passed, 1 skipped" in in_terminal and "test_a" not in in_terminal and "details" not in in_terminal
+    wrong: Row = {"table": proofs.TITLE, "test": "test_c", "passed": False, "why": "error 0.3"}
+    in_terminal = report([*rows, wrong]).markdown(with_lists=False)
+    assert "1 passed, 1 failed, 1 skipped" in in_terminal and "| `test_c` | NO | error 0.3 |" in in_terminal
+
+
+def test_the_stored_figures_begin_with_the_goals_and_count_the_tests() -> None:
+    text = (ROOT / "figures" / "gpu.md").read_text(encoding="utf-8")
+    goals, tests, *_ = re.findall(r"^\*\*(.+?)\*\*(.*)$", text, re.MULTILINE)
+    assert goals == (GOALS, "")
+    assert tests[0] == proofs.TITLE
+    listed = collections.Counter(re.findall(r"^\| `test_.*?` \| (yes|NO|–) \|", text, re.MULTILINE))
+    words = {"yes": "passed", "NO": "failed", "–": "skipped"}
+    assert tests[1] == ": " + ", ".join(f"{listed[each]} {word}" for each, word in words.items() if listed[each])

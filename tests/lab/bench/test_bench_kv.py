@@ -38,7 +38,7 @@ def test_transfers_are_compared_with_a_copy_pair_by_pair() -> None:
 def test_what_the_router_adds_is_the_difference_of_pairs() -> None:
     found = list(router.compare("a", [0.001, 0.005, 0.001], [0.002, 0.006, 0.021], 0.0005))
     assert reached(found) == [True, None] and measured(found)[0] == pytest.approx(1.0)
-    assert rows_of(found)[0]["processor, ms"] == pytest.approx(0.5)
+    assert rows_of(found)[0]["router CPU time, ms"] == pytest.approx(0.5)
     found = list(router.compare("b", [0.001] * 3, [0.004] * 3, 0.001))
     assert reached(found) == [False, None] and measured(found)[0] == pytest.approx(3.0)
 
@@ -153,7 +153,7 @@ def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
         engines.wait(lambda: bool(endless.timeline.arrivals), 60)
         engines.abort([endless])
         assert endless.finished and len(endless.token_ids) < 440
-        with pytest.raises(EngineFailed, match=r"'decode' refuses request .*1 to 499 tokens"):
+        with pytest.raises(EngineFailed, match=r"'decode' rejected request .*1 to 499 tokens"):
             engines.complete(engines.ask("decode", draw(520, 320), 6))
         processes = [engine.process for engine in engines._engines.values()]
     assert all(process.poll() is not None for process in processes)

@@ -80,7 +80,7 @@ def test_the_bubble_of_stages_that_take_equally_long_is_the_theorys() -> None:
     found = list(pipeline.compare(by_stage(lost), "steps", has_goal=True))
     assert reached(found) == [True, False, False, False]
     assert measured(found) == pytest.approx([50] * 4)
-    assert all(row["with free lines %"] == pytest.approx([row["theory %"]]) for row in rows_of(found))
+    assert all(row["bubble % with free transfers"] == pytest.approx([row["theory %"]]) for row in rows_of(found))
     assert not goals(list(pipeline.compare(by_stage(lost), "steps", has_goal=False)))
 
 

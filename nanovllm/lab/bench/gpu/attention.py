@@ -145,7 +145,7 @@ def prefill(setting: Setting) -> Iterator[Row]:
     own: dict[tuple[int, int], float] = {}
 
     def measured(name: str, prompt: tuple[int, int], prepare: Callable[[], Callable[[], object]]) -> Row:
-        row: Row = {"table": PREFILL, "new tokens": prompt[0], "before them": prompt[1], "implementation": name}
+        row: Row = {"table": PREFILL, "new tokens": prompt[0], "context before": prompt[1], "implementation": name}
         if name == FLEX and setting.seconds_left < _COMPILE_SECONDS:
             return row | {"why not": "no time left to compile it"}
         try:

@@ -36,7 +36,7 @@ def plan(dry_run: bool) -> list[Part]:
     # The ceilings come first, because later parts compare with them. A dry run measures nothing, so all else runs at once, and all
     # shapes are the same tiny one.
     parts = [Part("the machine", _HERE + "machine:machine", (), 60)]
-    # Two more parts run beside the kernels' proofs.
+    # Two more parts run at the same time as the kernels' tests.
     shares = 1 if dry_run else max(1, min(10, len(usable_cores())) - 2)
     for part in _PLAN["parts"]:
         words, proves = part.get("arguments", []), part["function"] == "proofs:prove"

@@ -1,4 +1,4 @@
-"""Runs the proofs in tests/gpu and reports each test."""
+"""Runs the tests in tests/gpu and reports the outcome of each."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row
 
 FOLDER = pathlib.Path(__file__).parents[4] / "tests" / "gpu"
-TITLE = "Right or wrong: kernels against float64, tokens in float32"
+TITLE = "Tests on the GPU: kernels against float64, tokens in float32"
 
 
 class _Reporter:
@@ -26,18 +26,18 @@ class _Reporter:
             why, crash = report.longrepr, getattr(report.longrepr, "reprcrash", None)
             words = why[2].removeprefix("Skipped: ") if isinstance(why, tuple) else crash.message if crash else ""
             passed = None if report.skipped else report.passed
-            row = {"table": TITLE, "proof": report.nodeid.partition("::")[2], "passed": passed}
+            row = {"table": TITLE, "test": report.nodeid.partition("::")[2], "passed": passed}
             self._found.put(row | {"why": " ".join(words.split())[:300]})
 
 
 def prove(setting: Setting, file: str, share: str = "0/1") -> Iterator[Row]:
-    """Run a file of proofs.
+    """Run a file of tests.
 
     Args:
         share: "i/n": every n-th test from the i-th on; other parts run the rest.
     """
     if not (FOLDER / file).is_file():
-        raise Skip(f"the proofs are in tests/gpu of a checkout, and there is no {FOLDER / file}")
+        raise Skip(f"the tests are in tests/gpu of a checkout, and there is no {FOLDER / file}")
     words = ["-c", os.devnull, "--confcutdir", str(FOLDER), "-p", "no:cacheprovider", "-p", "no:logging"]
     words += ["--share", share, str(FOLDER / file)]
     found: queue.SimpleQueue[Row | None] = queue.SimpleQueue()

@@ -15,7 +15,7 @@ from nanovllm.lab.bench.report import Row, estimate, goal, paired
 ONE, PREFILL_FIRST = "one engine", "prefill first, pull"
 PULL, PUSH = "decode first, pull", "decode first, push"
 WAYS = (ONE, PREFILL_FIRST, PULL, PUSH)
-COLD, CONSUMER, BOTH = "", ", half of it cached by the consumer", ", half of it cached by both"
+COLD, CONSUMER, BOTH = "", ", half cached by the consumer", ", half cached by both"
 
 
 @dataclass
@@ -118,15 +118,15 @@ def compare(cases: Sequence[Case], again: dict[int, float], seconds_per_token: f
                 "way": way,
                 "TTFT, ms": [1e3 * seconds for seconds in times],
                 "predicted": 1e3 * predicted,
-                "more than one engine, ms": estimate([1e3 * (b - a) for a, b in zip(one, times, strict=True)]),
-                "of one engine": ratio,
+                "extra over one engine, ms": estimate([1e3 * (b - a) for a, b in zip(one, times, strict=True)]),
+                "relative to one engine": ratio,
             }
             if case.length == longest and case.cached != BOTH and way != ONE:
-                yield goal(f"time to first token, {name}, {way}: of one engine", ratio["median"], "×")
+                yield goal(f"time to first token, {name}, {way}: relative to one engine", ratio["median"], "×")
         yield {
             "table": "Where the time goes",
             "prompt": name,
             "one engine, ms": [1e3 * seconds for seconds in one],
-            "prefill first: the producer's part": [1e3 * seconds for seconds in case.prefilled],
-            "a prompt that is cached": 1e3 * again[case.length],
+            "prefill first: the producer's part, ms": [1e3 * seconds for seconds in case.prefilled],
+            "a cached prompt, ms": 1e3 * again[case.length],
         }

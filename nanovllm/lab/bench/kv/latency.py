@@ -13,7 +13,7 @@ from nanovllm.lab.bench.metrics import alternate, percentile
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 
-WHOLE, DIVIDED = "whole prompts", "prefill and decode apart"
+WHOLE, DIVIDED = "whole prompts", "separate prefill and decode"
 GOAL = 0.5
 LIMIT_SECONDS = 120.0
 # The pause between prompts, in units of the slowest way's time for one (prompts must not pile up), and its limit in seconds.
@@ -183,19 +183,19 @@ def compare(load: Load, ways: Sequence[Way]) -> Iterator[Row]:
     for way in ways:
         whole = next(other for other in ways if not other.chunk and other.threads == way.threads)
         ratio = paired(late[base.name], late[way.name])
-        figure = f"p99 of inter-token latency while prompts arrive, {way.name}: of {base.name}"
+        figure = f"p99 inter-token latency while prompts arrive, {way.name}: relative to {base.name}"
         if way is not base:
             yield goal(figure, ratio["median"], "×", at_most=GOAL if way.prefill else None)
         yield {
             "table": f"{load.num_streams} streams while a prompt of {load.prompt_len} tokens arrives every "
-            f"{load.pause:.1f} s, medians of {len(base.runs)} runs in turn",
+            f"{load.pause:.1f} s, medians of {len(base.runs)} alternating runs",
             "engines": way.name,
             "ITL p50, ms": [1e3 * percentile(run.gaps, 50) for run in way.runs],
             "p99": [1e3 * seconds for seconds in late[way.name]],
             "worst": [1e3 * max(run.gaps) for run in way.runs],
             "predicted worst": 1e3 * predict(way, whole, load),
-            "p99 of the first": ratio,
+            "p99 relative to the first row": ratio,
             "tokens/s": [run.tokens_per_second for run in way.runs],
             "prompts' TTFT, ms": [1e3 * seconds for run in way.runs for seconds in run.ttfts],
-            "alone": 1e3 * way.alone,
+            "TTFT alone, ms": 1e3 * way.alone,
         }

@@ -25,8 +25,8 @@ from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 from nanovllm.lab.cost_model import fit
 
-POOL, AGAIN = "pool of the device", "computed again"
-PLAIN = "no other place"
+POOL, AGAIN = "device pool", "recomputed"
+PLAIN = "device pool alone"
 #: Requests for a prefix until its KV has arrived in the place that keeps it.
 MAX_TRIES = 50
 
@@ -96,7 +96,7 @@ def time_store(
             forget()
             start = time.perf_counter()
             if not all(store.get(keys[:count], found[:count])):
-                raise RuntimeError("a store lacks an entry that has just been put into it")
+                raise RuntimeError("a store lacks an entry that was just stored")
             times.append(time.perf_counter() - start)
         seconds[count * entry_bytes] = statistics.median(times[1:])
     store.close()
@@ -236,18 +236,18 @@ def compare_lengths(measured: Tiers) -> Iterator[Row]:
     that was measured."""
     again, lengths = measured.ttfts[AGAIN], measured.plan.lengths
     for name, by_length in measured.ttfts.items():
-        title = f"Time to first token of a prefix that is kept, medians of {len(again[lengths[0]])}"
+        title = f"Time to first token with a stored prefix, medians of {len(again[lengths[0]])}"
         row: Row = {"table": title, "prefix": name}
         row |= {f"{length} tokens, ms": [1e3 * seconds for seconds in by_length[length]] for length in lengths}
-        row["longest, of computing"] = paired(again[lengths[-1]], by_length[lengths[-1]])
-        row |= dict.fromkeys(("bare store, GB/s", "faster from, predicted", "measured"))
+        row["longest prefix, relative to computing"] = paired(again[lengths[-1]], by_length[lengths[-1]])
+        row |= dict.fromkeys(("bare store, GB/s", "break-even tokens, predicted", "break-even tokens, measured"))
         if name not in (POOL, AGAIN):
-            row["measured"] = _tokens(measured_crossing(measured, name))
+            row["break-even tokens, measured"] = _tokens(measured_crossing(measured, name))
         if name in measured.stores:
             size, seconds = max(measured.stores[name].items())
             predicted, actual = crossing(measured, name), measured_crossing(measured, name)
-            row |= {"bare store, GB/s": size / seconds / 1e9, "faster from, predicted": _tokens(predicted)}
-            figure = f"prefix in {name}: faster than computing it from (predicted {_tokens(predicted)})"
+            row |= {"bare store, GB/s": size / seconds / 1e9, "break-even tokens, predicted": _tokens(predicted)}
+            figure = f"shortest prefix in {name} that loads faster than it is computed (predicted {_tokens(predicted)})"
             reached = next((length for length in lengths if length >= predicted), None)
             fetching = goal(figure, None if actual == math.inf else actual, "tokens", at_most=reached)
             yield fetching | {"reached": bool(fetching["reached"])}
@@ -268,14 +268,16 @@ def compare_documents(measured: Tiers) -> Iterator[Row]:
         ratio = statistics.mean(times) / base / 1e3
         yield {
             "table": f"{plan.num_questions} questions about {plan.num_documents} documents of {plan.document_len} tokens; "
-            f"the pool holds {plan.pool_documents}, host memory {plan.host_documents}, other places all",
-            "kept in": name,
+            f"the pool holds {plan.pool_documents}, host memory {plan.host_documents}, other stores all of them",
+            "stored in": name,
             "hits, % of tokens": 100 * statistics.mean(hit for _, hit in questions),
             "predicted": 100 * share * lru_share(plan.questions(), room),
             "TTFT mean, ms": statistics.mean(times),
             "p50": times,
             "p90": float(np.percentile(times, 90)),
-            "mean, of the first": ratio,
+            "mean relative to the first row": ratio,
         }
         if name != PLAIN:
-            yield goal(f"{plan.num_documents} documents, {name}: mean time to first token, of {PLAIN}", ratio, "×")
+            yield goal(
+                f"{plan.num_documents} documents, {name}: mean time to first token relative to {PLAIN}", ratio, "×"
+            )

@@ -158,16 +158,18 @@ def transport(setting: Setting) -> Iterator[Row]:
 
 def compare(num_bytes: int, seconds: Seconds) -> Iterator[Row]:
     """Compare each way with a plain copy, round by round; see `time_transfers`."""
-    title = f"{number(num_bytes / 2**20)} MiB of KV blocks in random places from one process to another, medians of {len(seconds[COPY])}"
+    title = f"{number(num_bytes / 2**20)} MiB of KV blocks at random addresses, from one process to another, medians of {len(seconds[COPY])}"
     for way, times in seconds.items():
         speed = paired(times, seconds[COPY])  # the speeds' ratio is the inverse of the times'
         if way != COPY:
             wanted = GOAL if way in (READ, WRITE) else None
-            yield goal(f"{way}: bytes/s, of a plain copy in shared memory", speed["median"], "×", at_least=wanted)
+            yield goal(
+                f"{way}: bandwidth relative to a plain shared-memory copy", speed["median"], "×", at_least=wanted
+            )
         yield {
             "table": title,
             "way": way,
             "GB/s": [num_bytes / took / 1e9 for took in times],
             "ms": [1e3 * took for took in times],
-            "of a plain copy": speed,
+            "relative to a plain copy": speed,
         }

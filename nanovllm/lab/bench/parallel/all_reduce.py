@@ -72,7 +72,7 @@ def compare(times: Times) -> Iterator[Row]:
     for size, wanted in GOAL_SIZES.items():
         name = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
         ratio = paired(times[SHARED][size], times[GLOO][size])
-        figure = f"all-reduce of {name} on 2 ranks: time of gloo over shared memory"
+        figure = f"all-reduce of {name} on 2 ranks: gloo time ÷ shared-memory time"
         yield goal(figure, ratio["median"], "×", at_least=wanted)
         for way in (SHARED, GLOO):
             (expected,), measured = predicted[way][size], statistics.median(times[way][size])

@@ -49,14 +49,14 @@ def compare_weights(shares: dict[int, list[tuple[int, int]]]) -> Iterator[Row]:
     (whole,) = shares[1]
     for size, ranks in shares.items():
         for rank, share in enumerate(ranks):
-            row: Row = {"table": "Weights of a rank, tensor parallel", "ranks": size, "rank": rank}
+            row: Row = {"table": "Weights per rank, tensor parallel", "ranks": size, "rank": rank}
             for what, part, total in zip(("held", "read"), share, whole, strict=True):
-                row |= {f"{what} MiB": part / 2**20, f"{what}, of all": part / total}
+                row |= {f"{what} MiB": part / 2**20, f"{what}, share of all": part / total}
             yield row
         for index, what in enumerate(("held", "read")) if size > 1 else ():
             most = max(share[index] for share in ranks) / whole[index]
             # Norms are on all ranks, and rows of padding on the last ones.
-            figure = f"weights {what} by a rank of {size}, of those of one rank"
+            figure = f"weights {what} by one rank of {size}, relative to a single rank"
             yield goal(figure, 100 * most, "%", near=100 / size, tolerance=0.02)
 
 
@@ -111,12 +111,12 @@ def throughput(setting: Setting) -> Iterator[Row]:
     arguments = options, work, grids, setting.repeats
     for name, both in run_ranks(time_grids, Grid(), *arguments, threads=setting.threads)[0].items():
         ratio = paired(both["grid"], both["one"])
-        yield goal(f"{name}: tokens/s, of one rank with all cores", ratio["median"], "×")
+        yield goal(f"{name}: tokens/s relative to one rank with all cores", ratio["median"], "×")
         yield {
             "table": f"{count} requests of {length} + {length} tokens on {setting.threads} cores",
-            "grid": name,
+            "configuration": name,
             "one rank, tokens/s": [count * length / seconds for seconds in both["one"]],
-            "the grid, tokens/s": [count * length / seconds for seconds in both["grid"]],
+            "this configuration, tokens/s": [count * length / seconds for seconds in both["grid"]],
             "ratio": ratio,
         }
     if size is not None:
@@ -129,6 +129,6 @@ def _collectives(options: dict[str, Any], size: int, threads: int, dry_run: bool
     ranks = run_ranks(count_collectives, Grid(tensor=size), options, batch, steps, threads=threads)
     step, inside = (statistics.median(rank[name] for rank in ranks) for name in ("step_seconds", "collective_seconds"))
     where = f"tensor parallel {size}, {batch} requests decode"
-    yield goal(f"{where}: in collectives, waiting included", 1e3 * inside, "ms per step")
-    yield goal(f"{where}: a step", 1e3 * step, "ms")
+    yield goal(f"{where}: time in collectives, including waiting", 1e3 * inside, "ms per step")
+    yield goal(f"{where}: step time", 1e3 * step, "ms")
     yield goal(f"{where}: bytes all-reduced per step", ranks[0]["bytes"], near=ranks[0]["formula"])

@@ -21,7 +21,7 @@ from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.lab.processes import run_ranks
 
-QUEUE, PIPES = "shared-memory queue", "a pipe per rank"
+QUEUE, PIPES = "shared-memory queue", "one pipe per rank"
 # As in an engine, orders do not follow each other at once: the receivers have gone to sleep.
 PAUSE_SECONDS = 0.002
 _STAMP = struct.Struct("d")
@@ -81,12 +81,12 @@ def orders(setting: Setting) -> Iterator[Row]:
         sent, *read = run_ranks(send_orders, Grid(tensor=1 + readers), num_bytes, count, setting.repeats)
         for way in (QUEUE, PIPES):
             latencies = slowest([times[way] for times in read])
-            figure = f"order to {readers} rank{'s' * (readers > 1)}, {way}: until all have it"
+            figure = f"command to {readers} rank{'s' * (readers > 1)}, {way}: until every rank has it"
             yield goal(figure, 1e6 * statistics.median(latencies), "µs")
             yield {
-                "table": f"Orders of {num_bytes} bytes (16 requests decode), one every {1e3 * PAUSE_SECONDS:g} ms, medians",
+                "table": f"Commands of {num_bytes} bytes (16 decoding requests), one every {1e3 * PAUSE_SECONDS:g} ms, medians",
                 "way": way,
                 "ranks": readers,
-                "until all have it, µs": [1e6 * seconds for seconds in latencies],
-                "until the sender goes on, µs": [1e6 * seconds for seconds in sent[way]],
+                "until every rank has it, µs": [1e6 * seconds for seconds in latencies],
+                "until the sender continues, µs": [1e6 * seconds for seconds in sent[way]],
             }

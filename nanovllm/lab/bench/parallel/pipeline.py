@@ -129,11 +129,11 @@ def compare(stages: list[list[Passage]], of_what: str, has_goal: bool) -> Iterat
             yield goal(figure, statistics.median(measured), "%", near=expected, tolerance=TOLERANCE)
         computing = {f"stage {s} computes, ms": [1e3 * sum(x[s].computing) for x in of_count] for s in range(STAGES)}
         yield {
-            "table": f"{STAGES} stages, {of_what}, a prompt per micro-batch, medians of {len(of_count)}",
+            "table": f"{STAGES} stages, {of_what}, one prompt per micro-batch, medians of {len(of_count)}",
             "micro-batches": count,
             "ms": [1e3 * whole(each) for each in of_count],
             **computing,
             "bubble %": measured,
-            "with free lines %": [100 * bubble(with_free_lines(each)) for each in of_count],
+            "bubble % with free transfers": [100 * bubble(with_free_lines(each)) for each in of_count],
             "theory %": expected,
         }

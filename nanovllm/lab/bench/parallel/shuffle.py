@@ -89,10 +89,10 @@ def experts(setting: Setting) -> Iterator[Row]:
         yield goal(f"{where}: bytes moved", counted, near=formula)
         times = {way: slowest([rank["seconds"][way] for rank in ranks]) for way in ranks[0]["seconds"]}
         for way in (BARE, COPY):
-            yield goal(f"{where}: time over {way} of the same rows", paired(times[way], times[SHUFFLE])["median"], "×")
+            yield goal(f"{where}: time ÷ {way} of the same rows", paired(times[way], times[SHUFFLE])["median"], "×")
         yield {
-            "table": f"Tokens of {hidden} bf16 numbers to {top_k} of {num_experts} experts on 2 ranks and back, medians",
+            "table": f"Tokens of {hidden} bf16 values, sent to {top_k} of {num_experts} experts on 2 ranks and back, medians",
             "tokens per rank": num_tokens,
-            "KB handed over": counted / 1024,
-            "of it to others": to_others / 1024,
+            "KB sent": counted / 1024,
+            "KB sent to other ranks": to_others / 1024,
         } | {f"{way}, µs": [1e6 * seconds for seconds in times[way]] for way in (SHUFFLE, BARE, COPY)}
