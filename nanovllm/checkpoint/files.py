@@ -143,7 +143,7 @@ RopeScaling = described(
         Number: "mscale mscale_all_dim partial_rotary_factor",
         Annotated[int, between(1, 2**24)]: "original_max_position_embeddings",
         bool: "truncate",
-        # Parameters of one type of layers: they are read to be refused.
+        # Parameters per layer type, which are not supported.
         dict[str, Any]: "full_attention sliding_attention",
     },
 )

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Architecture in config.json -> how it differs from Llama. "routing" are values of keys that may be absent or null; "class" is
 # the model's class, and "moe" a reader of its experts: parts of the package that are loaded when a checkpoint needs them.
-# defaults.py has the values of keys that the file leaves out.
+# defaults.py has the defaults of missing keys.
 _DEEPSEEK: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
@@ -186,8 +186,8 @@ class ModelConfig:
 
 
 def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any]]:
-    """(theta, scaling parameters). transformers 5 keeps both in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`. Where a
-    file has both, `rope_scaling` replaces `rope_parameters`, as in transformers, and its base too."""
+    """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and transformers 4 into `rope_theta`
+    and `rope_scaling`. If a file has both, `rope_scaling` replaces all of `rope_parameters`, theta included, as in transformers."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     per_layer_type = [name for name, value in scaling.items() if isinstance(value, dict)]
@@ -211,7 +211,7 @@ def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, An
 
 def _windows(raw: dict[str, Any], architecture: str) -> list[int]:
     """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer from the first, and Qwen
-    for those that `layer_types` or `max_window_layers` names, if `use_sliding_window` says so."""
+    for those that `layer_types` or `max_window_layers` names, if `use_sliding_window` is true."""
     keys, num_layers = DEFAULTS[architecture], raw["num_hidden_layers"]
     has_window = "sliding_window" in keys and ("use_sliding_window" not in keys or raw.get("use_sliding_window"))
     window = raw.get("sliding_window", 0) if has_window else 0

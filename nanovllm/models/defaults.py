@@ -1,7 +1,8 @@
-"""The values that keys of config.json have when a file leaves them out, for every supported architecture.
+"""Default values of the keys of config.json, for every supported architecture.
 
-They are those of the architecture's own configuration class in `transformers`; tests/models/test_config_defaults.py compares
-them. An architecture without an entry for a key does not read this key. A default of None means that the key may be missing.
+Each default equals the default of the architecture's configuration class in `transformers`, which
+tests/models/test_config_defaults.py checks. A key that the class lacks is not in the architecture's table. A default of None
+means that the key is optional.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def with_defaults(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The values of a config.json, with those that it leaves out. One that is null stays null, as in transformers."""
+    """Return the values of a config.json, and the defaults of its missing keys. A value of null stays null, as in transformers."""
     defaults: dict[str, Any] = dict(DEFAULTS[architecture])
     if any(raw.get(name) is not None for name in NUM_EXPERTS):
         defaults = {name: value for name, value in defaults.items() if name not in NUM_EXPERTS}

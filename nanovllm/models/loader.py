@@ -51,18 +51,20 @@ def checkpoint_tensors(folder: pathlib.Path, only_shapes: bool = False) -> Itera
 
 
 def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
-    """The configuration as the folder's weights have it: an output head that differs from the embedding is used, as in
-    transformers, even if `tie_word_embeddings` says that there is none."""
+    """Return the configuration, without `tie_word_embeddings` if the folder contains an output head that differs from the
+    embedding: as in transformers, this head is used."""
     if not config.tie_word_embeddings or not has_own_head(checkpoint_tensors(folder)):
         return config
-    logger.warning("tie_word_embeddings is true, but %s has an output head of its own: it is used", folder)
+    logger.warning(
+        "tie_word_embeddings is true, but the output head in %s differs from the embedding, and is used", folder
+    )
     return replace(config, tie_word_embeddings=False)
 
 
 def stored_tensors(
     config: ModelConfig, folder: pathlib.Path, only_shapes: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """`checkpoint_tensors`; where embedding and output head are one matrix, the file may have either."""
+    """Yield the tensors as `checkpoint_tensors` does. If embedding and output head are one matrix, the file may contain either."""
     tensors = checkpoint_tensors(folder, only_shapes)
     return with_embedding(tensors) if config.tie_word_embeddings else tensors
 

@@ -395,7 +395,7 @@ def test_shards_without_an_index(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=f"the folder lacks {second.name}"):
         weight_files(folder)
     shutil.copy(first, folder / "other.safetensors")
-    with pytest.raises(ValueError, match=r"files that may be meant \(.*other\.safetensors.*\): leave one"):
+    with pytest.raises(ValueError, match=r"the choice between its \d+ files \(.*other\.safetensors.*\) is ambiguous"):
         weight_files(folder)
 
 
@@ -404,10 +404,13 @@ def test_shards_without_an_index(tmp_path: pathlib.Path) -> None:
     [
         ([], r"has no \*\.safetensors file; convert"),
         (["adapter_model.safetensors"], "adapter_model.safetensors is a LoRA adapter: merge it into its base model"),
-        (["consolidated.safetensors"], "consolidated.safetensors has Mistral's own names: download"),
-        (["optimizer.safetensors"], "optimizer.safetensors holds the state of an optimizer"),
-        (["model.fp16.safetensors", "model.bf16.safetensors"], "2 files that may be meant .*name it model.safetensors"),
-        (["a-1-of-1.safetensors", "b-1-of-1.safetensors"], "2 files that may be meant"),
+        (["consolidated.safetensors"], "consolidated.safetensors is in Mistral's own format: download"),
+        (["optimizer.safetensors"], "optimizer.safetensors contains the state of an optimizer"),
+        (
+            ["model.fp16.safetensors", "model.bf16.safetensors"],
+            "its 2 files .* is ambiguous: name the model's weights model.safetensors",
+        ),
+        (["a-1-of-1.safetensors", "b-1-of-1.safetensors"], "its 2 files .* is ambiguous"),
     ],
     ids=str,
 )
