@@ -176,7 +176,7 @@ def get_backend(name: str, device: torch.device, head_dim: int = 64, latent: boo
         if obstacle is not None and name == "triton":
             raise ValueError(f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
         if obstacle is not None:
-            logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
+            logger.warning("using the slow attention backend 'torch', because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
     return load(f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}")()
 

@@ -183,7 +183,7 @@ class EngineConfig(Flags):
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("eplb_config does nothing without enable_eplb")
         if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
-            mistake = f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}"
+            mistake = f"data_parallel_size above 1 cannot be combined with distributed_executor_backend {backend!r}"
             raise ValueError(f"{mistake}: do not set it, or start several engines and divide the requests")
         if budget is not None and budget < self.max_num_seqs:
             mistake = f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs})"

@@ -77,7 +77,7 @@ class SpeculativeConfig(Keywords):
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(f'speculative_config must be JSON such as {{"method": "ngram"}}: {error}') from error
         if speculative.method != "ngram" and config.pipeline_parallel_size > 1:
-            mistake = f"speculative_config: method {speculative.method!r} drafts on one stage of all layers"
+            mistake = f"speculative_config: method {speculative.method!r} needs all layers on one stage"
             raise ValueError(f"{mistake}; use pipeline_parallel_size 1 or method 'ngram'")
         if config.enable_expert_parallel and speculative.method != "ngram":
             raise ValueError("speculative_config: with enable_expert_parallel only method 'ngram' drafts")

@@ -101,7 +101,7 @@ class SharedCollectives:
             return f"{what}: {'; '.join(lost)}"
         if absent and time.monotonic() >= deadline:
             names = ", ".join(f"rank {self.ranks[member]}" for member in absent)
-            return f"{what}: {names} did not come within {self.timeout:g} s"
+            return f"{what}: {names} did not join within {self.timeout:g} s"
         return ""
 
     def lost(self, members: Sequence[int]) -> list[str]:

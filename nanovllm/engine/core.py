@@ -94,7 +94,7 @@ class EngineCore:
         if self.config.kv_transfer is None:
             return NoConnector()
         if self.config.in_lock_step:
-            mistake = "kv_role and kv_connector do not go with experts that several engines share"
+            mistake = "kv_role and kv_connector cannot be combined with experts that several engines share"
             raise ValueError(f"{mistake}: do not set enable_expert_parallel, or use data_parallel_size 1")
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
         return create(self.config, self.model_config, folder, self.executor.collective_rpc("handshake_metadata"))

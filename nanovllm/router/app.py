@@ -109,7 +109,7 @@ async def events(server: Backend, chunk: bytes | None, chunks: AsyncIterator[byt
     except FAILURES as error:
         problem = server.problem or describe(error)
         logger.warning("%s %s in the middle of a stream", server.url, problem)
-        message = f"the server that was at work on this {problem}"
+        message = f"the server that handled this request {problem}"
         # The empty line ends an event of which only a part has come.
         yield b"\n" + APIError(503, message, code="backend_lost").event() + b"data: [DONE]\n\n"
 

@@ -110,7 +110,7 @@ class ServerProcess:
         """
         assert self.process is not None
         while code := await self.process.wait():
-            logger.warning("[%s] has ended with exit code %d: it is started again", self.name, code)
+            logger.warning("[%s] exited with code %d: restarting it", self.name, code)
             for pause in RESTART_PAUSES:
                 await asyncio.sleep(pause)
                 with contextlib.suppress(UsageError, ServerError):
@@ -118,14 +118,14 @@ class ServerProcess:
                     break
             else:
                 raise ServerError(f"{self.name} exits after every start; see above")
-        logger.warning("[%s] was told to end", self.name)
+        logger.warning("[%s] is being stopped", self.name)
         await asyncio.Event().wait()  # the other servers go on
 
     def end_silent(self, num_checks: int) -> None:
         """Kill it, so that it is started again, if it was stopped, or has not answered so many health checks because it hangs."""
         assert self.process is not None
         if is_stopped(self.process.pid) or num_checks >= MAX_SILENT_CHECKS:
-            logger.warning("[%s] was stopped or hangs: it is killed", self.name)
+            logger.warning("[%s] is stopped or hangs: killing it", self.name)
             self.kill()
 
     def kill(self) -> None:
@@ -142,7 +142,7 @@ class ServerProcess:
         try:
             await asyncio.wait_for(self.process.wait(), 0 if is_stopped(self.process.pid) else seconds)
         except TimeoutError:
-            logger.warning("[%s] does not end: it is killed", self.name)
+            logger.warning("[%s] does not exit: killing it", self.name)
             self.kill()
             await self.process.wait()
         await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment

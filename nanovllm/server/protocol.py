@@ -58,7 +58,7 @@ class Body(Strict, extra="allow"):
     """A request's body."""
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
-    model: str | None = Field(None, description="default: the one model that is served")
+    model: str | None = Field(None, description="default: the served model")
 
     def check_unknown_fields(self, strict: bool) -> None:
         """Refuse fields that would change the answer; warn of other unknown fields, or refuse them, too.
@@ -96,8 +96,10 @@ class Body(Strict, extra="allow"):
 class StreamOptions(Strict):
     """How a stream ends."""
 
-    include_usage: bool | None = Field(default=None, description="send a last chunk with the numbers of tokens")
-    continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: in every chunk, so far")
+    include_usage: bool | None = Field(default=None, description="send a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with include_usage: also send the counts so far in every chunk"
+    )
 
 
 class ResponseFormat(Strict):
@@ -134,14 +136,14 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     """The fields that completions and chats share: those of `SamplingParams`, and these. None: not given."""
 
     logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
-    structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's: json, regex, choice or grammar")
+    structured_outputs: dict[str, Any] | None = Field(None, description="one of vLLM's json, regex, choice and grammar")
     response_format: ResponseFormat | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
     bad_words: Strings | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
-    kv_transfer_params: dict[str, Any] | None = Field(None, description="where the prompt's KV comes from, or goes")
+    kv_transfer_params: dict[str, Any] | None = Field(None, description="source or destination of the prompt's KV")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -231,8 +233,8 @@ class ChatMessage(Strict, extra="allow"):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], AT_FIRST_ERROR] | None = Field(None, description="or tool_calls")
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="of the assistant")
-    tool_call_id: str | None = Field(None, description="the call of which a tool's message is the result")
+    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="calls by the assistant")
+    tool_call_id: str | None = Field(None, description="the call whose result is in a tool message")
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it."""
@@ -253,9 +255,9 @@ class ChatBody(Body):
     """A chat that is to be rendered by the model's template."""
 
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(min_length=1)
-    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
+    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is true")
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, as enable_thinking")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, such as enable_thinking")
     tools: Annotated[list[Tool], AT_FIRST_ERROR] | None = Field(None, max_length=128)
 
     @property
@@ -295,7 +297,7 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
     tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description="default: auto")
-    parallel_tool_calls: bool | None = Field(None, description="whether there may be several calls; default: true")
+    parallel_tool_calls: bool | None = Field(None, description="allow several calls; default: true")
 
 
 class TokenizeRequest(ChatBody):
@@ -316,4 +318,6 @@ class DetokenizeRequest(Body):
 class KVReleaseRequest(Strict):
     """Body of /kv_transfer/release."""
 
-    remote_request_id: str = Field(max_length=1000, description="as the prefill server's kv_transfer_params name it")
+    remote_request_id: str = Field(
+        max_length=1000, description="request id from the prefill server's kv_transfer_params"
+    )

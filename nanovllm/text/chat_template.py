@@ -21,6 +21,8 @@ from nanovllm.distributed.processes import start_process
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
 OUT_OF_MEMORY = 12  # the process's exit code
+# The folder from which this package is imported.
+PACKAGE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 
 class LimitedProcess:
@@ -42,8 +44,10 @@ class LimitedProcess:
         for its imports."""
         with self._lock:
             if self._running is None:
-                # The same module search path, but with the working directory last: it may contain a model's files.
-                path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
+                # The same module search path, but with the working directory last, since it may contain a model's files;
+                # unless this package is there, of which another copy may be installed.
+                untrusted = {os.getcwd()} - {PACKAGE_FOLDER}
+                path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) in untrusted)
                 # Else the C library reserves 64 MiB of addresses for each thread that allocates, after the limit is set, too.
                 environment = {"PYTHONPATH": os.pathsep.join(path), "MALLOC_ARENA_MAX": "1"}
                 self._running = start_process(["-P", self.program], environment)
@@ -76,10 +80,10 @@ class LimitedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)  # it may be ending by itself
         process.kill()
-        code, memory = process.wait(), f"it takes more than {self.memory >> 20} MiB of memory"
-        seconds, depth = f"it takes more than {self.seconds:g} seconds of CPU time", "it is nested too deeply"
+        code, memory = process.wait(), f"it needs more than {self.memory >> 20} MiB of memory"
+        seconds, depth = f"it needs more than {self.seconds:g} seconds of CPU time", "it is nested too deeply"
         reasons = {-signal.SIGPROF: seconds, OUT_OF_MEMORY: memory, -signal.SIGABRT: memory, -signal.SIGSEGV: depth}
-        return reasons.get(code, f"its process has ended with exit code {code}")
+        return reasons.get(code, f"its process exited with code {code}")
 
 
 # Renders templates: it is asked with a template, messages, and the variables of the template and of `render_jinja_template`.

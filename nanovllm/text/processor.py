@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
@@ -19,6 +20,9 @@ from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
 from nanovllm.text.prompts import EngineLimits, Prompt, check_request, encode_bad_words, logprob_dictionary, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
+
+# The latest ids that are remembered. A step in flight computes a sequence that ended only a few sequences ago.
+MAX_KNOWN_IDS = 2**16
 
 
 class InputProcessor:
@@ -71,10 +75,14 @@ class InputProcessor:
 class CompletionState:
     """One completion while it is generated: its text, log-probabilities and end."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self.index, self.params, self.tokenizer = index, params, tokenizer
-        # The tokens continue a prompt: a leading space is part of the answer.
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, keep_leading_space=True)
+        # The tokens continue a prompt: a leading space is part of the answer, and so is a character that the prompt
+        # leaves incomplete. But a grammar's text is one of its own.
+        continued = prompt_token_ids if params.structured_outputs is None else ()
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.num_tokens = self.engine = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
@@ -133,7 +141,8 @@ class RequestState:
         self.request_id, self.prompt, self.tokenizer = request_id, text, tokenizer
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.completions = {
-            r.request_id: CompletionState(i, r.sampling_params, tokenizer) for i, r in enumerate(requests)
+            r.request_id: CompletionState(i, r.sampling_params, tokenizer, r.prompt_token_ids)
+            for i, r in enumerate(requests)
         }
         self.params = requests[0].sampling_params
         self.prompt_logprobs: list[PositionLogprobs] | None = None if self.params.prompt_logprobs is None else [None]
@@ -160,15 +169,21 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Routes the engine's outputs to their requests."""
+    """Routes the engine's outputs to their requests.
+
+    A request may have the id of an earlier one that has ended or was aborted. The engine may still compute that one for a
+    few steps, so `add` gives the new sequences ids of their own: "chat-1", then "chat-1~2". Traces and KV transfers show
+    these.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
         self._owners: dict[str, str] = {}  # sequence id -> request id
+        self._numbers: dict[str, int] = {}  # sequence id -> how many sequences have had it, the latest ids last
 
     def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """Expect outputs for these sequences.
+        """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had it.
 
         Raises:
             ValueError: the id, or that of one of the sequences, is in use.
@@ -176,8 +191,19 @@ class OutputProcessor:
         taken = self._owners.keys() & {r.request_id for r in requests}
         if request_id in self.requests or taken:
             raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
+        for request in requests:
+            request.request_id = self._unused_id(request.request_id)
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
+
+    def _unused_id(self, sequence_id: str) -> str:
+        """The id itself or, if an earlier sequence had it, one with a number."""
+        number = self._numbers.pop(sequence_id, 0) + 1
+        self._numbers[sequence_id] = number
+        if len(self._numbers) > MAX_KNOWN_IDS:
+            del self._numbers[next(iter(self._numbers))]
+        # A caller may have used the id with this number, too.
+        return sequence_id if number == 1 else self._unused_id(f"{sequence_id}~{number}")
 
     def remove(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its sequences that have not ended."""

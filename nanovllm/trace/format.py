@@ -64,7 +64,7 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
         raise TraceError(f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}") from error
     version, settings = header.nanovllm_trace, header.settings
     if version != FORMAT_VERSION:
-        mistake = f"{source} is of version {version}, and this nanovllm reads version {FORMAT_VERSION}"
+        mistake = f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}"
         raise TraceError(f"{mistake}: record it again")
     for name in SIZES:
         value = settings.get(name, 1)

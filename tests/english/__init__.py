@@ -43,8 +43,10 @@ TEXTS = [
 REWRITTEN = {"markdown", "messages"}
 
 # Calls whose strings users read, besides `raise`, and the arguments that hold such strings.
-REPORTING_CALLS = {"error", "exit"}
+REPORTING_CALLS = {"error", "exit", "info", "warning"}
 REPORTING_ARGUMENTS = {"help", "description", "epilog"}
+# Variables that hold a part of a message before it is raised.
+MESSAGE_VARIABLES = {"mistake", "message", "hint"}
 
 Counts = collections.Counter[tuple[str, str]]  # by kind of text and pattern
 
@@ -69,7 +71,7 @@ class Passage:
     """A piece of text to check.
 
     Attributes:
-        kind: "markdown", "lectures", "code" (docstrings and comments) or "messages" (help and errors).
+        kind: "markdown", "lectures", "code" (docstrings and comments) or "messages" (help, errors and logs).
         place: Line number, or number of the notebook's cell.
         text: The text, without code.
     """
@@ -148,6 +150,10 @@ def message_roots(tree: ast.Module) -> Iterator[ast.AST]:
             if isinstance(node.func, ast.Attribute) and node.func.attr in REPORTING_CALLS:
                 yield from node.args
             yield from (each.value for each in node.keywords if each.arg in REPORTING_ARGUMENTS)
+        elif isinstance(node, ast.Assign):
+            names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+            if names & MESSAGE_VARIABLES:
+                yield node.value
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value in REPORTING_ARGUMENTS:

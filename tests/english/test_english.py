@@ -33,6 +33,8 @@ TEXTS = {
     "comment.py": (f"x = 1  # {PLANTED}\n", {"code": 1}),
     "error.py": (f'def f(n):\n    raise ValueError(f"got {{n}}. " "{PLANTED}")\n', {"messages": 1}),
     "usage.py": (f'parser.error("{PLANTED}")\n', {"messages": 1}),
+    "log.py": (f'logger.warning("{PLANTED} %s", 1)\n', {"messages": 1}),
+    "variable.py": (f'mistake = f"{PLANTED} {{n}}"\n', {"messages": 1}),
     "help.py": (f'parser.add_argument("--flag", help="{PLANTED}")\n', {"messages": 1}),
     "table.py": (f'FLAGS = {{"flag": {{"type": int, "help": "{PLANTED}"}}}}\n', {"messages": 1}),
     "string.py": (f'x = "{PLANTED}"\n', {}),

@@ -406,11 +406,7 @@ def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (
-            GPTQ,
-            {"group_size": 128},
-            "has 64 inputs, which groups of 128 do not divide: quantize with group_size 64 or 32",
-        ),
+        (GPTQ, {"group_size": 128}, "has 64 inputs, which is not a multiple of 128: quantize with group_size 64 or 32"),
         (
             GPTQ,
             {"quantization": "awq"},

@@ -271,6 +271,6 @@ def test_kv_that_does_not_come_is_an_error_of_the_server(tiny_model: pathlib.Pat
             body = {"prompt": "a" * 40, "max_tokens": 3, "kv_transfer_params": params, **more}
             failed = server.post("/v1/completions", body)
             assert failed.status_code == 500, failed.text + server.text
-            assert "did not come" in failed.json()["error"]["message"]
+            assert "did not arrive" in failed.json()["error"]["message"]
             stream = server.post("/v1/completions", body | {"stream": True})
-            assert '"error"' in stream.text and "did not come" in stream.text
+            assert '"error"' in stream.text and "did not arrive" in stream.text

@@ -92,7 +92,12 @@ def sentencepiece(pieces: bool, *normalizers: Any) -> Tokenizer:
 
 
 def byte_level(*normalizers: Any) -> Tokenizer:
+    return byte_level_with(decoders.ByteLevel(), *normalizers)
+
+
+def byte_level_with(decoder: Any, *normalizers: Any) -> Tokenizer:
     backend = make_tokenizer()
+    backend.decoder = decoder
     backend.normalizer = Sequence([*normalizers])
     backend.add_special_tokens(["<|x|>"])
     return Tokenizer(backend, {"eos_token": "</s>"})
@@ -102,6 +107,7 @@ def byte_level(*normalizers: Any) -> Tokenizer:
 def named_tokenizer(name: str) -> Tokenizer:
     return {
         "bytes": byte_level,
+        "bytes in a sequence": lambda: byte_level_with(decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])),
         "composed characters": lambda: byte_level(NFC()),
         "small letters": lambda: byte_level(Lowercase()),
         "a space in front": lambda: sentencepiece(False),
@@ -111,7 +117,7 @@ def named_tokenizer(name: str) -> Tokenizer:
     }[name]()
 
 
-KINDS = ["bytes", "composed characters", "small letters", "a space in front", "a space in front of the pieces", "composed characters, a space in front", "course"]  # fmt: skip
+KINDS = ["bytes", "bytes in a sequence", "composed characters", "small letters", "a space in front", "a space in front of the pieces", "composed characters, a space in front", "course"]  # fmt: skip
 FORCED = [
     "hello",
     " hello",
@@ -123,6 +129,7 @@ FORCED = [
     "<unk>",
     "<|im_end|>",
     "É e\u0301 \u2581",
+    "été",
     "A\n\x02B",
     "<0x41>",
 ]

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from nanovllm.text.token_decoder import BYTE_OF_CHARACTER
+from nanovllm.text.tokenizer import Tokenizer
 from tests.examples import examples
 
 

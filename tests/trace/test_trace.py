@@ -299,7 +299,7 @@ def test_a_foreign_file(content: bytes, compressed: bool, tmp_path: pathlib.Path
 def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_text('{"nanovllm_trace": 1, "settings": {}}\n')
-    with pytest.raises(TraceError, match="of version 1, and this nanovllm reads version 2"):
+    with pytest.raises(TraceError, match="has version 1, but this nanovllm reads version 2"):
         Trace.load(path)
 
 

@@ -106,7 +106,7 @@ class ProducerSide(Side):
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             return f"token ids must be from 0 to {vocab_size - 1}"
         if not 0 <= message.num_computed_tokens < len(tokens) or message.num_computed_tokens % size:
-            return "num_computed_tokens must be a whole number of blocks, and less than the prompt"
+            return "num_computed_tokens must be a multiple of block_size and smaller than the prompt"
         if message.push is not None and len(message.push) != -(-len(tokens) // size):
             return f"{len(message.push)} blocks for {len(tokens)} tokens"
         return ""

@@ -89,7 +89,8 @@ class Link:
                 layout = self.transport.layout
                 layout.check_blocks(request.block_ids)
                 if not 0 <= request.head < request.head + request.num_heads <= len(layout.heads):
-                    raise messages.Refused(f"{request.num_heads} heads from {request.head} on, of {len(layout.heads)}")
+                    last = request.head + request.num_heads - 1
+                    raise messages.Refused(f"heads {request.head} to {last}, but this rank has {len(layout.heads)}")
                 return self.serve_fetch(request, _layers(request, layout.layers))
             if isinstance(request, messages.Push):
                 self._take(request)

@@ -140,7 +140,7 @@ class NixlLink(Link):
         try:
             self.transport.call("remove_remote_agent", name)
         except PeerLost as error:
-            logger.info("NIXL had forgotten a peer already: %s", error)
+            logger.info("NIXL had already removed a peer: %s", error)
 
 
 class NixlTransport(Transport):

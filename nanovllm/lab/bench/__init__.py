@@ -276,7 +276,7 @@ def _python_of(name: str, arguments: argparse.Namespace) -> str:
     """The interpreter of the environment that has a peer."""
     given = getattr(arguments, f"{name}_python")
     if (python := shutil.which(given or "")) is None:
-        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment with it"
+        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment that contains it"
         raise UsageError(f"{mistake}, got {given}")
     return os.path.abspath(python)
 
