@@ -21,7 +21,7 @@ from nanovllm.distributed.processes import start_process
 # CPU time, so that other load on the machine does not count. A chat of a megabyte takes milliseconds.
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
-# An exiting process gets this time before it is killed, so that its exit code says why it ended.
+# An exiting process gets this time before it is killed, so that its exit code is the true one.
 END_SECONDS = 1.0
 OUT_OF_MEMORY = 12  # the process's exit code
 # The folder from which this package is imported.
@@ -133,7 +133,7 @@ def answer_questions(connection: Connection, answer: Callable[..., Any], seconds
             encoded = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
             try:
-                # A question with an object whose class is not known here has an error of its own.
+                # A question with an object whose class is not known here is an error, too.
                 result: Any = answer(*pickle.loads(encoded)), ""
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
