@@ -7,10 +7,10 @@ Built by notebooks/18_engine.ipynb, continued by 91: edit it there, then run `py
 
 from __future__ import annotations
 
-import functools
 import random
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
 from nanovllm.data.parts import load
@@ -20,6 +20,9 @@ from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
 from nanovllm.text.prompts import EngineLimits, Prompt, check_request, encode_bad_words, logprob_dictionary, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.text.grammars import GrammarChecker
 
 # The latest ids that are remembered. A step in flight computes a sequence that ended only a few sequences ago.
 MAX_KNOWN_IDS = 2**16
@@ -37,9 +40,16 @@ class InputProcessor:
         # The tokenizer's end-of-sequence token, unless the model's files name it or the model cannot sample it.
         eos, known = tokenizer.eos_token_id, limits.eos_token_ids
         self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
-        create = "nanovllm.text.grammars:GrammarChecker"
-        # Creates the checker of grammars when a request needs it: this takes a quarter of a second.
-        self.grammars = functools.cache(lambda: load(create, "structured_outputs")(tokenizer, limits.vocab_size, known))
+        self._checker: GrammarChecker | None = None
+        self._creating_checker = threading.Lock()
+
+    def grammars(self) -> GrammarChecker:
+        """The checker of grammars. The first request that needs it creates it, which takes a quarter of a second."""
+        with self._creating_checker:
+            if self._checker is None:
+                create = load("nanovllm.text.grammars:GrammarChecker", "structured_outputs")
+                self._checker = create(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
+            return self._checker
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0

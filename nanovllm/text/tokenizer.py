@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.text.chat_template import PROCESS
+from nanovllm.text.chat_template import PROCESS, HelperProcessError
 from nanovllm.text.token_decoder import TokenDecoder
 
 Named = Mapping[str, str]  # name -> text
@@ -160,6 +160,8 @@ class Tokenizer:
         variables["continue_final_message"] = continue_final_message
         try:
             return PROCESS.ask(template, plain_messages, variables)
+        except HelperProcessError:  # no fault of the template
+            raise
         except Exception as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
 
