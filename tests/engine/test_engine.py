@@ -248,7 +248,7 @@ def test_names_that_do_not_exist_are_answered_with_similar_ones(checkpoint: str)
 
 
 def test_the_package_lists_its_public_names() -> None:
-    assert dir(nanovllm) == ["LLM", "AsyncEngine", "EngineConfig", "SamplingParams", "__version__"]
+    assert dir(nanovllm) == ["AsyncEngine", "EngineConfig", "LLM", "SamplingParams", "__version__"]
 
 
 # ---------------------------------------------------------------- the end of a text
