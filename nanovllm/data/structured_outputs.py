@@ -30,7 +30,7 @@ class GrammarError(ValueError):
         return f"{self.place}: {self.reason}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Form:
     """A grammar that has been checked, and what the masks need to know about it.
 
@@ -38,11 +38,13 @@ class Form:
         grammar: in the form that llguidance reads.
         cost_of_beginning: how many tokens one token can add to the shortest way to the end, as an estimate.
         has_open_objects: JSON whose keys the model may choose; none may come twice in an object.
+        free_text_before: see `StructuredOutputsParams`.
     """
 
     grammar: str
     cost_of_beginning: int
     has_open_objects: bool = False
+    free_text_before: str = ""
 
 
 @dataclass

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -20,16 +21,17 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from nanovllm.data.structured_outputs import OPTIONS, Form, GrammarError, StructuredOutputsParams
 from nanovllm.text.chat_template import LimitedProcess, answer_questions
-from nanovllm.text.schemas import MAX_WORDS, Preparation, Sizes, has_open_objects, without
+from nanovllm.text.schemas import MAX_WORDS, SPELLING, Preparation, Sizes, has_open_objects, without
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.text.guides import Guide
 
 # Characters of a grammar. OpenAI's limit of a schema is about the same.
 LONGEST_GRAMMAR = 2**17
 # Between the parts of a JSON text: nothing, a space, or a line break. If more were allowed, a model could go on with white space up
 # to its last token.
 WHITESPACE = r"[ \n]?"
-# The letters of escapes in JSON strings. Without "/", a key has one spelling, so that none comes twice.
-ESCAPES = 'bfnrtu\\"'
 # What one token can add to the shortest way to the end, where no schema tells.
 COST_OF_BEGINNING = 32
 EXAMPLES = 'write EBNF such as root ::= "yes" | "no", or Lark such as start: "yes" | "no"'
@@ -130,7 +132,7 @@ def of_schema(schema: str | dict[str, Any], lenient: bool = False, whitespace: s
         whitespace: a regular expression of the white space between the parts; "": there is none.
     """
     options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": False, "whitespace_flexible": bool(whitespace)}
-    options |= {"json_allowed_escapes": ESCAPES, "json_allow_general_unicode_escapes": False}
+    options |= SPELLING
     options |= {"item_separator": ",", "key_separator": ":", "whitespace_pattern": whitespace or None}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
@@ -194,6 +196,12 @@ def to_grammar(params: StructuredOutputsParams, lenient: bool = False) -> str:
             return LLMatcher.grammar_from_lark(to_lark(params.grammar or ""))
 
 
+def form_of(params: StructuredOutputsParams) -> Form:
+    """The checked grammar that the front end has added, or else one that is made now."""
+    form = params.form or Form(to_grammar(params), COST_OF_BEGINNING)
+    return replace(form, free_text_before=params.free_text_before)
+
+
 def fault(grammar: str, trie: LLTokenizer) -> str:
     """What is wrong with a grammar, "" if nothing: it cannot be compiled, or allows no token at all."""
     matcher = new_matcher(grammar, trie)
@@ -202,7 +210,7 @@ def fault(grammar: str, trie: LLTokenizer) -> str:
     return describe(matcher)
 
 
-def describe(matcher: LLMatcher) -> str:
+def describe(matcher: LLMatcher | Guide) -> str:
     """A matcher's error in words, "" if there is none."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if missing := re.fullmatch(r"Unimplemented keys: \[(.*)\]", error):
@@ -270,13 +278,13 @@ class Examiner:
             reason += f"; {EXAMPLES}"
         if reason:
             return None, "", reason
-        has_open_objects, cost = False, COST_OF_BEGINNING
+        is_open, cost = False, COST_OF_BEGINNING
         for schema in embedded_schemas(params.grammar or ""):
             sizes = Sizes(schema)
             whole = min(sizes.sizes["#"], LONGEST_GRAMMAR)
             cost = max(cost, COST_OF_BEGINNING + int(whole), sizes.cost_of_beginning())
-            has_open_objects |= has_open_objects(schema)
-        return Form(grammar, cost, has_open_objects), "", ""
+            is_open = is_open or has_open_objects(schema)
+        return Form(grammar, cost, is_open), "", ""
 
     def _examine_schema(self, params: StructuredOutputsParams, lenient: bool) -> Finding:
         schema = params.json if params.field == "json" else {"type": "object"}

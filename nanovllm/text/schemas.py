@@ -21,6 +21,8 @@ from typing import Any
 
 Schema = dict[str, Any]
 
+# How strings may be spelled. Without "\\/" and "\\u0061", a key has one spelling, so that none comes twice.
+SPELLING = {"json_allowed_escapes": 'bfnrtu\\"', "json_allow_general_unicode_escapes": False}
 # Integers up to here are exact in every reader (RFC 8259, section 6), and this many decimals are written.
 LARGEST_NUMBER, SMALLEST_STEP = 2**53 - 1, 1e-9
 # Keywords that hold schemas: by name, in a list, or one.
@@ -462,7 +464,7 @@ def without(schema: Any, places: set[str], keys: tuple[str, ...] = ()) -> Any:
         return False
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    made: Schema = {}
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             made[key] = {name: without(part, places, (*keys, key, name)) for name, part in value.items()}
