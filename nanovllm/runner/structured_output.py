@@ -32,7 +32,6 @@ from nanovllm.text.tokenizer import Tokenizer
 # llguidance follows references from rule to rule by recursion, and a grammar may be a long chain of them.
 STACK_BYTES = 256 << 20
 MAX_COMPILED = 16
-
 # How many of the likeliest tokens may come where the end has to be kept in sight.
 MAX_CANDIDATES = 32
 

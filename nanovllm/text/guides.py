@@ -276,7 +276,7 @@ class Guide:
     def _way_to_end(self, order: bytes, limit: int, draw: Callable[[list[int]], int]) -> list[int] | None:
         """Go to the end, byte by byte, where the text is not forced. This guide is used up."""
         way: list[int] = []
-        known = np.zeros(256, dtype=bool)
+        known: set[bytes] = set()
         while len(way) < limit:
             if self.matcher.is_accepting():
                 return [*way, min(self.table.eos_token_ids)]
@@ -291,11 +291,12 @@ class Guide:
                 return None
         return None
 
-    def _step(self, order: bytes, known: np.ndarray, draw: Callable[[list[int]], int]) -> list[int]:
+    def _step(self, order: bytes, known: set[bytes], draw: Callable[[list[int]], int]) -> list[int]:
         """The token of one byte that comes next on a way to the end; none if nothing may come.
 
         Args:
-            known: which bytes the last step could have taken, where it was free. A byte that is new may lead on. Changed in place.
+            known: the sets of bytes that were allowed where the way was free. A byte after which another set is allowed leads on. A
+                set is added.
         """
         of_byte = self.table.of_byte
         preferred = b'"' if self.keys.in_string else order if self.keys.is_inside else b""
@@ -303,14 +304,26 @@ class Guide:
             token = int(of_byte[byte])
             if token >= 0 and self.matcher.validate_tokens([token]) == 1 and self._can_read(token):
                 return [token]
+        allowed = self._allowed_bytes()
+        known.add(allowed)
+        choices = [byte for byte in allowed if chr(byte).isalnum()] or [*allowed]
+        # Of bytes that seem to be alike, one letter or digit of each kind is tried.
+        kinds = {"0" if chr(byte).isdigit() else "a" if chr(byte).islower() else "A": byte for byte in choices[::-1]}
+        for byte in [*(byte for byte in allowed if byte not in choices), *kinds.values()]:
+            after = self.matcher.deep_copy()
+            if after.consume_tokens([int(of_byte[byte])]):
+                ahead = Guide(after, self.table, self.form)
+                if after.is_accepting() or ahead._allowed_bytes() not in known:
+                    return [int(of_byte[byte])]
+        return [int(of_byte[draw(choices)])] if choices else []
+
+    def _allowed_bytes(self) -> bytes:
+        """The printable ASCII characters that may come next, as single tokens; other bytes only if there is none."""
         mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(mask, bitorder="little")
-        allowed = (of_byte >= 0) & bits[of_byte].astype(bool)
-        fresh = allowed & ~known
-        known[:] = allowed
-        choices = np.flatnonzero(fresh if fresh.any() else allowed).tolist()
-        plain = [byte for byte in choices if chr(byte).isalnum()] or [byte for byte in choices if byte != ord("\\")]
-        return [int(of_byte[draw(plain or choices)])] if choices else []
+        every = np.flatnonzero((self.table.of_byte >= 0) & bits[self.table.of_byte].astype(bool))
+        printable = every[(every >= 32) & (every < 127) & (every != ord("\\"))]
+        return bytes((printable if len(printable) else every).tolist())
 
     def _can_read(self, token: int) -> bool:
         return not self.form.has_open_objects or self.keys.copy().read(self.table.spelled[token])

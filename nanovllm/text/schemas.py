@@ -16,6 +16,7 @@ import collections
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ SINGLE = ("additionalProperties", "items")
 # Keywords whose schemas describe the same value as the schema that has them.
 SAME_VALUE = ("$ref", "allOf", "anyOf", "oneOf")
 OF_OBJECTS = ("properties", "patternProperties", "required", "minProperties", "maxProperties")
+# Keywords that say, or may say, which properties an object has besides those in `properties`.
+OTHER_NAMES = {"additionalProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "if"}
 # Keywords that say something about a value.
 CONSTRAINTS = {
     "type",
@@ -199,7 +202,7 @@ class Preparation:
         if not isinstance(schema, dict) or id(schema) in seen:
             return True
         seen.add(id(schema))
-        if any(key in schema for key in ("additionalProperties", "unevaluatedProperties", "patternProperties")):
+        if "patternProperties" in schema or schema.keys() & OTHER_NAMES:
             return False
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
@@ -261,7 +264,7 @@ def close(made: Schema, any_value: Schema | bool) -> None:
     names, by_pattern = made.get("properties"), made.get("patternProperties")
     if not isinstance(names, dict) and not isinstance(by_pattern, dict):
         return
-    if "additionalProperties" in made or "unevaluatedProperties" in made:
+    if made.keys() & OTHER_NAMES:
         return
     if isinstance(names, dict) and not by_pattern:
         unnamed = [name for name in as_list(made.get("required")) if isinstance(name, str) and name not in names]
@@ -451,7 +454,8 @@ def string_length(schema: Schema) -> float:
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         try:
-            parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
+            with warnings.catch_warnings(action="ignore"):
+                parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
         except re.error:
             return max(length, UNKNOWN_LENGTH)
         return max(length, parsed.getwidth()[0])
