@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers neon build run figures bench gpu clean
+.PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers clients neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,6 +61,19 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
+# torch, which guidellm imports, is the one of .venv: at the end of the path, so that all other packages are its own.
+CLIENTS := .venv-clients
+$(CLIENTS)/installed: $(VENV)/installed tests/clients/requirements.txt
+	@echo "Making $(CLIENTS) with the programs that tests/clients/requirements.txt pins"
+	@rm -rf $(CLIENTS)
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements.txt
+	@$(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+		>$$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/torch_of_the_project.pth
+	@touch $@
+
+clients: $(CLIENTS)/installed  ## litellm, LangChain, instructor and guidellm in .venv-clients, for their tests (else skipped)
+
 neon:  ## a compiler and an emulator for ARM, for the tests of its kernels (as root; else those tests are skipped)
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq \
@@ -113,7 +126,7 @@ compiled: install
 lectures: install  ## run all lectures, and compare their outputs
 	$(LECTURES_TEST) -n 2 --dist loadfile $$(ls -r notebooks/*.ipynb)
 
-nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
+nightly: clients test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
 
 long: browser servers neon
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
@@ -145,4 +158,4 @@ gpu:  ## test and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the 
 		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

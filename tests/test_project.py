@@ -64,19 +64,21 @@ def test_the_scheduler_knows_no_tensor() -> None:
 READMES = sorted(path for pattern in ("*.md", "[!.]*/*.md", "nanovllm/*/*.md") for path in ROOT.glob(pattern))
 
 
+def headings_of(page: pathlib.Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in lines if line[:1] == "#"}
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(readme: pathlib.Path) -> None:
-    text = readme.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-        for line in text.splitlines()
-        if line[:1] == "#"
-    }
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("http"):
-            assert (readme.parent / link.partition("#")[0]).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", readme.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, heading = link.partition("#")
+        target = readme.parent / path if path else readme
+        assert target.exists(), link
+        assert not heading or target.suffix != ".md" or heading in headings_of(target), link
 
 
 def test_readme_is_read_in_three_minutes() -> None:
@@ -150,3 +152,31 @@ def test_no_phrase_occurs_more_often_than_stored() -> None:
     """`python -m tests.english FILE` lists the occurrences in a file, with the preferred wording."""
     complaints = english.complaints(english.all_hits(), english.stored_counts())
     assert not complaints, "\n".join(complaints)
+
+
+# ---------------------------------------------------------------- figures in README
+
+
+def ratios(path: pathlib.Path) -> dict[str, list[float]]:
+    """The ratios in a page's tables, by the engine that nanovllm is compared with. A cell may list its pairs behind a ratio."""
+    found: dict[str, list[float]] = {"vLLM": [], "llama.cpp": []}
+    header: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        for title, cell in zip(header, cells, strict=False):
+            is_ratio = re.match(r"(ratio|to) ?", title) and re.match(r"\d+\.\d+", cell)
+            if is_ratio:
+                found["llama.cpp" if "llama.cpp" in title else "vLLM"].append(float(cell.split()[0]))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "llama.cpp"])
+def test_readme_shows_the_weakest_ratio(engine: str) -> None:
+    shown, measured = (ratios(ROOT / name)[engine] for name in ("README.md", "figures/cpu.md"))
+    assert len(shown) >= 6 and len(measured) >= 20
+    assert set(shown) <= {*measured, *(float(f"{ratio:.3g}") for ratio in measured)}, "measured, and not rounded up"
+    assert min(shown) == min(measured)

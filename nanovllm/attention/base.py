@@ -114,7 +114,7 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         RuntimeError: a context is already set in this thread; two forward passes would write to each other's slots.
     """
     if _current.get() is not None:
-        raise RuntimeError("a forward pass is running already; forward contexts do not nest")
+        raise RuntimeError("a forward pass is already running; forward contexts cannot be nested")
     _current.set(context)
     try:
         yield
@@ -129,7 +129,7 @@ def get_forward_context() -> ForwardContext:
         RuntimeError: no forward pass is running.
     """
     if (context := _current.get()) is None:
-        raise RuntimeError("attention was called outside of `with forward_context(...)`")
+        raise RuntimeError("attention was called outside `with forward_context(...)`")
     return context
 
 
@@ -176,6 +176,14 @@ def get_backend(name: str, device: torch.device, head_dim: int = 64, latent: boo
         if obstacle is not None and name == "triton":
             raise ValueError(f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
         if obstacle is not None:
-            logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
+            logger.warning("using the slow attention backend 'torch', because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
     return load(f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}")()
+
+
+def backend_name(backend: AttentionBackend, given: str = "auto") -> str:
+    """Return the name in `BACKENDS` of a backend: the given one, or else the one that "auto" has become."""
+    names = {spec.partition(":")[2]: name for name, specs in BACKENDS.items() for spec in specs}
+    if given != "auto":
+        return given
+    return next(names[kind.__name__] for kind in type(backend).__mro__ if kind.__name__ in names)

@@ -46,7 +46,7 @@ def create(backend: Any, config: EngineConfig, latent: bool) -> AttentionBackend
         ValueError: the model has latent attention.
     """
     if latent:
-        raise ValueError("latent attention has no quantized KV cache: leave kv_cache_dtype out for this model")
+        raise ValueError("latent attention has no quantized KV cache: do not set kv_cache_dtype for this model")
     kv_dtype = FORMATS[config.kv_cache_dtype.partition("_")[0]]
     if backend.name == "triton":
         return load("nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton")(backend, kv_dtype)

@@ -19,6 +19,6 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device | st
     there = psutil.virtual_memory().total
     if needed > there:
         raise ModelFileError(
-            f"config.json: the model takes {needed / 2**30:.1f} GiB, and this machine has {there / 2**30:.1f} GiB: "
+            f"config.json: the model needs {needed / 2**30:.1f} GiB, and this machine has {there / 2**30:.1f} GiB: "
             f"use a smaller model, --dtype or --max-model-len, or divide it (--tensor-parallel-size)"
         )

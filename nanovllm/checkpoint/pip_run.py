@@ -49,7 +49,7 @@ def run_pip(pip: Sequence[str], arguments: Sequence[str], report: Path) -> None:
                 bars.reset(bar, total=None, size="", description=f"{found[1]} {what}")
     if process.returncode:
         print(*lines[-_TAIL_LINES:], sep="", file=sys.stderr)
-        raise ChildProcessError(f"pip has failed with exit code {process.returncode}")
+        raise ChildProcessError(f"pip failed with exit code {process.returncode}")
 
 
 if __name__ == "__main__":
@@ -57,4 +57,4 @@ if __name__ == "__main__":
     try:
         run_pip([sys.executable, "-m", "pip"], [*_arguments, "--progress-bar", "raw"], Path(_report))
     except ChildProcessError as error:
-        sys.exit(f"{error}; its whole report is {_report}")
+        sys.exit(f"{error}; its full report is {_report}")

@@ -93,7 +93,7 @@ def _read_awq(fields: Any) -> QuantizationConfig:
 
 def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        _refuse(fields.get(name), name, "leave it out, and compress the weights alone")
+        _refuse(fields.get(name), name, "remove it, and quantize only the weights")
     groups = [Group.read(entry, FILE) for entry in fields["config_groups"].values()]
     found = {_check_group(group, fields.get("format", "")) for group in groups}
     whole, words = {each[1:] for each in found if not each[0]}, {each[2] for each in found if each[:2] == (True, 4)}
@@ -119,7 +119,7 @@ def _check_group(group: Any, form: str) -> tuple[bool, Any, bool]:
     _refuse(weights.get("actorder") == "group", "actorder: group", "use actorder: weight, which keeps groups together")
     dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
     differs = inputs and ((packed and bits == 8) or any(inputs.get(name) != value for name, value in dynamic.items()))
-    cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or leave them out"
+    cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or remove them"
     _refuse(differs or group.get("output_activations"), f"{form} with quantized activations of this kind", cure)
     return packed, bits, bool(inputs)
 
@@ -141,10 +141,10 @@ def with_settings(found: QuantizationConfig | None, config: EngineConfig) -> Qua
         found, asked = replace(found, w4a8=True), "auto"
     if asked in ONLINE and found is not None:
         mistake = f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}"
-        raise ValueError(f"{mistake}: leave it out, or use the original checkpoint")
+        raise ValueError(f"{mistake}: do not set it, or use the original checkpoint")
     if asked not in ("auto", *ONLINE, method):
         kind = "not quantized" if found is None else method
-        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {kind}: leave it out")
+        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {kind}: do not set it")
     method = asked if asked in ONLINE else method
     if config.load_format == "dummy" and found is not None:  # random numbers, quantized while they are made
         method = "w4a8" if found.w4a8 or found.bits == 4 else "w8a8" if found.quantizes_inputs else "w4a16"

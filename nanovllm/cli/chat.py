@@ -125,7 +125,9 @@ def run(arguments: argparse.Namespace) -> None:
     if url is None and key is not None:
         raise UsageError("--api-key has no effect without --url, which names the server it is for")
     if url is not None and idle:
-        raise UsageError(f"{idle[0]} has no effect with --url: it is a setting of the server's engine; leave it out")
+        raise UsageError(
+            f"{idle[0]} has no effect with --url: it is a setting of the server's engine; do not set it here"
+        )
     if url is not None and not re.fullmatch(URL, url):
         raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
     options = {name: getattr(flags, name) for name in ("temperature", "max_tokens") if getattr(flags, name) is not None}

@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import logging
+import math
 import os
 import signal
 import socket
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 # When the engine dies, the server still answers requests for this time.
 LAST_ANSWER_SECONDS = 0.5
 FLEET = "nanovllm serve --prefill"
+LOG_INTERVAL = "VLLM_LOG_STATS_INTERVAL"
 # Of `max_step_ms`: while prompts are computed, each stream still gets some five tokens per second, about as fast as people read.
 STEP_MS = 200
 
@@ -83,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise UsageError(str(error)) from error
     arguments.api_key, flags = api_keys(arguments.api_key), ServeFlags.from_arguments(arguments)
+    seconds = 0.0 if config.disable_log_stats else log_interval()
     if flags.prefill or flags.decode:
         return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
@@ -91,16 +95,33 @@ def run(arguments: argparse.Namespace) -> int:
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
-    asyncio.run(_serve(config, listener, access, flags))
+    asyncio.run(_serve(config, listener, access, flags, seconds))
     return 0
 
 
-async def _serve(config: EngineConfig, listener: socket.socket, access: Access, flags: ServeFlags) -> None:
+def log_interval() -> float:
+    """Return the seconds between two lines of statistics in the log, which vLLM's environment variable sets.
+
+    Raises:
+        UsageError: it has no positive number.
+    """
+    text = os.environ.get(LOG_INTERVAL, "") or "10"
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise UsageError(f"{LOG_INTERVAL} must be a number of seconds above 0 such as 10, got {text!r}")
+
+
+async def _serve(
+    config: EngineConfig, listener: socket.socket, access: Access, flags: ServeFlags, log_seconds: float
+) -> None:
     from nanovllm.engine.async_engine import AsyncEngine
     from nanovllm.text.chat_template import PROCESS
 
     if flags.exit_with_stdin:  # the engine's process notices that its parent has ended
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
     config.max_step_ms = STEP_MS if config.max_step_ms is None else config.max_step_ms
     print(f"Starting {config.model}", flush=True)
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
@@ -113,7 +134,8 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     if flags.exit_with_stdin:
         # The process that has started this server starts another one in its place; this one would answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    await server.run_server(engine, listener, access, flags.demo, flags.strict, flags.metrics_prefix)
+    options = flags.demo, flags.strict, flags.metrics_prefix, log_seconds
+    await server.run_server(engine, listener, access, *options)
 
 
 async def _end_with(engine: AsyncEngine) -> None:

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         UsageError: flags that do not go together, or a file that cannot be used.
     """
     if arguments.gif is None and (arguments.view or arguments.steps):
-        raise UsageError("--view and --steps say what an animation shows: they need --gif FILE")
+        raise UsageError("--view and --steps apply to animations: add --gif FILE")
     with mistakes(arguments.trace):
         trace = Trace.load(arguments.trace, arguments.partial)
         if arguments.gif is not None:

@@ -89,6 +89,7 @@ class EngineConfig(Flags):
             else mp)
         disable_custom_all_reduce: on a CPU, sum over ranks with gloo instead of shared memory
         max_num_waiting: maximum number of waiting requests; beyond it the server answers 429
+        disable_log_stats: disable the line of statistics that the server logs every 10 seconds while it is busy
         trace: write a record of every step to this file, as JSON lines, with the token ids of all outputs (.gz:
             compressed)
         check_invariants: check the engine's bookkeeping after every step (slow; for tests)
@@ -148,6 +149,7 @@ class EngineConfig(Flags):
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = "auto"
     disable_custom_all_reduce: bool = False
     max_num_waiting: Count = 4096
+    disable_log_stats: bool = False
     trace: str | None = None
     check_invariants: bool = False
 
@@ -186,8 +188,8 @@ class EngineConfig(Flags):
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("eplb_config does nothing without enable_eplb")
         if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
-            mistake = f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}"
-            raise ValueError(f"{mistake}: leave it out, or start several engines and divide the requests")
+            mistake = f"data_parallel_size above 1 cannot be combined with distributed_executor_backend {backend!r}"
+            raise ValueError(f"{mistake}: do not set it, or start several engines and divide the requests")
         if budget is not None and budget < self.max_num_seqs:
             mistake = f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs})"
             raise ValueError(f"{mistake}: every running request needs one token per step")
@@ -202,7 +204,7 @@ class EngineConfig(Flags):
         given, budget = self.max_model_len, self.max_num_batched_tokens
         longest = given or min(model_max_len, 1 + (SamplingParams.max_tokens or 0))
         if longest > model_max_len:
-            raise ValueError(f"max_model_len ({longest}) is over the {model_max_len} positions of the model: lower it")
+            raise ValueError(f"max_model_len ({longest}) exceeds the {model_max_len} positions of the model: lower it")
         room = (num_kv_blocks or sys.maxsize) * self.block_size
         if longest > room:
             needs = f"one request of {longest} tokens needs {-(-longest // self.block_size)} KV blocks"

@@ -61,9 +61,9 @@ class SpeculativeConfig(Keywords):
         if self.method in ("draft_model", "eagle") and self.model is None:
             raise ValueError(f'method {self.method!r} needs a model that drafts: add "model"')
         if self.quantization and self.method != "draft_model":
-            raise ValueError("quantization is for method 'draft_model': leave it out")
+            raise ValueError("quantization applies only to method 'draft_model': do not set it")
         if self.draft_sample_method == "probabilistic" and self.method == "ngram":
-            raise ValueError("drafts of 'ngram' are not drawn: leave draft_sample_method out")
+            raise ValueError("method 'ngram' does not sample its drafts: do not set draft_sample_method")
 
     @classmethod
     def of(cls, config: Any) -> SpeculativeConfig:
@@ -77,7 +77,7 @@ class SpeculativeConfig(Keywords):
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(f'speculative_config must be JSON such as {{"method": "ngram"}}: {error}') from error
         if speculative.method != "ngram" and config.pipeline_parallel_size > 1:
-            mistake = f"speculative_config: method {speculative.method!r} drafts on one stage of all layers"
+            mistake = f"speculative_config: method {speculative.method!r} needs all layers on one stage"
             raise ValueError(f"{mistake}; use pipeline_parallel_size 1 or method 'ngram'")
         if config.enable_expert_parallel and speculative.method != "ngram":
             raise ValueError("speculative_config: with enable_expert_parallel only method 'ngram' drafts")

@@ -149,7 +149,7 @@ class ProcessGroupCoordinator(GroupCoordinator):
             self.shared = SharedCollectives(own, self.ranks, self.name, timeout)
         elif self.is_first:
             reasons = "; ".join(filter(None, problems))
-            logger.info("group %s sums with gloo, not in shared memory: %s", self.name, reasons)
+            logger.info("group %s uses gloo instead of shared memory for sums: %s", self.name, reasons)
         self.calls.clear()  # do not count the calls above
 
 

@@ -70,7 +70,7 @@ class SharedCollectives:
 
     def _run(self, operation: str, x: Tensor, out: Tensor, row: int) -> None:
         if self._broken:
-            raise CollectiveError(f"group {self.name} cannot be used any more: {self._broken}")
+            raise CollectiveError(f"group {self.name} can no longer be used: {self._broken}")
         sum_index = self._sums.get(x.dtype, 0)
         kind = x.nbytes << 16 | sum_index << 8 | _OPERATIONS.index(operation)
         segment, done, published, deadline = self.segment, 0, False, 0.0
@@ -101,7 +101,7 @@ class SharedCollectives:
             return f"{what}: {'; '.join(lost)}"
         if absent and time.monotonic() >= deadline:
             names = ", ".join(f"rank {self.ranks[member]}" for member in absent)
-            return f"{what}: {names} did not come within {self.timeout:g} s"
+            return f"{what}: {names} did not join within {self.timeout:g} s"
         return ""
 
     def lost(self, members: Sequence[int]) -> list[str]:

@@ -157,9 +157,10 @@ class AsyncEngine(FrontEnd):
         self._client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
 
-    def _forget(self, request_id: str) -> None:
-        self.abort(request_id)
-        self._streams.pop(request_id, None)
+    def _forget(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.request_id) is stream:  # else it has ended, and its id may be another request's
+            self.abort(stream.request_id)
+            self._streams.pop(stream.request_id, None)
 
     # ---------------------------------------------------------------- reports
 

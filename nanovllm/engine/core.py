@@ -21,6 +21,7 @@ from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
+from nanovllm.engine.start_log import log_start
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
@@ -93,8 +94,8 @@ class EngineCore:
         if self.config.kv_transfer is None:
             return NoConnector()
         if self.config.in_lock_step:
-            mistake = "kv_role and kv_connector do not go with experts that several engines share"
-            raise ValueError(f"{mistake}: leave enable_expert_parallel out, or use data_parallel_size 1")
+            mistake = "kv_role and kv_connector cannot be combined with experts that several engines share"
+            raise ValueError(f"{mistake}: do not set enable_expert_parallel, or use data_parallel_size 1")
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
         return create(self.config, self.model_config, folder, self.executor.collective_rpc("handshake_metadata"))
 
@@ -413,7 +414,9 @@ def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool
     """
     if config.is_divided:
         return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(config, trace, blocking)
-    return EngineCore(config, trace)
+    core = EngineCore(config, trace)
+    log_start(config, core.model_config, core.executor, core.manager.pool.num_blocks)
+    return core
 
 
 @dataclass

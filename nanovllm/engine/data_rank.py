@@ -71,7 +71,7 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
         return environments
     count = torch.cuda.device_count()
     if count < size * ranks:
-        mistake = f"data_parallel_size {size} x {ranks} ranks of an engine need {size * ranks} GPUs, and this machine"
+        mistake = f"data_parallel_size {size} x {ranks} ranks per engine need {size * ranks} GPUs, but this machine"
         raise ValueError(f"{mistake} has {count}: use data_parallel_size {max(1, count // ranks)}, or device cpu")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices = visible.split(",")

@@ -135,10 +135,13 @@ class LLM:
         return SamplingParams(**self.engine.core.limits.generation_defaults)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
         priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:

@@ -57,7 +57,7 @@ class RequestStream:
     A reader that leaves before the end has to call `close`. A slow reader finds one merged output, not a long queue.
     """
 
-    def __init__(self, request_id: str, times: RequestTimes, on_close: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, times: RequestTimes, on_close: Callable[[RequestStream], None]) -> None:
         self.request_id, self.times, self._on_close = request_id, times, on_close
         self._unread: OutputCollector | None = None
         self._error: Exception | None = None
@@ -106,4 +106,4 @@ class RequestStream:
     def close(self) -> None:
         """End the request within a step, if it has not ended. May be called more than once."""
         self._ended = True
-        self._on_close(self.request_id)
+        self._on_close(self)

@@ -118,7 +118,7 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
     if model_config.moe is not None:
         model_config = replace(model_config, moe=model_config.moe.with_settings(config))
     elif config.enable_eplb:
-        raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; leave it out")
+        raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; do not set it")
     if model_config.quantization or config.quantization != "auto" or config.quantize_head:
         with_settings = load("nanovllm.checkpoint.quantization:with_settings", "quantization")
         model_config = replace(model_config, quantization=with_settings(model_config.quantization, config))

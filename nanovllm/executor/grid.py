@@ -53,7 +53,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
             raise ValueError(f"{mistake}: start the engine without torchrun")
         processes = int(os.environ.get("WORLD_SIZE", here))
         if processes != here:
-            mistake = f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes"
+            mistake = f"{asked}, but torchrun has started WORLD_SIZE = {processes} processes"
             raise ValueError(f"{mistake}: start {here}, or change the sizes")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
@@ -62,5 +62,5 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
 
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and here > devices:
-        mistake = f"{asked}, {here} of them here, and this machine has {devices} GPUs"
+        mistake = f"{asked}, {here} of them here, but this machine has {devices} GPUs"
         raise ValueError(f"{mistake}: lower the sizes, or use several machines or device cpu")

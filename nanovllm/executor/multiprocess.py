@@ -44,7 +44,9 @@ class MultiprocessExecutor(RemoteExecutor):
             self._orders = MessageQueue.create(size)
             setup.orders = self._orders.handle
         except OSError as error:
-            logger.warning("orders go through one socket per rank, which is slower: no shared memory (%s)", error)
+            logger.warning(
+                "sending commands through one socket per rank, which is slower: no shared memory (%s)", error
+            )
         setup.init_method = self.config.data_parallel_address or f"file://{self._folder}/rendezvous"
 
     def _send(self, order: bytes) -> None:

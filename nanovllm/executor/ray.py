@@ -121,13 +121,13 @@ def find_room(num_ranks: int, with_gpu: bool) -> Any:
     there = ray.cluster_resources()
     for kind in bundle:
         if there.get(kind, 0) < num_ranks:
-            mistake = f"{num_ranks} ranks need {num_ranks} {kind}s, and Ray's cluster has {there.get(kind, 0):g}"
+            mistake = f"{num_ranks} ranks need {num_ranks} {kind}s, but Ray's cluster has {there.get(kind, 0):g}"
             raise ValueError(f"{mistake}: lower tensor_parallel_size x pipeline_parallel_size, or add machines")
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
-        mistake = f"Ray's cluster had no room for {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds"
-        raise ValueError(f"{mistake}; free are {ray.available_resources()}")
+        mistake = f"Ray's cluster could not place {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds"
+        raise ValueError(f"{mistake}; available: {ray.available_resources()}")
     return group
 
 

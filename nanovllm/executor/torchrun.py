@@ -84,7 +84,7 @@ class TorchrunExecutor(RemoteExecutor):
         launch = Launch()
         reception, store = Reception(launch.join_network()), open_store()
         if store.add("engines", 1) > 1:
-            raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
+            raise ValueError("the other ranks already serve an engine: under torchrun, a program can have only one")
         store.set("executor", json.dumps(reception.invitation))
         cards = reception.wait_for(range(1, launch.world_size))
         self._start_rank(0, {}, launch.local_rank)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from nanovllm.attention.base import backend_name
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -58,6 +61,19 @@ class Worker:
     def memory(self) -> tuple[int, int, bool]:
         """KV blocks that fit here, bytes per block, and whether this rank computes on a GPU."""
         return num_blocks_that_fit(self.runner), self.runner.bytes_per_block, self.runner.device.type != "cpu"
+
+    def describe(self) -> dict[str, str]:
+        """Return what this rank computes with, in words, under the names of the settings."""
+        runner = self.runner
+        device = str(runner.device)
+        if runner.device.type == "cuda":
+            device += f" ({torch.cuda.get_device_name(runner.device)})"
+        return {
+            "device": device,
+            "dtype": str(runner.dtype).removeprefix("torch."),
+            "kv_dtype": str(runner.kv_dtype).removeprefix("torch."),
+            "attention_backend": backend_name(runner.backend, runner.config.attention_backend),
+        }
 
     def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
         """Allocate caches and buffers; the settings are complete now."""

@@ -52,7 +52,7 @@ class BlockPool:
             MemoryError: fewer than `count` blocks are free. Nothing is taken then.
         """
         if count > self.num_free:
-            raise MemoryError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+            raise MemoryError(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
         block_ids = [self.free_block_queue.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
             self._forget(block_id)
@@ -124,7 +124,9 @@ class BlockPool:
         holders = Counter(block_id for table in tables for block_id in table)
         for block_id, count in enumerate(self.ref_counts):
             if count != holders[block_id]:
-                raise InvariantError(f"block {block_id} counts {count} holders, {holders[block_id]} tables hold it")
+                raise InvariantError(
+                    f"block {block_id} has a reference count of {count}, but is in {holders[block_id]} tables"
+                )
             if (count == 0) != (block_id in self.free_block_queue):
                 raise InvariantError(f"block {block_id} has {count} holders and is {'' if count else 'not '}free")
         hashed = {block_hash: b for b, block_hash in enumerate(self.block_hashes) if block_hash is not None}

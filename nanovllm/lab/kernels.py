@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("the package 'triton' is not installed (there is none for macOS and Windows)")
+        raise UsageError("the package 'triton' is not installed (it is not available for macOS and Windows)")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UsageError("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it")
     engine_launches = load("nanovllm.lab.kernel_launches:engine_launches", "the command kernels")

@@ -194,12 +194,12 @@ def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Itera
         schemes = {name: _scheme(quantization, stored, name, shape) for name, shape in shapes.items()}
         first, scheme = next(iter(schemes.items()))
         if other := [name for name, its in schemes.items() if its != scheme]:
-            mistake = f"{first} and {other[0]}, which are one matrix in this engine, are quantized differently"
-            raise UnsupportedModelError(f"{mistake}: quantize both alike")
+            mistake = f"{first} and {other[0]}, which this engine stores as one matrix, are quantized differently"
+            raise UnsupportedModelError(f"{mistake}: quantize both in the same way")
         _replace_matrices(owner, scheme)
     if quantization.w4a8 and not any(getattr(m, "scheme", W8A16).bits == 4 for m in model.modules()):
         raise UnsupportedModelError(
-            "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: leave it out"
+            "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it"
         )
     if quantization.head:
         tied = [model.model.embed_tokens] if model.config.tie_word_embeddings else []
@@ -238,7 +238,7 @@ def _scheme(quantization: QuantizationConfig, stored: Shapes, name: str, shape: 
     size = next((size for size in sizes if size * groups == inputs), None)
     if size is None:
         fit = [str(size) for size in (128, *GROUP_SIZES) if inputs % size == 0]
-        mistake = f"{layer} has {inputs} inputs, which groups of {' or '.join(map(str, sizes))} do not divide"
+        mistake = f"{layer} has {inputs} inputs, which is not a multiple of {' or '.join(map(str, sizes))}"
         raise UnsupportedModelError(f"{mistake}: quantize with group_size {' or '.join([*fit, '-1'])}")
     has_zeros = f"{layer}.{'qzeros' if awq else 'weight_zero_point'}" in stored
     if size % 8:

@@ -58,10 +58,10 @@ class MoEConfig:
             found = f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}"
             raise ValueError(f"{found}: groups must be equal, and topk_group at most their number")
         if self.shared_as_routed and not self.num_shared_experts:
-            raise ValueError("shared_as_routed: this model has no shared experts; leave it out")
+            raise ValueError("shared_as_routed: this model has no shared experts; do not set it")
         allowed = self.num_experts // self.num_groups * self.topk_group
         if not 1 <= self.top_k <= allowed:
-            raise ValueError(f"a token cannot visit {self.top_k} of {allowed} experts (num_experts_per_tok)")
+            raise ValueError(f"a token cannot use {self.top_k} of {allowed} experts (num_experts_per_tok)")
 
     @property
     def num_routed(self) -> int:

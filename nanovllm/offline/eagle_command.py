@@ -56,7 +56,7 @@ class TrainingRecipe(Flags):
         super().__post_init__()
         if self.data and not (Path(self.data).is_file() and Path(self.data).stat().st_size):
             raise ValueError(
-                f"there is nothing in {self.data!r} to train on: name a text file, or chats as lines of JSON"
+                f"{self.data!r} has nothing to train on: name a file with text, or with chats as JSON lines"
             )
 
 

@@ -123,7 +123,7 @@ def encode_chat(tokenizer: Tokenizer, line: str) -> list[int]:
         return tokenizer.encode(tokenizer.apply_chat_template(asked), add_special_tokens=False)
     except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as error:
         form = '{"messages": [{"role": "user", "content": "..."}]}'
-        raise ValueError(f"each line of the data must be a chat, {form}, and one is {line[:80]!r}") from error
+        raise ValueError(f"each line of the data must be a chat, {form}; got {line[:80]!r}") from error
 
 
 def user_turns(llm: LLM, recipe: TrainingRecipe, deadline: float) -> list[list[int]]:

@@ -261,7 +261,7 @@ class Trainer:
         state = torch.load(file, map_location=self.device, weights_only=True)
         if not torch.equal(state["draft_to_target"], self.draft_to_target):
             mistake = f"'{file.parents[1]}' has the head of a run with other flags"
-            raise ValueError(f"{mistake}: repeat these, or name another folder")
+            raise ValueError(f"{mistake}: use these settings, or name another folder")
         for name, weight in self.head.weights.items():
             weight.copy_(state["head"][name])
         self.optimizer.load_state_dict(state["optimizer"])

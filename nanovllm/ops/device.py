@@ -19,9 +19,9 @@ def choose_device(name: str) -> torch.device:
         ValueError: CUDA was asked for and is not available.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        fix = "see whether `nvidia-smi` lists one and CUDA_VISIBLE_DEVICES names it"
+        fix = "check that `nvidia-smi` lists a GPU and that CUDA_VISIBLE_DEVICES includes it"
         if not torch.backends.cuda.is_built():
-            fix = "it is built without CUDA; install a build that has it (https://pytorch.org/get-started)"
+            fix = "it is built without CUDA; install a build with CUDA (https://pytorch.org/get-started)"
         raise ValueError(f"torch {torch.__version__} sees no CUDA GPU: {fix}, or use --device cpu")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
@@ -87,4 +87,4 @@ def out_of_memory(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"the GPU has not enough memory for {what}: {advice}") from error
+        raise ValueError(f"the GPU does not have enough memory for {what}: {advice}") from error

@@ -25,7 +25,7 @@ def why_no_triton(device: torch.device, head_dim: int) -> str | None:
     if missing := [name for name in KERNELS if not (PACKAGE / name).is_file()]:
         return f"this copy of nanovllm does not have {', '.join(missing)}"
     if importlib.util.find_spec("triton") is None:
-        return "the package 'triton' is not installed (there is none for macOS and Windows)"
+        return "the package 'triton' is not installed (it is not available for macOS and Windows)"
     if device.type == "cpu" and not is_interpreted():
         return "it needs a GPU (to run it in Triton's interpreter, set TRITON_INTERPRET=1)"
     if device.type == "cuda":
@@ -33,9 +33,9 @@ def why_no_triton(device: torch.device, head_dim: int) -> str | None:
             return "TRITON_INTERPRET=1 is for machines without a GPU; unset it"
         if torch.version.cuda and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
             major, minor = torch.cuda.get_device_capability(device)
-            return f"the GPU has compute capability {major}.{minor}, and 8.0 (Ampere) is the least"
+            return f"the GPU has compute capability {major}.{minor}; at least 8.0 (Ampere) is required"
         if not any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name):
-            return "it compiles a launcher with a C compiler, and there is none (install gcc, or set CC)"
+            return "it needs a C compiler for its launcher, and found none (install gcc, or set CC)"
     if head_dim > LARGEST_HEAD:
-        return f"heads of {head_dim} channels do not fit into a tile; {LARGEST_HEAD} is the most"
+        return f"heads of {head_dim} channels do not fit in a tile; at most {LARGEST_HEAD} are supported"
     return None

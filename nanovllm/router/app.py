@@ -109,7 +109,7 @@ async def events(server: Backend, chunk: bytes | None, chunks: AsyncIterator[byt
     except FAILURES as error:
         problem = server.problem or describe(error)
         logger.warning("%s %s in the middle of a stream", server.url, problem)
-        message = f"the server that was at work on this {problem}"
+        message = f"the server that handled this request {problem}"
         # The empty line ends an event of which only a part has come.
         yield b"\n" + APIError(503, message, code="backend_lost").event() + b"data: [DONE]\n\n"
 
@@ -138,7 +138,7 @@ class RouterApp:
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=route in GENERATING)
         if call.body.get("kv_transfer_params") is not None:
-            raise APIError(400, "kv_transfer_params must be left out: the router fills it in", "kv_transfer_params")
+            raise APIError(400, "kv_transfer_params must not be set: the router sets it", "kv_transfer_params")
         response = await unless_disconnected(request, self._first_of(self.decode, call, self._decode))
         if route in GENERATING:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)

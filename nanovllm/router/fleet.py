@@ -87,7 +87,7 @@ class ServerProcess:
         await ready.wait()
         if (code := self.process.returncode) is not None:
             kind = UsageError if code == 2 else ServerError
-            raise kind(f"{self.name} ends with exit code {code} before it can serve; see above")
+            raise kind(f"{self.name} exited with code {code} before it could serve; see above")
 
     async def _relay_output(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         """Show its output, and note the address in it. At the end of its output the process has ended, too."""
@@ -110,22 +110,22 @@ class ServerProcess:
         """
         assert self.process is not None
         while code := await self.process.wait():
-            logger.warning("[%s] has ended with exit code %d: it is started again", self.name, code)
+            logger.warning("[%s] exited with code %d: restarting it", self.name, code)
             for pause in RESTART_PAUSES:
                 await asyncio.sleep(pause)
                 with contextlib.suppress(UsageError, ServerError):
                     await self.start()
                     break
             else:
-                raise ServerError(f"{self.name} ends whenever it is started; see above")
-        logger.warning("[%s] was told to end", self.name)
+                raise ServerError(f"{self.name} exits after every start; see above")
+        logger.warning("[%s] is being stopped", self.name)
         await asyncio.Event().wait()  # the other servers go on
 
     def end_silent(self, num_checks: int) -> None:
         """Kill it, so that it is started again, if it was stopped, or has not answered so many health checks because it hangs."""
         assert self.process is not None
         if is_stopped(self.process.pid) or num_checks >= MAX_SILENT_CHECKS:
-            logger.warning("[%s] was stopped or hangs: it is killed", self.name)
+            logger.warning("[%s] is stopped or hangs: killing it", self.name)
             self.kill()
 
     def kill(self) -> None:
@@ -142,7 +142,7 @@ class ServerProcess:
         try:
             await asyncio.wait_for(self.process.wait(), 0 if is_stopped(self.process.pid) else seconds)
         except TimeoutError:
-            logger.warning("[%s] does not end: it is killed", self.name)
+            logger.warning("[%s] does not exit: killing it", self.name)
             self.kill()
             await self.process.wait()
         await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment
@@ -151,11 +151,11 @@ class ServerProcess:
 def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     if not (arguments.prefill and arguments.decode):
-        raise UsageError("--prefill and --decode go together: at least one server each")
+        raise UsageError("--prefill and --decode must be used together, with at least one server each")
     if config.kv_role != "none":
-        raise UsageError("--kv-role is given by --prefill and --decode: leave it out")
+        raise UsageError("--kv-role is set by --prefill and --decode: do not set it")
     if config.trace is not None:
-        raise UsageError("--trace is one engine's: leave it out, or start the servers and a router one by one")
+        raise UsageError("--trace records one engine: do not set it, or start each server and the router yourself")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen

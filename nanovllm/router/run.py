@@ -27,7 +27,7 @@ def backends_of(urls: Mapping[Role, Sequence[str]], config: RouterConfig, api_ke
     servers = [Backend(url, role, config, api_key) for role, given in urls.items() for url in given]
     names = [server.url for server in servers]
     if twice := [url for url in names if names.count(url) > 1]:
-        raise UsageError(f"{twice[0]} is named twice: every server has one role")
+        raise UsageError(f"{twice[0]} is listed twice: every server has one role")
     return servers
 
 

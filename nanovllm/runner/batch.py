@@ -66,7 +66,7 @@ class RequestRows:
         request_id, new_tokens, blocks = scheduled.request_id, scheduled.new_token_ids, scheduled.new_block_ids
         if scheduled.sampling_params is not None:
             if request_id in self.row_of:
-                raise InvariantError(f"{request_id} is admitted, and was not removed before")
+                raise InvariantError(f"{request_id} is admitted again, but was not removed before")
             row = self.row_of[request_id] = self._free_rows.pop()
             self.params[request_id] = scheduled.sampling_params
             self.num_known[row] = self.num_blocks[row] = 0
@@ -76,7 +76,7 @@ class RequestRows:
         known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
         tokens = [*new_tokens, *self._unknown(scheduled)]
         if end > start + len(tokens):
-            raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
+            raise InvariantError(f"{request_id} is scheduled up to token {end}, but only {known} are known")
         self.token_ids[row, start : start + len(tokens)] = tokens
         if blocks:
             self.block_tables[row, first : first + len(blocks)] = blocks

@@ -131,7 +131,9 @@ def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
     for size in reversed(graphs.sizes):
         graphs.capture(runner, size)
     seconds = time.perf_counter() - start
-    logger.info("%d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), graphs.sizes[-1], seconds)
+    logger.info(
+        "captured %d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), graphs.sizes[-1], seconds
+    )
     return graphs
 
 

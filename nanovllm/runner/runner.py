@@ -246,7 +246,7 @@ class ModelRunner:
 
     def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         if schedule.empty and get_dp_group().world_size == 1:
-            raise InvariantError("a schedule without requests is not to be run")
+            raise InvariantError("a schedule without requests must not be run")
         copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
         copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:

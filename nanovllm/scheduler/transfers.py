@@ -47,6 +47,6 @@ def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> lis
     failed = []
     for request_id in ended.reasons.keys() & scheduler.requests.keys():
         scheduler.finish(scheduler.requests[request_id], "error")
-        error = f"keys and values that were computed elsewhere did not come: {ended.reasons[request_id]}"
+        error = f"the KV from another engine or store did not arrive: {ended.reasons[request_id]}"
         failed.append(EngineOutput(request_id, finish_reason="error", error=error))
     return failed

@@ -129,7 +129,7 @@ def api_keys(given: Sequence[str | None] = ()) -> list[str]:
         source, keys = "VLLM_API_KEY", [key]
     keys = [key.strip() for key in keys]  # a secret from a file often ends with a line break
     if any(not key or "," in key for key in keys):
-        raise UsageError(f"{source} must not be empty, and must not have commas in a key")
+        raise UsageError(f"{source} must not be empty, and a key must not contain commas")
     return keys
 
 

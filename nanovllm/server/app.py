@@ -1,6 +1,7 @@
 """The routes of the server, and its process: its signals and its end."""
 
 import asyncio
+import contextlib
 import gc
 import socket
 import time
@@ -22,20 +23,21 @@ from nanovllm.server.generation import Endpoint, check_model, json_response, unl
 from nanovllm.server.metrics import Metrics, Prefix
 from nanovllm.server.middleware import protect
 from nanovllm.server.signalled import SignalledServer
+from nanovllm.server.stats_log import StatsLog
 
 # After the time to drain, requests are aborted and get this time to send their last chunk.
 LAST_CHUNK_SECONDS = 5
 
 
 def create_app(
-    engine: AsyncEngine, access: Access, demo: bool = False, strict: bool = False, metrics_prefix: Prefix = "vllm"
+    engine: AsyncEngine, access: Access, metrics: Metrics, demo: bool = False, strict: bool = False
 ) -> FastAPI:
     """The application around a running engine, for clients that have access. See `run_server`."""
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS)
     install_error_handlers(app)
     add_generation_routes(app, ChatEndpoint(engine, strict), CompletionEndpoint(engine, strict))
     add_token_routes(app, Endpoint(engine, strict))
-    add_information_routes(app, engine, Metrics(engine, metrics_prefix))
+    add_information_routes(app, engine, metrics)
     add_page_routes(app, engine, demo)
     protect(app, access)
     # The description, which FastAPI makes once, with what it cannot know.
@@ -159,6 +161,7 @@ async def run_server(
     demo: bool = False,
     strict: bool = False,
     metrics_prefix: Prefix = "vllm",
+    log_seconds: float = 0.0,
 ) -> None:
     """Serve until a signal comes, then let running requests end, and stop the engine.
 
@@ -168,16 +171,22 @@ async def run_server(
         demo: whether the page sends bursts of requests as soon as it is opened.
         strict: whether requests with unknown fields are refused.
         metrics_prefix: the first word of the metrics' names.
+        log_seconds: between two lines of statistics in the log; 0: none.
     """
     try:
-        app = create_app(engine, access, demo, strict, metrics_prefix)
+        metrics = Metrics(engine, metrics_prefix)
+        app = create_app(engine, access, metrics, demo, strict)
         grace = int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
         banner = ready_message(listener, engine.name, access.api_keys)
         drain = partial(engine.drain, access.shutdown_timeout)
         server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)
         # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.
         gc.freeze()
-        await server.serve([listener])
+        async with contextlib.AsyncExitStack() as stack:
+            if log_seconds:
+                log = asyncio.create_task(StatsLog(metrics, log_seconds).run())
+                stack.callback(log.cancel)
+            await server.serve([listener])
     finally:
         gc.unfreeze()
         await engine.shutdown()

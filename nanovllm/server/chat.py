@@ -27,7 +27,7 @@ class ChatEndpoint(Endpoint):
         with blaming_client("messages"):
             self.check(body)
             if body.top_logprobs is not None and not body.logprobs:
-                raise APIError(400, "top_logprobs must be left out unless logprobs is true", "top_logprobs")
+                raise APIError(400, "top_logprobs requires logprobs to be true", "top_logprobs")
             name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = getattr(body, name)  # None: the rest of the context
             logprobs = (body.top_logprobs or 0) if body.logprobs else None

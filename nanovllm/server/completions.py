@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import string
 from collections.abc import AsyncIterator
 from typing import Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from nanovllm.server.errors import APIError, blaming_client
-from nanovllm.server.generation import Endpoint, Generation, encoded
+from nanovllm.server.generation import SMALLEST_LOGPROB, Endpoint, Generation, encoded
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.responses import Completion, CompletionChoice, CompletionLogprobs
+from nanovllm.text.detokenizer import TextOffsets, whole_characters
 from nanovllm.text.portions import in_portions
+from nanovllm.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 MAX_COMPLETIONS = 1024
+# Written as they are among bytes.
+PLAIN_CHARACTERS = {*string.printable} - {*string.whitespace, "\\"} | {" "}
 
 
 class CompletionEndpoint(Endpoint):
@@ -38,7 +43,7 @@ class CompletionEndpoint(Endpoint):
             own = {"max_tokens": max_tokens or 1, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
             params = body.sampling_params(self.engine.limits.generation_defaults, **own)
             if (count := len(sources) * params.n) > MAX_COMPLETIONS:
-                message = f"prompt and n ask for {count} completions; at most {MAX_COMPLETIONS} are allowed"
+                message = f"prompt and n request {count} completions; at most {MAX_COMPLETIONS} are allowed"
                 raise APIError(400, message, "prompt")
             prompts = []
             for source in sources:
@@ -59,8 +64,8 @@ class CompletionGeneration(Generation):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.hides_tokens = self.body.max_tokens == 0
-        # Characters of each choice whose log-probabilities have been sent; a choice without an entry has not begun.
-        self._offsets: dict[int, int] = {}
+        # Of each choice that has begun, where the next token begins in its text.
+        self._offsets: dict[int, TextOffsets] = {}
 
     async def complete(self) -> Completion:
         """The whole answer."""
@@ -89,35 +94,85 @@ class CompletionGeneration(Generation):
         if self.hides_tokens:
             piece = CompletionOutput(piece.index, finish_reason=piece.finish_reason and "length")
         choice = CompletionChoice(index, piece.finish_reason, piece.stop_reason, text=piece.text)
-        token_ids, positions = piece.token_ids, [*(piece.logprobs or ())]
-        if body.echo and index not in self._offsets:
-            source = split_prompts(body.prompt)[prompt_index]
-            decode = self.engine.tokenizer.decode
-            choice.text = (source if isinstance(source, str) else decode(source, False)) + choice.text
-            # The log-probabilities of the whole prompt, unless the request was aborted before it was read.
-            known = output.prompt_logprobs or []
-            token_ids = self.prompts[prompt_index][: len(known)] + token_ids
-            positions = known + positions
-        offset = self._offsets.setdefault(index, 0)
+        token_ids = piece.token_ids
+        positions: list[PositionLogprobs] = [*(piece.logprobs or ())]
+        offsets: list[int] = []
+        tokenizer = self.engine.tokenizer
+        if index not in self._offsets:
+            prompt = self.prompts[prompt_index]
+            echoed = self._echoed(prompt_index) if body.echo else ""
+            choice.text = echoed + choice.text
+            skips = self.params.skip_special_tokens
+            self._offsets[index] = TextOffsets(tokenizer, skips, self._continued(prompt), len(echoed))
+            if body.echo:
+                # The log-probabilities of the whole prompt, unless the request was aborted before it was read.
+                known = output.prompt_logprobs or []
+                token_ids = prompt[: len(known)] + token_ids
+                positions = known + positions
+                if known:
+                    offsets = await asyncio.to_thread(prompt_offsets, tokenizer, prompt[: len(known)], echoed)
         if body.logprobs is not None and token_ids:
-            choice.logprobs = await self._logprobs(token_ids, positions, offset)
-            self._offsets[index] += sum(map(len, choice.logprobs.tokens))
+            offsets += map(self._offsets[index].next, piece.token_ids)
+            choice.logprobs = await self._logprobs(token_ids, positions, offsets)
         return choice
 
-    async def _logprobs(self, tokens: list[int], positions: list[PositionLogprobs], offset: int) -> CompletionLogprobs:
-        rows: list[Any] = []
+    def _continued(self, prompt: list[int]) -> list[int]:
+        """The prompt as the text of its completion continues it; structured output continues nothing."""
+        return [] if self.hides_tokens or self.params.structured_outputs is not None else prompt
+
+    def _echoed(self, prompt_index: int) -> str:
+        """The prompt's text. A character that it leaves incomplete is part of the completion, if there is one."""
+        source, tokenizer = split_prompts(self.body.prompt)[prompt_index], self.engine.tokenizer
+        if isinstance(source, str):
+            return source
+        is_completed = bool(self._continued(source))
+        return whole_characters(tokenizer, source) if is_completed else tokenizer.decode(source, False)
+
+    async def _logprobs(
+        self, tokens: list[int], positions: list[PositionLogprobs], offsets: list[int]
+    ) -> CompletionLogprobs:
+        """Lists of the tokens and their log-probabilities; no two tokens that differ in text have one name."""
+        lists = CompletionLogprobs([], [], [], offsets)
         async for token_id, position in in_portions(zip(tokens, positions, strict=True)):
+            name = self._name(token_id)
+            lists.tokens.append(name)
             if position is None:  # the first token, which nothing precedes, has no probability
-                text = self.engine.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-                logprob, likeliest = None, None
-            else:
-                entry = self.token_logprob(token_id, position, self.body.logprobs)
-                text, logprob = entry.token, entry.logprob
-                # As in OpenAI's API and vLLM: the likeliest tokens, and the token itself even if it is none of them.
-                likeliest = encoded({each.token: each.logprob for each in entry.top_logprobs} | {text: logprob})
-            rows.append((text, logprob, likeliest, offset))
-            offset += len(text)
-        return CompletionLogprobs(*map(list, zip(*rows, strict=True)))
+                lists.token_logprobs.append(None)
+                lists.top_logprobs.append(None)
+                continue
+            logprob = {each: max(entry.logprob, SMALLEST_LOGPROB) for each, entry in position.items()}
+            # As in OpenAI's API and vLLM: the likeliest tokens, and the token itself even if it is none of them.
+            ranked = sorted((entry.rank or 0, each) for each, entry in position.items())
+            likeliest: dict[str, float] = {}
+            for rank, each in ranked:
+                if rank <= (self.body.logprobs or 0):
+                    likeliest.setdefault(self._name(each), logprob[each])
+            lists.token_logprobs.append(logprob[token_id])
+            lists.top_logprobs.append(encoded(likeliest | {name: logprob[token_id]}))
+        return lists
+
+    def _name(self, token_id: int) -> str:
+        """A token's text. A token without any is named as vLLM does where it returns ids: "token_id:300"."""
+        return name_of_bytes(self.engine.tokenizer.token_bytes(token_id)) or f"token_id:{token_id}"
+
+
+def name_of_bytes(spelled: bytes) -> str:
+    r"""The token's text; of a token that is no valid UTF-8, its bytes, as OpenAI writes them: "bytes:\xe6\x97"."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(b) if chr(b) in PLAIN_CHARACTERS else f"\\x{b:02x}" for b in spelled)
+
+
+def prompt_offsets(tokenizer: Tokenizer, token_ids: list[int], text: str) -> list[int]:
+    """At which character of a prompt's text each of its tokens begins.
+
+    The text may lack what the tokens have in front: a beginning token, and SentencePiece's space. Tokens that the text lacks
+    begin where the next one does.
+    """
+    spelled = b"".join(map(tokenizer.token_bytes, token_ids)).decode(errors="replace")
+    counter = TextOffsets(tokenizer, skip_special_tokens=False, start=-max(0, spelled.find(text)))
+    return [min(max(0, counter.next(token)), len(text)) for token in token_ids]
 
 
 def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -211,7 +211,7 @@ class Endpoint:
         """Queue all prompts, or none of them.
 
         Raises:
-            APIError: too many requests wait already (429).
+            APIError: too many requests are already waiting (429).
             ValueError: a bad prompt, or KV parameters that do not fit.
             EngineDeadError: the engine has ended.
         """

@@ -38,13 +38,25 @@ STATS: Table = {
     "num_preemptions": (COUNTER, "Times that a sequence lost its blocks", "num_preemptions"),
     "prefix_cache_queries": (COUNTER, "Tokens looked up in the prefix cache", "num_queried_tokens"),
     "prefix_cache_hits": (COUNTER, "Tokens found in the prefix cache", "num_hit_tokens"),
-    "external_prefix_cache_queries": (COUNTER, "Tokens asked for elsewhere", "num_external_queried_tokens"),
-    "external_prefix_cache_hits": (COUNTER, "Tokens whose KV came from elsewhere", "num_external_hit_tokens"),
+    "external_prefix_cache_queries": (
+        COUNTER,
+        "Tokens looked up in other engines or stores",
+        "num_external_queried_tokens",
+    ),
+    "external_prefix_cache_hits": (
+        COUNTER,
+        "Tokens whose KV came from other engines or stores",
+        "num_external_hit_tokens",
+    ),
 }
 SPECULATION: Table = {
-    "spec_decode_num_drafts": (COUNTER, "Times that drafts of a sequence were verified", "spec_decoding.num_drafts"),
-    "spec_decode_num_draft_tokens": (COUNTER, "Drafted tokens that were verified", "spec_decoding.num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": (COUNTER, "Drafted tokens that were right", "spec_decoding.num_accepted_tokens"),
+    "spec_decode_num_drafts": (COUNTER, "Verifications of drafts, counted per sequence", "spec_decoding.num_drafts"),
+    "spec_decode_num_draft_tokens": (COUNTER, "Draft tokens that were verified", "spec_decoding.num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": (
+        COUNTER,
+        "Draft tokens that were accepted",
+        "spec_decoding.num_accepted_tokens",
+    ),
 }
 # Names that vLLM had before its version 0.9, and that production-stack still reads.
 OLD_NAMES: Table = {
@@ -137,7 +149,7 @@ class Metrics(MetricSet, EngineObserver):
         self._phases = {name: each(Histogram, name, about, buckets=REQUEST_BUCKETS) for name, about in PHASES.items()}
         buckets = one_two_five(engine.limits.max_model_len)
         self._lengths = {name: each(Histogram, name, about, buckets=buckets) for name, about in LENGTHS.items()}
-        self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens read")
+        self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens processed")
         self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
         ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])
         self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in self.values]
@@ -175,6 +187,11 @@ class Metrics(MetricSet, EngineObserver):
                 1,
             )
         return metric
+
+    def total(self, name: str, index: int) -> float:
+        """Return the value of one of the counters, for one of the engines."""
+        labels = dict(zip(self.labels, self.values[index], strict=True))
+        return self.registry.get_sample_value(f"{self.prefix}{name}_total", labels) or 0.0
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """Count the tokens of a completion, or its end."""

@@ -95,16 +95,16 @@ class Guard:
         # Without any host, as HTTP/1.0 allows, the request is a simple health check: browsers always send one.
         if {"host", "origin", "sec-fetch-site"} & set(headers.keys()) and not self.access.knows_host(host):
             name = host_name(host) or "NAME"
-            message = f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
+            message = f"""the Host header {host!r} is not allowed: see --allowed-hosts '["{name}"]'"""
             return APIError(403, message, code="host_not_allowed")
         if {ANY, origin} & {*self.access.allowed_origins}:
             return None
         if origin is not None and not is_same_site(origin, host):
-            message = f"""pages of {origin} may not use this server: allow them with --allowed-origins '["{origin}"]'"""
+            message = f"""pages from {origin} are not allowed to use this server: allow them with --allowed-origins '["{origin}"]'"""
         elif site in ("none", "same-origin") or is_link(scope, headers):
             return None
         else:
-            message = f"a page of another site (Sec-Fetch-Site: {site}) may not use this server: see --allowed-origins"
+            message = f"a page of another site (Sec-Fetch-Site: {site}) is not allowed to use this server: see --allowed-origins"
         return APIError(403, message, code="origin_not_allowed")
 
     def _check_key(self, scope: Scope) -> APIError | None:
@@ -117,7 +117,7 @@ class Guard:
         scheme, _, key = "".join(given).partition(" ")
         share = self._shares.get(hashlib.sha256(key.strip().encode("latin-1")).digest())
         if scheme.lower() != "bearer" or share is None:
-            message = "a valid API key is needed: send the header 'Authorization: Bearer <key>'"
+            message = "a valid API key is required: send the header 'Authorization: Bearer <key>'"
             return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if len(self._shares) > 1:
             current_share.set(share)  # for this request's task alone
@@ -139,7 +139,7 @@ class Guard:
                 chunks.append(chunk)
                 self._num_held += len(chunk)
                 if size > limits.MAX_BODY_BYTES:
-                    refusal = APIError(413, f"the body is over {limits.MAX_BODY_BYTES} bytes", code="request_too_large")
+                    refusal = APIError(413, f"the body exceeds {limits.MAX_BODY_BYTES} bytes", code="request_too_large")
                 elif self._num_held > limits.MAX_HELD_BYTES:
                     full = f"the bodies of all requests at this moment have over {limits.MAX_HELD_BYTES} bytes"
                     refusal = APIError(503, full, code="server_overloaded", headers={"Retry-After": "1"})

@@ -63,7 +63,9 @@ def add_live_routes(app: FastAPI, engine: AsyncEngine, demo: bool = False) -> No
     app.router.routes += page_routes(demo)
 
     @app.get("/trace", response_class=TraceLines)
-    async def trace(rank: Annotated[int, Query(alias="engine", description="of several engines")] = 0) -> Response:
+    async def trace(
+        rank: Annotated[int, Query(alias="engine", description="index of the engine, if there are several")] = 0,
+    ) -> Response:
         """The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the header, then all steps from now on,
         until the server ends. Without texts and token ids, unless the server runs with --show-text."""
         engine.check_alive()

@@ -41,7 +41,7 @@ NEUTRAL |= {"length_penalty": 1.0, "reasoning_effort": "none"}
 INSTEAD = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "best_of": "leave it out, or give it the value of n",
+    "best_of": "do not set it, or set it to the value of n",
 }
 # OpenAI's fields that change no answer. They are ignored like unknown ones, but never refused.
 HARMLESS = names("user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls")
@@ -58,7 +58,7 @@ class Body(Strict, extra="allow"):
     """A request's body."""
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
-    model: str | None = Field(None, description="default: the one model that is served")
+    model: str | None = Field(None, description="default: the served model")
 
     def check_unknown_fields(self, strict: bool) -> None:
         """Refuse fields that would change the answer; warn of other unknown fields, or refuse them, too.
@@ -96,8 +96,10 @@ class Body(Strict, extra="allow"):
 class StreamOptions(Strict):
     """How a stream ends."""
 
-    include_usage: bool | None = Field(default=None, description="send a last chunk with the numbers of tokens")
-    continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: in every chunk, so far")
+    include_usage: bool | None = Field(default=None, description="send a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with include_usage: also send the counts so far in every chunk"
+    )
 
 
 class ResponseFormat(Strict):
@@ -134,14 +136,14 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     """The fields that completions and chats share: those of `SamplingParams`, and these. None: not given."""
 
     logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
-    structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's: json, regex, choice or grammar")
+    structured_outputs: dict[str, Any] | None = Field(None, description="one of vLLM's json, regex, choice and grammar")
     response_format: ResponseFormat | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
     bad_words: Strings | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
-    kv_transfer_params: dict[str, Any] | None = Field(None, description="where the prompt's KV comes from, or goes")
+    kv_transfer_params: dict[str, Any] | None = Field(None, description="source or destination of the prompt's KV")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -162,12 +164,18 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         formatted = self.response_format and self.response_format.structured_outputs()
         if formatted and self.structured_outputs is not None:
-            raise APIError(400, "response_format must be left out where structured_outputs is given", "response_format")
+            raise APIError(
+                400,
+                "response_format cannot be combined with structured_outputs: set only one of them",
+                "response_format",
+            )
         given["structured_outputs"] = formatted or self.structured_outputs
         if self.stream and self.prompt_logprobs is not None:
-            raise APIError(400, "prompt_logprobs must be left out when stream is true", "prompt_logprobs")
+            raise APIError(
+                400, "prompt_logprobs cannot be combined with stream: set only one of them", "prompt_logprobs"
+            )
         if self.stream_options and not self.stream:
-            raise APIError(400, "stream_options must be left out unless stream is true", "stream_options")
+            raise APIError(400, "stream_options requires stream to be true", "stream_options")
         return SamplingParams(**{**defaults, **given, **values})
 
 
@@ -193,7 +201,7 @@ class FunctionDefinition(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; default: no arguments")
-    strict: bool | None = Field(None, description="true: refuse a schema that cannot be followed in full")
+    strict: bool | None = Field(None, description="true: reject a schema that is not fully supported")
 
 
 class Tool(Strict):
@@ -225,8 +233,8 @@ class ChatMessage(Strict, extra="allow"):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], AT_FIRST_ERROR] | None = Field(None, description="or tool_calls")
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="of the assistant")
-    tool_call_id: str | None = Field(None, description="the call of which a tool's message is the result")
+    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="calls by the assistant")
+    tool_call_id: str | None = Field(None, description="the call whose result is in a tool message")
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it."""
@@ -247,9 +255,9 @@ class ChatBody(Body):
     """A chat that is to be rendered by the model's template."""
 
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(min_length=1)
-    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
+    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is true")
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, as enable_thinking")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, such as enable_thinking")
     tools: Annotated[list[Tool], AT_FIRST_ERROR] | None = Field(None, max_length=128)
 
     @property
@@ -289,7 +297,7 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
     tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description="default: auto")
-    parallel_tool_calls: bool | None = Field(None, description="whether there may be several calls; default: true")
+    parallel_tool_calls: bool | None = Field(None, description="allow several calls; default: true")
 
 
 class TokenizeRequest(ChatBody):
@@ -297,7 +305,7 @@ class TokenizeRequest(ChatBody):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(default_factory=list)
-    add_special_tokens: bool | None = Field(None, description="default: for a text, not for a chat")
+    add_special_tokens: bool | None = Field(None, description="default: true for completions, false for chats")
     return_token_strs: bool | None = None
 
 
@@ -310,4 +318,6 @@ class DetokenizeRequest(Body):
 class KVReleaseRequest(Strict):
     """Body of /kv_transfer/release."""
 
-    remote_request_id: str = Field(max_length=1000, description="as the prefill server's kv_transfer_params name it")
+    remote_request_id: str = Field(
+        max_length=1000, description="request id from the prefill server's kv_transfer_params"
+    )

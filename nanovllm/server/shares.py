@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def too_many(what: str, engine: AsyncEngine, more: str = "") -> APIError:
-    """The refusal of what does not find a waiting place."""
+    """Return the error for a full queue."""
     message = f"too many {what} (--max-num-waiting {engine.config.max_num_waiting}{more})"
     return APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
@@ -42,17 +42,17 @@ class Share:
         """Reserve places for so many sequences while they are prepared for the engine.
 
         Raises:
-            APIError: too many sequences wait already (429); names the limit.
+            APIError: too many sequences are already waiting (429); names the limit.
         """
         if self.num_keys == 1:
             if not engine.has_room(num_sequences):
-                raise too_many("requests wait already", engine)
+                raise too_many("requests are already waiting", engine)
         elif not engine.has_room(num_sequences, max_num_waiting=0):
             places = engine.config.max_num_waiting
             limit = min(places, max(places // self.num_keys, 1))
             waiting = sum(count for stream, count in self._waiting if stream.is_waiting)
             if waiting + self.num_preparing + num_sequences > limit:
-                what = f"requests with this API key wait already: {limit} may"
+                what = f"requests with this API key are already waiting: at most {limit}"
                 raise too_many(what, engine, f", divided among {self.num_keys} keys")
         for counter in (engine, self):
             counter.num_preparing += num_sequences
@@ -83,10 +83,10 @@ async def render_chat(engine: AsyncEngine, arguments: dict[str, Any]) -> str:
         arguments: those of `Tokenizer.apply_chat_template`.
 
     Raises:
-        APIError: too many chats wait already (429).
+        APIError: too many chats are already waiting (429).
         ValueError: as `Tokenizer.apply_chat_template`.
     """
     chats = RENDERING.statistics()
     if chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting:  # one is rendered, the rest wait
-        raise too_many("chats wait for the chat template already", engine)
+        raise too_many("chats are already waiting for the chat template", engine)
     return await run_sync(partial(engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING)

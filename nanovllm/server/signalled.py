@@ -28,7 +28,7 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        logger.warning("stdout cannot be written to, and is not used any more: %s", error.strerror)
+        logger.warning("stdout cannot be written to and is no longer used: %s", error.strerror)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -144,7 +144,7 @@ def constrained(params: SamplingParams, body: ChatCompletionRequest, processor: 
     answer = None
     if choice == "auto" and others is not None:
         if others.field not in ("json", "json_object"):
-            message = "tools need tool_choice 'none' or 'required' where the answer is to have another form than JSON"
+            message = "tools require tool_choice 'none' or 'required' if the output must have a format other than JSON"
             raise APIError(400, message, "tools")
         answer = json.loads(others.json) if isinstance(others.json, str) else others.json
         answer = {"type": "object"} if answer is None else answer

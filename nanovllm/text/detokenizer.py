@@ -8,7 +8,13 @@ emits text that no later token can change, and decodes each token once.
 import codecs
 from collections.abc import Sequence
 
-from nanovllm.text.tokenizer import BYTE_TOKEN, Tokenizer
+from nanovllm.text.token_decoder import Streaming
+from nanovllm.text.tokenizer import Tokenizer
+
+# Tokens without text at each end of a context; a run of more is cut in the middle.
+MOST_EMPTY_TOKENS = 4
+# No character of UTF-8 has more bytes than this before its last one.
+MOST_BYTES_BEFORE_THE_LAST = 3
 
 
 class IncrementalDetokenizer:
@@ -18,56 +24,161 @@ class IncrementalDetokenizer:
 
     With byte-level tokens, the beginning of a character whose bytes are not complete is held back, at most 3 bytes. With
     SentencePiece, a run of byte tokens is held back until another token ends it: `tokenizers` decodes such a run as a
-    whole, and one invalid byte makes all of its characters invalid.
+    whole, and one invalid byte makes all of its characters invalid. See `TokenDecoder.streaming` for other decoders.
 
     Args:
         tokenizer: the model's tokenizer.
         skip_special_tokens: leave out special tokens such as the end-of-text token.
-        keep_leading_space: keep the space of a first token "▁the", since the ids continue a text. SentencePiece (and
-            only it) drops this space when decoding, which is right only at the beginning of a text.
+        prompt_token_ids: what the ids continue, if they are no text of their own. A first token "▁the" keeps its space,
+            which SentencePiece drops otherwise, and a character that the prompt leaves incomplete belongs to the first piece (U+FFFD if no token completes it).
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, keep_leading_space: bool = False
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] | None = None
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decoder = tokenizer, tokenizer.token_decoder
         self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
-        self._pending: list[int] = []  # SentencePiece: a run of byte tokens that has not ended
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending: list[int] = []  # tokens whose text is not final, unless tokens are bytes
+        self._context: list[int] = []  # tokens before them
+        self._num_known = 0  # characters of the pending text that the prompt has already
+        if prompt_token_ids is not None:
+            self._continue(prompt_token_ids)
+
+    def _continue(self, prompt_token_ids: Sequence[int]) -> None:
+        """Begin inside the character that a prompt leaves incomplete, if it does."""
         # Any token in front keeps the space; a special token is never a byte.
-        self._context = tokenizer.all_special_ids[:1] if keep_leading_space else []
+        self._context = self._tokenizer.all_special_ids[:1]
+        tail, spelled = incomplete_tail(self._tokenizer, prompt_token_ids)
+        self._utf8.decode(spelled)
+        if self._decoder.streaming is not Streaming.BYTES and tail:
+            self._pending = tail
+            self._num_known = len(self._decode_in_context(tail).rstrip("\ufffd"))
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that has become final, which may be empty."""
         kept = [index for index in token_ids if index not in self._skipped]
-        if self._utf8 is not None:
+        if self._decoder.streaming is Streaming.BYTES:
             return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
-        end = 0  # SentencePiece: in self._pending, the end of the last token that is not a byte token
+        end = 0  # in self._pending, the end of the last token after which the text is final
         for index in kept:
             if (token := self._tokenizer.backend.id_to_token(index)) is not None:
                 self._pending.append(index)
-                if not BYTE_TOKEN.fullmatch(token):
+                if self._is_final_after(index, token):
                     end = len(self._pending)
         final, self._pending = self._pending[:end], self._pending[end:]
         piece = self._decode_in_context(final)
-        self._context = final[-1:] or self._context
-        return piece
+        if final:
+            # Tokens without text, such as a first "▁", do not show that text has begun.
+            self._context = final if piece else [*self._context, *final]
+            if not piece and len(self._context) > 2 * MOST_EMPTY_TOKENS:
+                self._context = self._context[:MOST_EMPTY_TOKENS] + self._context[-MOST_EMPTY_TOKENS:]
+        return self._without_known(piece) if final else ""
+
+    def _is_final_after(self, index: int, token: str) -> bool:
+        """True if no later token can change the text up to this one."""
+        if self._decoder.streaming is Streaming.AT_THE_END:
+            return False
+        if self._decoder.is_byte_level:
+            self._utf8.decode(self._tokenizer.token_bytes(index))
+            incomplete, _ = self._utf8.getstate()
+            return not incomplete
+        return not self._decoder.is_byte_token(token)
 
     def flush(self) -> str:
         """Return the text that is held back; to be called once, after the last token."""
-        if self._utf8 is not None:
+        if self._decoder.streaming is Streaming.BYTES:
             return self._utf8.decode(b"", final=True)
-        return self._decode_in_context(self._pending)
+        return self._without_known(self._decode_in_context(self._pending))
+
+    def _without_known(self, piece: str) -> str:
+        """The first piece without the characters that the prompt has already."""
+        known, self._num_known = self._num_known, 0
+        return piece[known:]
 
     def _decode_in_context(self, token_ids: list[int]) -> str:
-        """The text of tokens that come after `self._context`, the last token before them (none at the beginning).
+        """The text of tokens that come after `self._context`, tokens before them (none at the beginning).
 
-        Only the first token of a text loses its leading space; the token in front takes this place.
+        Only the first token of a text loses its leading space; the tokens in front take this place.
         """
         if not token_ids:
             return ""
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
         return self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=False)[len(before) :]
+
+
+def incomplete_tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[list[int], bytes]:
+    """The last tokens of a prompt, if it ends inside a character: from the token in which that character begins.
+
+    Returns:
+        The tokens, and the bytes that they have of the character; both are empty if the prompt's last character is whole.
+    """
+    tail: list[int] = []
+    spelled = b""
+    for index in reversed(token_ids):
+        token = tokenizer.convert_ids_to_tokens([index])[0] or ""
+        is_bytes = tokenizer.token_decoder.is_byte_level or tokenizer.token_decoder.is_byte_token(token)
+        if not is_bytes or index in tokenizer.all_special_ids or len(spelled) >= MOST_BYTES_BEFORE_THE_LAST:
+            break
+        tail = [index, *tail]
+        spelled = tokenizer.token_bytes(index) + spelled
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(spelled)
+        incomplete, _ = decoder.getstate()
+        if incomplete:
+            return tail, incomplete
+    return [], b""
+
+
+def whole_characters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of a prompt with its special tokens, and without a character that it leaves incomplete."""
+    tail, _ = incomplete_tail(tokenizer, token_ids)
+    if tail and not tokenizer.token_decoder.is_byte_level:  # each of these tokens is a byte of that character
+        token_ids = token_ids[: -len(tail)]
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return text.removesuffix("\ufffd") if tail and tokenizer.token_decoder.is_byte_level else text
+
+
+class TextOffsets:
+    """Counts at which character of the output each token begins. A token that continues a character of the previous token
+    begins where that character does.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        skip_special_tokens: the text has no special tokens.
+        prompt_token_ids: what the tokens continue.
+        start: characters in front of the first token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = (), start: int = 0
+    ) -> None:
+        self._tokenizer, self._position = tokenizer, start
+        self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(incomplete_tail(tokenizer, prompt_token_ids)[1])
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        offset = self._position
+        if token_id in self._skipped:
+            return offset
+        spelled = self._tokenizer.token_bytes(token_id)
+        begun, _ = self._utf8.getstate()
+        if begun and spelled and not _continues(begun, spelled[:1]):
+            offset += 1  # after the U+FFFD of the character that nothing completes
+        self._position += len(self._utf8.decode(spelled))
+        return offset
+
+
+def _continues(begun: bytes, byte: bytes) -> bool:
+    """True if a byte continues the character that these bytes begin."""
+    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    try:
+        decoder.decode(begun + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class StopChecker:

@@ -106,7 +106,7 @@ def ends(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) ->
     known = [*eos_token_ids, -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id]
     if found := sorted({token for token in known if 0 <= token < vocab_size}):
         return found
-    raise ValueError("structured_outputs must be left out: this model has no end-of-sequence token")
+    raise ValueError("structured_outputs must not be set: this model has no end-of-sequence token")
 
 
 def token_trie(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -214,7 +214,7 @@ def describe(matcher: LLMatcher | Guide) -> str:
     """A matcher's error in words, "" if there is none."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if missing := re.fullmatch(r"Unimplemented keys: \[(.*)\]", error):
-        return f"the keywords {missing[1]} are not supported here; leave them out"
+        return f"the keywords {missing[1]} are not supported here; remove them"
     error = re.sub(r"Enable .coerce_one_of.*", "use anyOf", error)
     # llguidance's advice is for Lark.
     error = re.sub(r"Current row has (\d+) items; max is (\d+);.*", rf"\1 items, of at most \2; {FEWER}", error)

@@ -7,9 +7,10 @@ Built by notebooks/18_engine.ipynb, continued by 91: edit it there, then run `py
 
 from __future__ import annotations
 
-import functools
 import random
-from typing import Any
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
 from nanovllm.data.parts import load
@@ -28,6 +29,12 @@ from nanovllm.text.prompts import (
 )
 from nanovllm.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from nanovllm.text.grammars import GrammarChecker
+
+# The latest ids that are remembered. A step in flight computes a sequence that ended only a few sequences ago.
+MAX_KNOWN_IDS = 2**16
+
 
 class InputProcessor:
     """Checks a prompt and turns it into engine requests, one per completion.
@@ -41,9 +48,16 @@ class InputProcessor:
         # The tokenizer's end-of-sequence token, unless the model's files name it or the model cannot sample it.
         eos, known = tokenizer.eos_token_id, limits.eos_token_ids
         self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
-        create = "nanovllm.text.grammars:GrammarChecker"
-        # Creates the checker of grammars when a request needs it: this takes a quarter of a second.
-        self.grammars = functools.cache(lambda: load(create, "structured_outputs")(tokenizer, limits.vocab_size, known))
+        self._checker: GrammarChecker | None = None
+        self._creating_checker = threading.Lock()
+
+    def grammars(self) -> GrammarChecker:
+        """The checker of grammars. The first request that needs it creates it, which takes a quarter of a second."""
+        with self._creating_checker:
+            if self._checker is None:
+                create = load("nanovllm.text.grammars:GrammarChecker", "structured_outputs")
+                self._checker = create(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
+            return self._checker
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -80,10 +94,14 @@ class InputProcessor:
 class CompletionState:
     """One completion while it is generated: its text, log-probabilities and end."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self.index, self.params, self.tokenizer = index, params, tokenizer
-        # The tokens continue a prompt: a leading space is part of the answer.
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, keep_leading_space=True)
+        # The tokens continue a prompt: a leading space is part of the answer, and so is a character that the prompt
+        # leaves incomplete. But a grammar's text is one of its own.
+        continued = prompt_token_ids if params.structured_outputs is None else ()
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
         # Only text before a form can end with a stop string.
         wanted = params.structured_outputs
@@ -146,7 +164,8 @@ class RequestState:
         self.request_id, self.prompt, self.tokenizer = request_id, text, tokenizer
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.completions = {
-            r.request_id: CompletionState(i, r.sampling_params, tokenizer) for i, r in enumerate(requests)
+            r.request_id: CompletionState(i, r.sampling_params, tokenizer, r.prompt_token_ids)
+            for i, r in enumerate(requests)
         }
         self.params = requests[0].sampling_params
         self.prompt_logprobs: list[PositionLogprobs] | None = None if self.params.prompt_logprobs is None else [None]
@@ -173,15 +192,21 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Routes the engine's outputs to their requests."""
+    """Routes the engine's outputs to their requests.
+
+    A request may have the id of an earlier one that has ended or was aborted. The engine may still compute that one for a
+    few steps, so `add` gives the new sequences ids of their own: "chat-1", then "chat-1~2". Traces and KV transfers show
+    these.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
         self._owners: dict[str, str] = {}  # sequence id -> request id
+        self._numbers: dict[str, int] = {}  # sequence id -> how many sequences have had it, the latest ids last
 
     def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """Expect outputs for these sequences.
+        """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had it.
 
         Raises:
             ValueError: the id, or that of one of the sequences, is in use.
@@ -189,8 +214,19 @@ class OutputProcessor:
         taken = self._owners.keys() & {r.request_id for r in requests}
         if request_id in self.requests or taken:
             raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
+        for request in requests:
+            request.request_id = self._unused_id(request.request_id)
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
+
+    def _unused_id(self, sequence_id: str) -> str:
+        """The id itself or, if an earlier sequence had it, one with a number."""
+        number = self._numbers.pop(sequence_id, 0) + 1
+        self._numbers[sequence_id] = number
+        if len(self._numbers) > MAX_KNOWN_IDS:
+            del self._numbers[next(iter(self._numbers))]
+        # A caller may have used the id with this number, too.
+        return sequence_id if number == 1 else self._unused_id(f"{sequence_id}~{number}")
 
     def remove(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its sequences that have not ended."""

@@ -128,7 +128,7 @@ def pair_prompts(
         sampling_params = [sampling_params] * len(batch)
     priorities = list(priority) if priority is not None else [0] * len(batch)
     if not len(batch) == len(sampling_params) == len(priorities):
-        mistake = f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities"
+        mistake = f"got {len(batch)} prompts, {len(sampling_params)} sampling_params and {len(priorities)} priorities"
         raise ValueError(f"{mistake}: give one for all or one per prompt")
     return list(zip(batch, sampling_params, priorities, strict=True))
 

@@ -7,7 +7,6 @@ loaded. Another process renders templates, see `chat_template`.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,10 @@ from tokenizers import AddedToken
 from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.text.chat_template import PROCESS
+from nanovllm.text.chat_template import PROCESS, HelperProcessError
+from nanovllm.text.token_decoder import TokenDecoder
 
 Named = Mapping[str, str]  # name -> text
-#: The spelling of a single byte in SentencePiece vocabularies.
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-# GPT-2's alphabet: each byte as a visible character, so that a vocabulary of bytes can be stored as text. Visible Latin-1 characters
-# represent themselves; the other 68 bytes follow in order from U+0100 on.
-_ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-_BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET)
-BYTE_OF_CHARACTER = dict(zip(_ALPHABET, _BYTES, strict=True))
 
 
 class Tokenizer:
@@ -40,8 +31,7 @@ class Tokenizer:
         special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as variables.
         chat_templates: name to Jinja source; "default" is used unless another is requested.
         all_special_ids: ids that `decode` skips by default, in ascending order.
-        is_byte_level: whether tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen); else they are
-            characters, with tokens for single bytes where the vocabulary lacks one (SentencePiece: Llama 2).
+        token_decoder: how tokens become text.
     """
 
     def __init__(
@@ -53,7 +43,7 @@ class Tokenizer:
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
-        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.token_decoder = TokenDecoder(backend.decoder)
         added = backend.get_added_tokens_decoder()
         self.all_special_ids = sorted(index for index, token in added.items() if token.special)
 
@@ -86,7 +76,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"'{folder / 'tokenizer.json'}' is no tokenizer file: {error}") from error
+            raise ValueError(f"'{folder / 'tokenizer.json'}' is not a tokenizer file: {error}") from error
         special_tokens = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
         _register_added_tokens(backend, config, special_tokens.values())
         return cls(backend, special_tokens, templates)
@@ -132,15 +122,7 @@ class Tokenizer:
         Empty for ids beyond the vocabulary. Cached.
         """
         token = self.backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self.is_byte_level:
-            # A special token may hold characters outside the alphabet, such as a space: it is plain text.
-            values = [BYTE_OF_CHARACTER.get(character) for character in token]
-            return token.encode() if None in values else bytes(value for value in values if value is not None)
-        if byte := BYTE_TOKEN.fullmatch(token):
-            return bytes.fromhex(byte[1])
-        return token.replace("▁", " ").encode()
+        return b"" if token is None else self.token_decoder.token_bytes(token)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -178,6 +160,8 @@ class Tokenizer:
         variables["continue_final_message"] = continue_final_message
         try:
             return PROCESS.ask(template, plain_messages, variables)
+        except HelperProcessError:  # no fault of the template
+            raise
         except Exception as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
 
@@ -221,7 +205,9 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # the library raises any exception, depending on the files
-        raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error
+        raise ValueError(
+            f"the folder '{folder}' has no tokenizer.json, and none that can be converted: {error}"
+        ) from error
     return backend, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
 
 

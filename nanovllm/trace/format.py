@@ -64,7 +64,7 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
         raise TraceError(f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}") from error
     version, settings = header.nanovllm_trace, header.settings
     if version != FORMAT_VERSION:
-        mistake = f"{source} is of version {version}, and this nanovllm reads version {FORMAT_VERSION}"
+        mistake = f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}"
         raise TraceError(f"{mistake}: record it again")
     for name in SIZES:
         value = settings.get(name, 1)
@@ -176,7 +176,7 @@ class TraceDecoder:
         try:
             return self._record(msgspec.json.decode(line, type=dict[str, Any]))
         except KeyError as error:
-            raise ValueError(f"request number {error} has not been named") from None
+            raise ValueError(f"request number {error} is unknown") from None
         except (TypeError, AttributeError) as error:  # a number in the place of a list, for example
             raise ValueError(str(error)) from None
 

@@ -51,12 +51,14 @@ class Snapshot:
         num_tokens: request id to computed tokens, including those of this step.
         cached: free blocks that are still in the prefix cache.
         prompt_lens: request id to prompt length, of all requests that have not ended.
+        num_preemptions: times that a request was preempted since the engine started, including this step.
     """
 
     tables: dict[str, list[int]] = field(default_factory=dict)
     num_tokens: dict[str, int] = field(default_factory=dict)
     cached: list[int] = field(default_factory=list)
     prompt_lens: dict[str, int] = field(default_factory=dict)
+    num_preemptions: int = 0
 
 
 @dataclass

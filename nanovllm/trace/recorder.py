@@ -103,7 +103,13 @@ class StepRecorder:
         num_tokens = {request_id: requests[request_id].num_computed_tokens for request_id in tables}
         cached = [b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None]
         prompt_lens = {request_id: request.num_prompt_tokens for request_id, request in requests.items()}
-        return Snapshot(tables, num_tokens, cached, prompt_lens)
+        return Snapshot(
+            tables=tables,
+            num_tokens=num_tokens,
+            cached=cached,
+            prompt_lens=prompt_lens,
+            num_preemptions=self.scheduler.num_preemptions,
+        )
 
     def finish(
         self, record: StepRecord | None, duration: float, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]

@@ -145,8 +145,8 @@ def read_trace(path: FilePath, partial: bool = False) -> tuple[dict[str, Any], l
     settings = parse_header(lines[0] if lines else rest, path)
     if (rest or not compressed_whole) and not partial:
         raise TraceError(
-            f"{path}, line {len(lines) + 1}: the file was cut off after {len(lines) - 1} whole steps, as that of a server "
-            "that was killed; to read those, use --partial or Trace.load(path, partial=True)"
+            f"{path}, line {len(lines) + 1}: the file was cut off after {len(lines) - 1} complete steps, as happens to a server "
+            "that was killed; to read these, use --partial or Trace.load(path, partial=True)"
         )
     return settings, lines[1:], _records(path, lines[1:], TraceDecoder(settings))
 

@@ -104,7 +104,7 @@ WRONG_BYTES: list[tuple[str, bytes, str]] = [
     (INDEX, b"<html>", "is not valid JSON"),
     (TOKENIZER, b'"x"', "must hold a JSON object"),
     ("chat_template.jinja", b"\xff", "is not valid UTF-8"),
-    ("tokenizer.json", b'{"a":' * 10_000, "is no tokenizer file"),
+    ("tokenizer.json", b'{"a":' * 10_000, "is not a tokenizer file"),
     (WEIGHTS, b"", "cannot be read"),
     (WEIGHTS, struct.pack("<Q", 2**60) + b"{}", "cannot be read"),
     (WEIGHTS, struct.pack("<Q", 2) + b"[]", "cannot be read"),
@@ -208,7 +208,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 def test_a_model_that_is_larger_than_the_machine_is_refused(folder: pathlib.Path) -> None:
     change(folder / CONFIG, intermediate_size=2**20, hidden_size=2**20, num_hidden_layers=1000)
     config = ModelConfig.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"config\.json: the model takes \d+\.\d GiB, and this machine has"):
+    with pytest.raises(ValueError, match=r"config\.json: the model needs \d+\.\d GiB, and this machine has"):
         load_model(folder, config, torch.float32, load_format="dummy")
 
 

@@ -337,8 +337,8 @@ def test_a_rank_that_fails_in_a_collective_is_named(size, fault):
         "skips": "rank 1 is in another collective, all_gather of 12 bytes",
         "other size": "rank 1 is in another collective, all_reduce of 20 bytes",
         "leaves": "rank 1: it has left",
-        "stops": "rank 1 did not come within 3 s",
-        "stays away": "rank 1 did not come within 3 s",
+        "stops": "rank 1 did not join within 3 s",
+        "stays away": "rank 1 did not join within 3 s",
     }[fault]
     for rank in set(range(size)) - {1}:
         message, took = results[rank]

@@ -21,6 +21,7 @@ import pytest_asyncio
 
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.hub import ModelNotFoundError
+from nanovllm.cli.chat import engine_answer
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineOutput
@@ -138,6 +139,50 @@ async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncEngine) -> 
     assert {piece.finish_reason for piece in rest[-1].outputs} == {"abort"}
     await until(lambda: is_empty(engine))
     engine.abort("aborted")  # a second time does nothing
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_reused_id_gets_the_text_of_its_own_prompt(engine: AsyncEngine, count: int) -> None:
+    """Abort, and ask again at once under the same id: tokens of the aborted request are still on their way."""
+    params = SHORT.clone(max_tokens=12, n=count)
+    expected = [piece.text for piece in (await collect(engine, "the next one", params, "other")).outputs]
+    for i in range(30):
+        stream = await engine.add_request("reused", "another text entirely", LONG.clone(n=count))
+        for _ in range(i % 4):
+            await anext(stream)
+        stream.close()
+        answer = await collect(engine, "the next one", params, "reused")
+        assert answer.request_id == "reused"
+        assert [piece.text for piece in answer.outputs] == expected, i
+    await until(lambda: is_empty(engine))
+
+
+async def test_the_chats_next_answer_has_no_word_of_the_interrupted_one(engine: AsyncEngine) -> None:
+    """Ctrl-C, /reset, ask again: the chat in the terminal gives both requests the same id."""
+    options = {"temperature": 0, "max_tokens": 10}
+
+    async def ask(text: str, pieces: list[str]) -> None:
+        async for piece in engine_answer(engine, options, [{"role": "user", "content": text}]):
+            pieces.append(piece)
+
+    await ask("hello", expected := [])
+    for i in range(20):
+        interrupted = asyncio.create_task(ask("what else?", []))
+        await until(lambda: bool(engine._streams))
+        await asyncio.sleep(0.002 * (i % 5))
+        interrupted.cancel()
+        await asyncio.gather(interrupted, return_exceptions=True)
+        await ask("hello", answer := [])
+        assert "".join(answer) == "".join(expected), i
+
+
+async def test_an_ended_stream_that_is_closed_late_ends_no_other_request(engine: AsyncEngine) -> None:
+    first = await engine.add_request("again", "abc", SHORT)
+    assert [output async for output in first][-1].finished
+    second = await engine.add_request("again", "abc", SHORT)
+    first.close()
+    outputs = [output async for output in second]
+    assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "length"
 
 
 async def test_a_slow_reader_finds_one_merged_piece(engine: AsyncEngine) -> None:

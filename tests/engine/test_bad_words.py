@@ -14,7 +14,8 @@ from nanovllm.data.outputs import RequestOutput
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.text.prompts import encode_bad_words
 from nanovllm.text.tokenizer import Tokenizer
-from tests.oracle import greedy, make_checkpoint, reference_model
+from tests.engine.test_features import FEATURES, OUTPUT_LEN, prompts, run
+from tests.oracle import greedy, make_checkpoint, reference_model, reference_tokens
 
 PROMPTS = [[5 + i * 7 % 300 for i in range(length)] for length in (3, 16, 43)]
 
@@ -54,6 +55,25 @@ def test_tokens_are_those_of_transformers(checkpoint: str) -> None:
         words = [tokens[:1], tokens[4:6], tokens[8:12], [tokens[10], tokens[3]], prompt[-1:] + tokens[1:2]]
         found = greedy(llm, [prompt], 24, bad_words_token_ids=words)[0]
         assert found == reference(checkpoint, prompt, words, 24) != tokens
+
+
+@pytest.fixture(scope="module")
+def with_words(checkpoint: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Bad words that change the answer to most prompts of `test_features`, and the answers by transformers."""
+    free = [reference_tokens(checkpoint, prompt, OUTPUT_LEN) for prompt in prompts()]
+    words = [tokens[i : i + 2] for tokens in free for i in (0, 3)] + [tokens[5:6] for tokens in free[:2]]
+    expected = [reference(checkpoint, prompt, words, OUTPUT_LEN) for prompt in prompts()]
+    assert sum(tokens != other for tokens, other in zip(free, expected, strict=True)) > len(free) / 2
+    return words, expected
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_feature_changes_a_token(
+    feature: str, checkpoint: str, with_words: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    words, expected = with_words
+    _, tokens = run(checkpoint, (feature,), bad_words_token_ids=words)
+    assert tokens == [[want] * FEATURES[feature].get("n", 1) for want in expected]
 
 
 def test_a_word_that_begins_in_the_prompt_is_allowed(checkpoint: str) -> None:
@@ -99,13 +119,13 @@ def test_a_choice_that_is_a_bad_word_is_not_taken(checkpoint: str) -> None:
 
     first = answer().outputs[0].text
     other = {"ab": "cd", "cd": "ab"}[first]
-    for word in (first, first[0]):
-        # The grammar leaves "a" only "b" to be followed by, so the request fails unless the first letter is bad.
-        found = answer(bad_words=[word])
-        assert found.outputs[0].text == other if word == first[0] else isinstance(found.error, GrammarError)
-    everything = answer(bad_words=["a", "c"])
-    assert everything.outputs[0].finish_reason == "error"
-    assert "after 0 tokens, bad_words forbid every token that may follow" in str(everything.error)
+    assert answer(bad_words=[first[0]]).outputs[0].text == other
+    # The whole word forbids its second letter, when the grammar allows nothing else.
+    for words in ([first], ["a", "c"]):
+        failed = answer(bad_words=words)
+        num_tokens = len(words[0]) - 1
+        assert failed.outputs[0].finish_reason == "error" and isinstance(failed.error, GrammarError)
+        assert f"after {num_tokens} tokens, bad_words forbid every token that may follow" in str(failed.error)
 
 
 def test_ids_outside_of_the_vocabulary_are_refused(checkpoint: str) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from tokenizers.decoders import ByteLevel
 
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.text.processor import CompletionState, OutputProcessor
+from nanovllm.text.processor import MAX_KNOWN_IDS, CompletionState, OutputProcessor
+from nanovllm.text.token_decoder import TokenDecoder
 
 
 class Pieces:
     """A tokenizer of a few tokens: "<end>" (special), "The", " E", "ND", " cat", and the two halves of "é"."""
 
-    is_byte_level, all_special_ids = True, [0]
+    all_special_ids: ClassVar = [0]
+    token_decoder = TokenDecoder(ByteLevel())
     pieces = (b"<end>", b"The", b" E", b"ND", b" cat", b"\xc3", b"\xa9")
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return [repr(self.pieces[token_id]) for token_id in token_ids]
 
     def decode_token(self, token_id: int) -> str:
         return self.pieces[token_id].decode(errors="replace")
@@ -128,6 +134,31 @@ def test_outputs_of_requests_that_are_gone_are_skipped() -> None:
     assert front.process([output(THE, name="gone")]) == ([], []), "no request has this sequence"
     front.remove("r")
     assert front.process([output(THE)]) == ([], []), "this request was removed: a step was in flight meanwhile"
+
+
+def test_a_reused_id_gets_no_output_of_the_earlier_request() -> None:
+    front = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    sent = []
+    for _ in range(3):
+        requests = [EngineRequest("r", [THE], SamplingParams())]
+        front.add("r", "", requests)
+        sent.append(requests[0].request_id)
+        (new,), _ = front.process([output(CAT, name=sent[-1])])
+        assert (new.request_id, new.outputs[0].text) == ("r", " cat"), "callers see their own id"
+        assert front.process([output(THE, name=earlier) for earlier in sent[:-1]]) == ([], []), "late tokens"
+        assert front.remove("r") == [sent[-1]], "the engine is told to abort the latest one"
+    assert sent == ["r", "r~2", "r~3"], "ids show what the caller has named the request"
+    front.add("x", "", [EngineRequest("r~4", [THE], SamplingParams())])
+    requests = [EngineRequest("r", [THE], SamplingParams())]
+    front.add("r", "", requests)
+    assert requests[0].request_id == "r~4~2", "a caller may use any id, also one with a number"
+
+
+def test_the_number_of_known_ids_is_bounded() -> None:
+    front = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    for i in range(MAX_KNOWN_IDS + 5):
+        front._unused_id(f"r{i}")
+    assert len(front._numbers) == MAX_KNOWN_IDS and front._unused_id(f"r{MAX_KNOWN_IDS}") == f"r{MAX_KNOWN_IDS}~2"
 
 
 def test_the_engine_is_told_of_a_stop_string_once() -> None:

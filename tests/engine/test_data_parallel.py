@@ -191,7 +191,7 @@ def test_every_engine_writes_its_own_trace() -> None:
 
 @pytest.mark.parametrize("backend", ["ray", "external_launcher"])
 def test_executors_that_span_machines_take_no_data_parallelism(backend: Any) -> None:
-    with pytest.raises(ValueError, match="data_parallel_size above 1 does not go with"):
+    with pytest.raises(ValueError, match="data_parallel_size above 1 cannot be combined with"):
         EngineConfig(data_parallel_size=2, distributed_executor_backend=backend)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import psutil
@@ -305,6 +305,7 @@ async def test_the_garbage_collector_does_not_see_the_application(monkeypatch: p
         counts.append(gc.get_freeze_count())
 
     monkeypatch.setattr(app, "create_app", lambda *_: FastAPI())
+    monkeypatch.setattr(app, "Metrics", Mock())
     monkeypatch.setattr(app.SignalledServer, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await app.run_server(AsyncMock(), listener, Access())

@@ -65,7 +65,7 @@ def expected(checkpoint) -> list[list[int]]:
     return [reference_tokens(checkpoint, prompt, OUTPUT_LEN) for prompt in prompts()]
 
 
-def run(checkpoint: str, features: tuple[str, ...]) -> tuple[LLM, list[list[list[int]]]]:
+def run(checkpoint: str, features: tuple[str, ...], **sampling: Any) -> tuple[LLM, list[list[list[int]]]]:
     """The engine with these features, and tokens by prompt and completion, of the second of two equal runs."""
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 120, "attention_backend": "torch", "block_size": 16}
     for feature in features:
@@ -80,7 +80,7 @@ def run(checkpoint: str, features: tuple[str, ...]) -> tuple[LLM, list[list[list
         options["speculative_config"] = drafts | model | always
     options["num_kv_blocks"] = options.pop("pool", 2048) // options["block_size"]
     llm = LLM(checkpoint, check_invariants=True, trace=True, **options)
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, n=n)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, n=n, **sampling)
     batch = prompts()[::-1] if reverse else prompts()
     levels = [i * 7 % 3 for i in range(len(batch))] if priorities else None
     for _ in range(2):  # the second run meets what the first one left in the cache

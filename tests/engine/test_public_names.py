@@ -76,8 +76,8 @@ def test_token_ids_may_have_parameters_of_their_own(llm: LLM) -> None:
     prompts = [[5 + i for i in range(length)] for length in lengths]
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
     llm.generate(["Benchmark: "], SamplingParams())
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [len(output["token_ids"]) for output in outputs] == lengths
+    for outputs in (llm.generate(prompts, params, use_tqdm=False), llm.generate(prompts, params, False)):
+        assert [len(output["token_ids"]) for output in outputs] == lengths
 
 
 def test_settings_of_nano_vllm_are_taken_under_its_names(tmp_path: pathlib.Path) -> None:

@@ -163,7 +163,7 @@ def test_the_same_memory_holds_more_blocks(kind: str, tiny_model: pathlib.Path) 
 
 
 def test_what_is_refused(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"latent attention .*leave kv_cache_dtype out"):
+    with pytest.raises(ValueError, match=r"latent attention .*do not set kv_cache_dtype"):
         LLM(str(make_checkpoint(tmp_path, "deepseek-v2-dense")), kv_cache_dtype="int8", num_kv_blocks=8)
     with pytest.raises(ValueError, match=r"kv_connector blend cannot rotate .*quantized keys"):
         LLM(str(tiny_model), kv_cache_dtype="fp8", num_kv_blocks=64, kv_role="both", kv_connector="blend")

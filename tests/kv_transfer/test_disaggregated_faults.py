@@ -36,7 +36,7 @@ from tests.pairwise import in_turn
 PROMPT = [(i * 37 + 11) % 300 + 5 for i in range(43)]
 OTHER = [(i * 53 + 7) % 300 + 5 for i in range(30)]
 POLICIES = ("recompute", "fail")
-FAILED = "keys and values that were computed elsewhere did not come"
+FAILED = "the KV from another engine or store did not arrive"
 # By day each stage and each way meet one policy or side of the two, in turn, and by night the other, too.
 # How far a request has come when something happens; "ordered": the producer has the order, and has not begun.
 STAGES = [
@@ -487,7 +487,7 @@ def test_prompt_is_too_long_for_the_producer(engines: Any) -> None:
     fleet = Fleet([engines("kv_producer", max_model_len=32), engines("kv_consumer", "fail")])
     ask(fleet.engines[1], "r", PROMPT, params=decode_first(fleet.engines[0], "push"))
     fleet.complete("r")
-    assert "refuses: a prompt must have 1 to 31 tokens" in fleet.finished("r").error
+    assert "rejected the prompt: a prompt must have 1 to 31 tokens" in fleet.finished("r").error
     fleet.settle()
 
 

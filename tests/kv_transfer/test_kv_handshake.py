@@ -171,7 +171,7 @@ def test_garbage_and_silence_end_within_the_deadline_and_hurt_nobody(listener, d
     assert is_closed(guest)
     guest.close()
     assert works(listener)
-    wait_until(lambda: "a connection is refused" in caplog.text)  # it is said after the connection is closed
+    wait_until(lambda: "a connection was rejected" in caplog.text)  # it is said after the connection is closed
 
 
 def test_a_byte_now_and_then_gains_no_time(listener):

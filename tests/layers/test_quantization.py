@@ -394,7 +394,7 @@ GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": Tru
         (with_scheme(type="float"), "4-bit float weights per group is not supported"),
         (with_scheme(actorder="group"), "actorder: group is not supported; use actorder: weight"),
         (with_scheme(inputs={"num_bits": 8, "type": "int"}), "use int-quantized with dynamic symmetric 8-bit integers"),
-        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported; leave it out"),
+        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported; remove it"),
         (CT | {"config_groups": {"group_0": {"weights": 4}}}, "weights must be a valid dictionary"),
     ],
 )  # fmt: skip
@@ -406,18 +406,18 @@ def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
+        (GPTQ, {"group_size": 128}, "has 64 inputs, which is not a multiple of 128: quantize with group_size 64 or 32"),
         (
             GPTQ,
-            {"group_size": 128},
-            "has 64 inputs, which groups of 128 do not divide: quantize with group_size 64 or 32",
+            {"quantization": "awq"},
+            "quantization 'awq' does not fit this checkpoint, which is gptq: do not set it",
         ),
-        (GPTQ, {"quantization": "awq"}, "quantization 'awq' does not fit this checkpoint, which is gptq: leave it out"),
-        ("w8a16", {"quantization": "w4a8"}, "'w4a8' is for 4-bit weights, and this checkpoint has none: leave it out"),
-        (GPTQ, {"quantization": "w8a8"}, "is for an unquantized checkpoint, and this one is gptq: leave it out"),
+        ("w8a16", {"quantization": "w4a8"}, "'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it"),
+        (GPTQ, {"quantization": "w8a8"}, "is for an unquantized checkpoint, and this one is gptq: do not set it"),
         (
             None,
             {"quantization": "gptq"},
-            "quantization 'gptq' does not fit this checkpoint, which is not quantized: leave it out",
+            "quantization 'gptq' does not fit this checkpoint, which is not quantized: do not set it",
         ),
     ],
 )

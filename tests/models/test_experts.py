@@ -174,7 +174,7 @@ def test_configurations_of_the_hub() -> None:
         ({"topk_method": "lottery"}, "topk_method 'lottery' is not supported; supported are greedy"),
         ({"scoring_func": "tanh"}, "scoring_func 'tanh' is not supported"),
         ({"n_group": 3, "topk_group": 1}, "16 experts in n_group=3 groups"),
-        ({"n_group": 8, "topk_group": 1}, "a token cannot visit 4 of 2 experts"),
+        ({"n_group": 8, "topk_group": 1}, "a token cannot use 4 of 2 experts"),
         ({"n_routed_experts": 2**16, "num_hidden_layers": 1000}, "65536 experts per layer are too many"),
     ],
 )
@@ -617,7 +617,7 @@ def test_grids_that_do_not_fit_are_refused_before_loading() -> None:
 
 
 def test_shared_as_routed_needs_shared_experts() -> None:
-    with pytest.raises(ValueError, match=r"shared_as_routed: this model has no shared experts; leave it out"):
+    with pytest.raises(ValueError, match=r"shared_as_routed: this model has no shared experts; do not set it"):
         dataclasses.replace(SHARED, num_shared_experts=0, shared_as_routed=True)
 
 

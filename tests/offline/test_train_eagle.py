@@ -168,12 +168,14 @@ def test_the_command(
     )
     capsys.readouterr()
     assert main([*command, "--draft-vocab-size=32"]) == 2
-    assert "has the head of a run with other flags: repeat these, or name another folder" in capsys.readouterr().err
+    assert (
+        "has the head of a run with other flags: use these settings, or name another folder" in capsys.readouterr().err
+    )
 
 
 def test_bad_flags(tmp_path: pathlib.Path, tiny_model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        (["--data", "no/such/file"], "there is nothing in 'no/such/file' to train on"),
+        (["--data", "no/such/file"], "'no/such/file' has nothing to train on"),
         (["--steps", "0"], "steps must be an integer of at least 1"),
         ([], "at least 7 layers"),
     ):

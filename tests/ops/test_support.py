@@ -33,11 +33,11 @@ def test_nothing_is_in_the_way() -> None:
 @pytest.mark.parametrize(
     ("obstacle", "words"),
     [
-        ("old card", "compute capability 7.5, and 8.0 (Ampere) is the least"),
+        ("old card", "compute capability 7.5; at least 8.0 (Ampere) is required"),
         ("no package", "'triton' is not installed"),
         ("no compiler", "install gcc, or set CC"),
         ("interpreter", "unset it"),
-        ("large heads", "256 is the most"),
+        ("large heads", "at most 256 are supported"),
     ],
 )
 def test_an_error_for_who_asked_and_a_fallback_for_others(

@@ -206,16 +206,16 @@ def test_nothing_is_left_when_the_command_is_killed(tiny_model: pathlib.Path, tm
 def test_an_engine_that_cannot_start_ends_all(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     fleet = KVFleet(tiny_model, tmp_path, 1, 1, "--max-model-len", "100000")
     assert fleet.process.wait(120) == 2
-    assert "prefill 0 ends with exit code 2" in fleet.text or "decode 0 ends with exit code 2" in fleet.text
+    assert "prefill 0 exited with code 2" in fleet.text or "decode 0 exited with code 2" in fleet.text
     assert "positions of the model" in fleet.text
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prefill", "1"], "--prefill and --decode go together"),
-        (["--prefill", "1", "--decode", "1", "--kv-role", "both"], "--kv-role is given by"),
-        (["--prefill", "1", "--decode", "1", "--trace", "x"], "--trace is one engine's"),
+        (["--prefill", "1"], "--prefill and --decode must be used together"),
+        (["--prefill", "1", "--decode", "1", "--kv-role", "both"], "--kv-role is set by"),
+        (["--prefill", "1", "--decode", "1", "--trace", "x"], "--trace records one engine"),
         (["--prefill", "http://127.0.0.1:1", "--decode", "1"], "--prefill: invalid int value"),
     ],
 )
@@ -271,6 +271,6 @@ def test_kv_that_does_not_come_is_an_error_of_the_server(tiny_model: pathlib.Pat
             body = {"prompt": "a" * 40, "max_tokens": 3, "kv_transfer_params": params, **more}
             failed = server.post("/v1/completions", body)
             assert failed.status_code == 500, failed.text + server.text
-            assert "did not come" in failed.json()["error"]["message"]
+            assert "did not arrive" in failed.json()["error"]["message"]
             stream = server.post("/v1/completions", body | {"stream": True})
-            assert '"error"' in stream.text and "did not come" in stream.text
+            assert '"error"' in stream.text and "did not arrive" in stream.text

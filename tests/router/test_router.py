@@ -784,7 +784,7 @@ def test_long_prompts_are_looked_at_only_in_their_beginning() -> None:
         (["--worker-urls", "http://a:1", "--decode", "http://a:2"], "either --prefill"),
         (["--worker-urls", "a:1"], "'a:1' is not the address of a server"),
         (["--worker-urls", "http://a:1/v1"], "is not the address of a server"),
-        (["--prefill", "http://a:1", "--decode", "http://a:1/"], "named twice"),
+        (["--prefill", "http://a:1", "--decode", "http://a:1/"], "listed twice"),
         (["--worker-urls", "http://a:1", "--prefill-timeout", "0"], "prefill_timeout must be a finite number above 0"),
         (["--worker-urls", "http://a:1", "--policy", "best"], "invalid choice"),
     ],

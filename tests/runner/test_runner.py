@@ -228,7 +228,7 @@ def test_admitted_twice() -> None:
 def test_lost_schedule() -> None:
     rows = RequestRows(2, 8, 2)
     rows.update(admission("A", [1, 2], [0]))
-    with pytest.raises(InvariantError, match="up to token 4, 3 are known"):
+    with pytest.raises(InvariantError, match="up to token 4, but only 3 are known"):
         rows.update(ScheduledRequest("A", 3, 1, [4], []))
 
 
@@ -490,7 +490,7 @@ def test_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: see whether `nvidia-smi`.*use --device cpu"):
+    with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: check that `nvidia-smi`.*use --device cpu"):
         choose_device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: it is built without CUDA; .*use --device cpu"):

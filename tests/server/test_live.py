@@ -669,7 +669,7 @@ MISTAKES = [
     (["trace", "{folder}"], "Is a directory"),
     (["trace", "{foreign}"], "not a nanovllm trace"),
     (["replay", "{foreign}"], "not a nanovllm trace"),
-    (["trace", "{cut}"], r"cut.jsonl, line \d+: .*cut off after \d+ whole steps.*--partial"),
+    (["trace", "{cut}"], r"cut.jsonl, line \d+: .*cut off after \d+ complete steps.*--partial"),
     (["replay", "{cut}"], r"cut.jsonl, line \d+: .*cut off"),
     (["replay", "{damaged}"], r"damaged.jsonl, line 2: not a step record"),
     (["replay", "{sizeless}"], r"sizeless.jsonl cannot be drawn: its first line does not say block_size"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+import re
 import shutil
 import socket
 import threading
@@ -25,7 +26,7 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.request_stream import RequestTimes
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.chat import ChatGeneration
-from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.completions import CompletionEndpoint, name_of_bytes
 from nanovllm.server.errors import APIError
 from nanovllm.server.generation import Endpoint
 from nanovllm.server.metrics import Metrics
@@ -77,6 +78,30 @@ def test_a_chat_stream_says_the_same(client: openai.OpenAI) -> None:
         assert "".join(piece.delta.content or "" for piece in mine) == choice.message.content
         assert [piece.finish_reason for piece in mine if piece.finish_reason] == [choice.finish_reason]
         assert mine[-1].finish_reason is not None, "the reason comes last"
+
+
+def test_the_clients_stream_helper_builds_the_whole_answer(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "temperature": 0}
+    # The helper takes an answer that was cut off for an error.
+    options["extra_body"] = {"structured_outputs": {"choice": ["well begun"]}}
+    with client.chat.completions.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == client.chat.completions.create(**options).choices[0].message.content
+    assert (kinds[0], kinds[-1]) == ("chunk", "content.done") and "content.delta" in kinds
+
+
+def test_what_is_not_there_becomes_an_error_of_the_client(client: openai.OpenAI, server: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError, match="no Responses API: use /v1/chat/completions"):
+        client.responses.create(model="tiny", input="hello")
+    with pytest.raises(openai.NotFoundError, match="has no embeddings"):
+        client.embeddings.create(model="tiny", input="hello")
+    without_version = client.with_options(base_url=server.url)
+    with pytest.raises(openai.NotFoundError, match="the route is /v1/chat/completions: give clients the base URL"):
+        without_version.chat.completions.create(model="tiny", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
 
 
 async def test_the_role_comes_with_the_first_token() -> None:
@@ -184,10 +209,10 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
     assert lists["tokens"][:5] == list("abcde") and len(lists["tokens"]) == 8
     assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
     assert all(value < 0 for value in lists["token_logprobs"][1:])
-    assert lists["text_offset"] == [len("".join(lists["tokens"][:i])) for i in range(8)]
+    assert lists["text_offset"][:6] == [0, 1, 2, 3, 4, 5]
+    check_offsets(choice)
     told = list(zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True))[1:]
-    # Fewer where two of them are bytes that mean nothing alone, which have the same text.
-    assert all(1 <= len(top) <= 3 and top[token] == logprob for token, logprob, top in told)
+    assert all(2 <= len(top) <= 3 and top[token] == logprob for token, logprob, top in told)
     assert any(len(top) == 3 for _, _, top in told), "a token that is not one of the two likeliest ones"
 
     only = server.complete(prompt=["abcde", "xy"], echo=True, logprobs=2, max_tokens=0)
@@ -201,6 +226,109 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
     for name in ("tokens", "text_offset"):
         assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]] == lists[name]
+
+
+def bytes_of(name: str) -> bytes:
+    """The bytes of a token in OpenAI's spelling: a text, or bytes that are no text by themselves."""
+    if name.startswith("token_id:"):  # the model has more ids than the tokenizer
+        return b""
+    if not name.startswith("bytes:"):
+        return name.encode()
+    return re.sub(rb"\\x(..)", lambda found: bytes.fromhex(found[1].decode()), name.removeprefix("bytes:").encode())
+
+
+def test_names_of_tokens_in_openais_spelling() -> None:
+    names = [name_of_bytes(spelled) for spelled in (b" the", "é".encode(), b"\xe6\x97", b" \xe2\x88", b"\\\n\x9c")]
+    assert names == [" the", "é", r"bytes:\xe6\x97", r"bytes: \xe2\x88", r"bytes:\x5c\x0a\x9c"]
+    assert bytes_of(names[-1]) == b"\\\n\x9c"
+
+
+def check_offsets(choice: dict[str, Any]) -> None:
+    """Each token begins in the returned text where its offset says; a part of a character where the character begins."""
+    lists, text = choice["logprobs"], choice["text"]
+    spelled = [b"" if name in ("<pad>", "<s>", "</s>") else bytes_of(name) for name in lists["tokens"]]
+    assert b"".join(spelled).decode(errors="replace") == text
+    for i, (token, offset) in enumerate(zip(spelled, lists["text_offset"], strict=True)):
+        before, rest = b"".join(spelled[:i]), b"".join(spelled[i:])
+        # Of a text that is cut inside a character, one more character is there than before the cut.
+        is_cut = len(before.decode(errors="replace")) + len(rest.decode(errors="replace")) > len(text)
+        if token:  # a special token is not part of the text
+            assert offset == len(before.decode(errors="replace")) - is_cut, (i, lists["tokens"])
+        if not lists["tokens"][i].startswith("bytes:"):  # others are text
+            assert text[offset:].startswith(token.decode())
+
+
+JAPANESE, EMOJI = "日本語", "a👩‍🚀é"
+
+
+@pytest.mark.parametrize("text", [JAPANESE, EMOJI])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 12])
+def test_logprobs_of_completions_outside_english(
+    server: ServerProcess, text: str, as_ids: bool, max_tokens: int
+) -> None:
+    ids = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+    body: dict[str, Any] = {"prompt": ids if as_ids else text, "echo": True, "logprobs": 5, "temperature": 0}
+    body |= {"max_tokens": max_tokens, "ignore_eos": True}
+    (choice,) = server.complete(**body)["choices"]
+    lists = choice["logprobs"]
+    assert choice["text"].startswith(text)
+    assert lists["tokens"][: len(ids)] == [
+        chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in text.encode()
+    ], "the tiny model's tokens are bytes"
+    expected = [i for i, character in enumerate(text) for _ in character.encode()]
+    assert lists["text_offset"][: len(ids)] == expected
+    check_offsets(choice)
+    assert lists["top_logprobs"][0] is None
+    assert all(len(top) in (5, 6) for top in lists["top_logprobs"][1:]), "five that are told apart, and the chosen one"
+    for name, logprob, top in list(zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True))[
+        1:
+    ]:
+        assert top[name] == logprob
+    pieces = [event["choices"][0] for event in server.events("/v1/completions", body)]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    for key in ("tokens", "token_logprobs", "text_offset"):
+        assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][key]] == lists[key]
+
+
+def test_offsets_of_completions_with_stop_strings(server: ServerProcess) -> None:
+    ids = {c: server.post("/tokenize", {"prompt": c}).json()["tokens"] for c in "a語"}
+    bias = {str(ids["a"][0]): 100}
+    body: dict[str, Any] = {"prompt": JAPANESE, "echo": True, "logprobs": 1, "logit_bias": bias, "ignore_eos": True}
+    (choice,) = server.complete(**body, max_tokens=5, stop=["aaa"])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (JAPANESE, "stop")
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5], "where they are before the cut"
+    (choice,) = server.complete(**body, max_tokens=3, stop=["語"])["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (JAPANESE + "aaa", "length"), "an echo is not searched"
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_character_that_the_prompt_begins_is_completed(server: ServerProcess, split: int, echo: bool) -> None:
+    """Whatever the model samples: the bias makes the next byte of the character certain."""
+    prompt = server.post("/tokenize", {"prompt": "a👩"}).json()["tokens"]
+    given, byte = prompt[: 1 + split], prompt[1 + split]
+    options: dict[str, Any] = {"prompt": given, "echo": echo, "logprobs": 0, "ignore_eos": True, "max_tokens": 1}
+    (choice,) = server.complete(**options, logit_bias={str(byte): 100})["choices"]
+    before = "a" if echo else ""
+    assert choice["text"] == before + ("👩" if split == 3 else "\ufffd")
+    assert choice["logprobs"]["text_offset"][-1] == len(before)
+    letter = server.post("/tokenize", {"prompt": "b"}).json()["tokens"][0]
+    (choice,) = server.complete(**options, logit_bias={str(letter): 100})["choices"]
+    assert choice["text"] == before + "\ufffdb", "what no byte completes is shown once"
+    assert choice["logprobs"]["text_offset"][-1] == len(before) + 1
+    if echo:
+        (choice,) = server.complete(**options | {"max_tokens": 0})["choices"]
+        assert choice["text"] == "a\ufffd"
+
+
+def test_a_form_does_not_complete_the_prompts_character(server: ServerProcess) -> None:
+    prompt = server.post("/tokenize", {"prompt": "a👩"}).json()["tokens"][:-1]
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 8, "structured_outputs": {"choice": ["été"]}}
+    (choice,) = server.complete(**body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("a\ufffdété", "stop")
+    body["echo"] = False
+    assert server.complete(**body)["choices"][0]["text"] == "été"
 
 
 def test_an_echo_with_logprobs_waits_for_a_prompt_of_several_steps(
@@ -237,6 +365,19 @@ def test_prompt_logprobs(server: ServerProcess) -> None:
     assert all({"logprob", "rank", "decoded_token"} == set(e) for p in entries[1:] for e in p.values())
     body = {"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1}
     assert len(server.post("/v1/chat/completions", body).json()["prompt_logprobs"]) == 23
+
+
+def test_a_request_id_that_a_client_uses_again(server: ServerProcess) -> None:
+    """A client that leaves, and asks again under the same X-Request-Id, gets the answer to its second question."""
+    body = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Request-Id": "again"}
+    expected = server.complete(**body)["choices"][0]["text"]
+    for _ in range(10):
+        long = {"prompt": "another text", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with server.client.stream("POST", "/v1/completions", json=long, headers=headers) as response:
+            next(response.iter_bytes())
+        answer = server.client.post("/v1/completions", json=body, headers=headers).json()
+        assert answer["choices"][0]["text"] == expected
 
 
 def test_stop_strings_and_stop_tokens(server: ServerProcess) -> None:

@@ -511,7 +511,9 @@ def test_one_key_cannot_take_the_places_of_another() -> None:
             with share.place(engine, count):
                 pass
         except APIError as error:
-            assert "this API key wait already: 3 may" in error.detail and "divided among 3 keys" in error.detail
+            assert (
+                "this API key are already waiting: at most 3" in error.detail and "divided among 3 keys" in error.detail
+            )
             return False
         return True
 

@@ -622,7 +622,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(parameters={"properties": {"x": {"type": "strin"}}})]}, "strin", "tools[0].function.parameters.properties.x"),
     ({"tools": [tool(parameters={"properties": {"x": 5}})]}, "schema", "tools[0].function.parameters"),
     ({"tools": [tool(description="x" * 10, parameters={"properties": {str(i): {"const": "x" * 1000} for i in range(140)}})]}, "characters; at most", "tools[0].function.parameters"),
-    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "another form than JSON", "tools"),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "a format other than JSON", "tools"),
     ({"functions": [{"name": "f"}]}, "use tools", "functions"),
     ({"function_call": "auto"}, "use tool_choice", "function_call"),
     ({"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]}, "function_call", "messages"),

@@ -6,6 +6,8 @@ import functools
 import json
 import pathlib
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,10 @@ from tokenizers.normalizers import NFC, Lowercase, Prepend, Replace, Sequence
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsParams
+from nanovllm.text.chat_template import HelperProcessError
 from nanovllm.text.grammars import GrammarChecker, describe, find_fault, new_matcher, of_schema, to_grammar, token_trie
+from nanovllm.text.processor import InputProcessor
+from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer
 from tests.examples import examples
 from tests.oracle import make_tokenizer
@@ -92,7 +97,12 @@ def sentencepiece(pieces: bool, *normalizers: Any) -> Tokenizer:
 
 
 def byte_level(*normalizers: Any) -> Tokenizer:
+    return byte_level_with(decoders.ByteLevel(), *normalizers)
+
+
+def byte_level_with(decoder: Any, *normalizers: Any) -> Tokenizer:
     backend = make_tokenizer()
+    backend.decoder = decoder
     backend.normalizer = Sequence([*normalizers])
     backend.add_special_tokens(["<|x|>"])
     return Tokenizer(backend, {"eos_token": "</s>"})
@@ -102,6 +112,7 @@ def byte_level(*normalizers: Any) -> Tokenizer:
 def named_tokenizer(name: str) -> Tokenizer:
     return {
         "bytes": byte_level,
+        "bytes in a sequence": lambda: byte_level_with(decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])),
         "composed characters": lambda: byte_level(NFC()),
         "small letters": lambda: byte_level(Lowercase()),
         "a space in front": lambda: sentencepiece(False),
@@ -111,7 +122,7 @@ def named_tokenizer(name: str) -> Tokenizer:
     }[name]()
 
 
-KINDS = ["bytes", "composed characters", "small letters", "a space in front", "a space in front of the pieces", "composed characters, a space in front", "course"]  # fmt: skip
+KINDS = ["bytes", "bytes in a sequence", "composed characters", "small letters", "a space in front", "a space in front of the pieces", "composed characters, a space in front", "course"]  # fmt: skip
 FORCED = [
     "hello",
     " hello",
@@ -123,6 +134,7 @@ FORCED = [
     "<unk>",
     "<|im_end|>",
     "É e\u0301 \u2581",
+    "été",
     "A\n\x02B",
     "<0x41>",
 ]
@@ -287,3 +299,45 @@ def test_what_would_take_long_for_each_token_is_refused() -> None:
 def test_places_are_short() -> None:
     """A client chooses the names in a schema."""
     assert len(GrammarError("json." + "x" * 10**6, "bad").place) < 1000
+
+
+def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict() -> None:
+    checker = GrammarChecker(TOKENIZER, 259, [])
+    fine, other = StructuredOutputsParams(choice=["yes"]), StructuredOutputsParams(choice=["no"])
+    checker.check(fine)
+    process, _ = checker._process.start()
+    process.kill()
+    process.wait(60)
+    checker.check(other)
+
+    def killed() -> Any:
+        process, connection = start()
+        process.kill()
+        process.wait(60)
+        return process, connection
+
+    third, start = StructuredOutputsParams(choice=["perhaps"]), checker._process.start
+    checker._process.start = killed  # type: ignore[method-assign]
+    with pytest.raises(HelperProcessError):
+        checker.check(third)
+    checker._process.start = start  # type: ignore[method-assign]
+    checker.check(third)
+    wrong = StructuredOutputsParams(regex="(")
+    for _ in range(2):  # a real verdict, the second time from memory
+        with pytest.raises(GrammarError):
+            checker.check(wrong)
+
+
+def test_requests_that_come_together_share_one_checker(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = []
+
+    def create(*arguments: Any) -> GrammarChecker:
+        time.sleep(0.05)
+        created.append(GrammarChecker(*arguments))
+        return created[-1]
+
+    monkeypatch.setattr("nanovllm.text.processor.load", lambda name, part: create)
+    processor = InputProcessor(TOKENIZER, EngineLimits(256, 256, 259))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: processor.grammars(), range(8)))
+    assert len(created) == 1 and all(each is created[0] for each in found)

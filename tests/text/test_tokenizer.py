@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from nanovllm.text.token_decoder import BYTE_OF_CHARACTER
+from nanovllm.text.tokenizer import Tokenizer
 from tests.examples import examples
 
 
@@ -230,7 +231,7 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="no tokenizer file"):
+    with pytest.raises(ValueError, match="not a tokenizer file"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):

@@ -66,6 +66,7 @@ def records(draw: st.DrawFn) -> StepRecord:
         {r: draw(COUNTS) for r in queues[1]},
         draw(BLOCKS),
         {r: lengths[r] for queue in queues for r in queue},
+        draw(COUNTS),
     )
     pairs = st.lists(st.tuples(COUNTS, COUNTS), max_size=3)
     return StepRecord(
@@ -257,7 +258,7 @@ def test_a_file_that_was_cut_off(tmp_path: pathlib.Path) -> None:
         if cut == ends[4]:  # only the line's end is missing
             assert Trace.load(path).steps == trace.steps[:4]
             continue
-        with pytest.raises(TraceError, match=rf"{path}, line 5: .*cut off after 3 whole steps.*--partial"):
+        with pytest.raises(TraceError, match=rf"{path}, line 5: .*cut off after 3 complete steps.*--partial"):
             Trace.load(path)
         assert Trace.load(path, partial=True).steps == trace.steps[:3]
     path.write_bytes(whole[: ends[0] - 3])
@@ -298,7 +299,7 @@ def test_a_foreign_file(content: bytes, compressed: bool, tmp_path: pathlib.Path
 def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_text('{"nanovllm_trace": 1, "settings": {}}\n')
-    with pytest.raises(TraceError, match="of version 1, and this nanovllm reads version 2"):
+    with pytest.raises(TraceError, match="has version 1, but this nanovllm reads version 2"):
         Trace.load(path)
 
 
@@ -307,7 +308,7 @@ def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
     [
         ('{"step": "first", "start": 0}', "int"),
         ('{"start": 0}', "step"),
-        ('{"step": 0, "start": 0, "arrived": [5]}', "request number 5 has not been named"),
+        ('{"step": 0, "start": 0, "arrived": [5]}', "request number 5 is unknown"),
         ('{"step": 0, "start": 0, "requests": [[0, 1]]}', "not a share"),
         ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, 2, 3]]}', "not a share"),
         ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], [3]]]}', "not a share"),
@@ -355,6 +356,7 @@ class Truth:
     ref_counts: list[int]
     cached: set[int]
     num_computed: dict[str, int]
+    num_preemptions: int
 
 
 class Witness:
@@ -380,6 +382,7 @@ class Witness:
             list(manager.pool.ref_counts),
             {b for b in manager.pool.cached_blocks.values() if not manager.pool.ref_counts[b]},
             {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in manager.tables},
+            scheduler.num_preemptions,
         )
 
     def check(self, trace: Trace) -> None:
@@ -405,6 +408,7 @@ class Witness:
                     assert number - told[r] == more or (r not in computed and number == told[r]), (record.step, r)
                 if record.snapshot is not None:
                     assert state.cached == truth.cached
+                    assert record.snapshot.num_preemptions == truth.num_preemptions
                 assert not state.cached & {b for b, count in enumerate(state.ref_counts) if count}
             else:
                 assert not state.tables and not any(state.ref_counts)

@@ -49,10 +49,11 @@ SETUP = """async () => {
     };
   };
   // Draws a view and keeps its context, its regions and every text with the box it fills.
-  window.drawn = (name, history, index, { width = 900, theme = LIGHT, selection = null, hover = null, follow = false } = {}) => {
+  window.drawn = (name, history, index, options = {}) => {
+    const { width = 900, theme = LIGHT, selection = null, hover = null, follow = false, more = 0 } = options;
     const canvas = document.createElement("canvas");
     const view = VIEWS[name];
-    const size = { width, height: Math.ceil(view.height(history, width, index)) };
+    const size = { width, height: Math.ceil(view.height(history, width, index)) + more };
     Object.assign(canvas, size);
     const context = canvas.getContext("2d", { willReadFrequently: true });
     const texts = [];
@@ -194,7 +195,13 @@ def steps_from(trace: Trace, middle: int) -> list[StepRecord]:
     # A snapshot is taken before it is known which drafts are rejected.
     vain = {share.request_id: share.num_drafts - share.num_accepted for share in first.requests}
     scheduled = {request_id: number + vain.get(request_id, 0) for request_id, number in state.num_tokens.items()}
-    snapshot = Snapshot(state.tables, scheduled, sorted(state.cached), {i: lengths[i] for i in lengths if i in live})
+    snapshot = Snapshot(
+        tables=state.tables,
+        num_tokens=scheduled,
+        cached=sorted(state.cached),
+        prompt_lens={name: length for name, length in lengths.items() if name in live},
+        num_preemptions=sum(len(record.preempted) for record in trace.steps[: middle + 1]),
+    )
     return [StepRecord(**(vars(first) | {"snapshot": snapshot})), *trace.steps[middle + 1 :]]
 
 
@@ -290,6 +297,16 @@ def test_the_text_of_an_answer_is_not_told_twice(site):
         "\n".join([HEADER, *(json.dumps(STEP | each) for each in lines)]),
     )
     assert got == "One two three"
+
+
+def test_preemptions_count_from_the_start_of_the_engine_whenever_a_page_was_opened(site, trace):
+    total = sum(len(record.preempted) for record in trace)
+    for middle in range(0, len(trace), 7):
+        got = site.evaluate(
+            "text => { const history = readTrace(text); return history.record(history.length - 1).sums.preemptions; }",
+            encode(trace, steps_from(trace, middle)),
+        )
+        assert got == total, middle
 
 
 def test_preemptions_are_summed_up(site, trace):
@@ -646,13 +663,15 @@ def test_requests_of_http_clients_have_different_short_names(site):
     assert got == [*(f"5c1e-{i}" for i in range(12)), "5c1e99-0"]
 
 
-POOL = """([text, index, width]) => {
+POOL = """([text, index, width, more = 0]) => {
   const history = readTrace(text);
-  const { regions, texts, size } = drawn("pool", history, index, { width });
+  const { regions, texts, size } = drawn("pool", history, index, { width, more });
   const state = history.stateAt(index);
   const shown = new Set(regions.map(({ id }) => id));
   const missing = (is) => Array.from({ length: state.numBlocks }, (_, i) => i).filter((i) => is(i) && !shown.has(i)).length;
-  return { side: regions[0].width, number: regions.length, height: size.height, words: texts.map(({ text }) => text).join(" "),
+  const lowest = Math.max(...regions.map(({ y, height }) => y + height));
+  const below = Math.min(...texts.filter(({ text }) => text.startsWith("Held")).map(({ top }) => top)) - lowest;
+  return { side: regions[0].width, number: regions.length, below, room: size.height - lowest, height: size.height, words: texts.map(({ text }) => text).join(" "),
     held: missing((i) => state.refCount(i) > 0), cached: missing((i) => state.isCached(i)), inAll: state.numHeld };
 }"""
 
@@ -664,6 +683,24 @@ def test_a_large_pool_shows_the_blocks_in_use_and_the_rest_as_a_number(site, wid
     assert got["held"] == got["cached"] == 0 and got["side"] >= 8
     assert f"Held: {got['inAll']} of 11,650 blocks." in got["words"]
     assert f"Not drawn: {11_650 - got['number']:,} empty." in got["words"]
+
+
+def test_a_picture_that_keeps_its_height_has_no_hole_in_it(site):
+    """Squares shrink while a pool fills, and the picture shrinks later: rows of free blocks fill the room."""
+    trace = prefix_trace(num_kv_blocks=DEFAULT_POOL)
+    needed = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560])
+    got = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560, 150])
+    assert got["number"] > needed["number"] and got["side"] == needed["side"]
+    assert got["below"] == pytest.approx(needed["below"]) and got["below"] < 20
+    assert got["room"] < needed["room"] + got["side"] + 8, "what is left is less than one more row"
+    assert f"Not drawn: {11_650 - got['number']:,} empty." in got["words"]
+
+
+def test_a_small_pool_is_drawn_once_in_however_high_a_picture(site):
+    trace = prefix_trace(num_kv_blocks=40)
+    needed = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560])
+    got = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560, 150])
+    assert got["number"] == needed["number"] == 40 and got["below"] == pytest.approx(needed["below"])
 
 
 def test_held_blocks_are_drawn_first_where_all_blocks_have_content(site):
@@ -702,6 +739,25 @@ def test_the_budget_bar_shows_what_is_used_and_names_the_limit(site, tokens, bud
         "\n".join([HEADER, json.dumps(STEP | share)]),
     )
     assert 0.14 < got[0] < 1 and f"budget: {budget:,} tokens" in got[1] and f"{tokens:,} tokens" in got[1]
+
+
+@pytest.mark.parametrize(("of_step", "note"), [(79, " (--max-step-ms)"), (256, "")])
+def test_a_step_below_the_budget_names_what_limits_it(site, of_step, note):
+    share = {"named": [[0, "a", 9000]], "requests": [[0, 0, 15, [], []]], "running": [0], "token_budget": of_step}
+    sizes = {"block_size": 16, "num_blocks": 64, "token_budget": 256}
+    header = json.dumps({"nanovllm_trace": 2, "settings": sizes})
+    got = site.evaluate(
+        """async text => {
+          const { StoryPanel } = await import("/web/story.js");
+          const history = readTrace(text);
+          const panel = new StoryPanel(() => {}, () => {});
+          panel.show(history, 0, null, LIGHT);
+          return [panel.content.textContent, drawn("budget", history, 0, { width: 560 }).texts.map(({ text }) => text).join("; ")];
+        }""",
+        "\n".join([header, json.dumps(STEP | share)]),
+    )
+    assert f"15 of at most {of_step}{note}" in got[0] and f"budget: {of_step} tokens{note}" in got[1]
+    assert ("--max-step-ms" in got[0] + got[1]) == bool(note)
 
 
 def test_the_use_of_a_large_pool_is_drawn_to_its_peak_and_the_pool_is_named(site):

@@ -82,7 +82,7 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError("use another connector: kv_connector blend cannot rotate latent or quantized keys")
         separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
-            mistake = "blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's"
+            mistake = "blend_recompute_ratio must be from 0 to 1, and blend_check_layer one of the model's"
             raise ValueError(f"{mistake} {identity['num_layers']} layers, counted from 0; got {ratio} and {check}")
         self._options = {"recompute_ratio": ratio, "check_layer": check, "max_rows": config.token_budget}
         self.min_tokens, self.max_kept_tokens = max(1, min_tokens), int(gib * 2**30) // max(ranks)

@@ -100,7 +100,7 @@ class ConsumerSide(Side):
         """Give up fetches that have been in one stage for too long."""
         now = time.monotonic()
         for fetch in [f for f in self.fetches.values() if f.deadline < now]:
-            self._happens(fetch, "error", f"nothing came for {self.prefill_timeout:g} seconds")
+            self._happens(fetch, "error", f"no KV arrived for {self.prefill_timeout:g} seconds")
         return super().take_output()
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -223,7 +223,7 @@ class ConsumerSide(Side):
             self._output.invalid_block_ids[fetch.request_id] = set(fetch.local_block_ids)
             if not fetch.is_given_up:
                 self._output.reasons[fetch.request_id] = fetch.error
-            logger.warning("the KV of %s did not come: %s", fetch.request_id, fetch.error)
+            logger.warning("the KV of %s did not arrive: %s", fetch.request_id, fetch.error)
 
     def _move_if_ready(self, fetch: Fetch) -> None:
         """The ranks can begin once the producer's ranks are known and, to read, its blocks."""
@@ -238,7 +238,7 @@ class ConsumerSide(Side):
             elif isinstance(message, Prefilled) and message.transfer_id == fetch.transfer_id:
                 self._prefilled(fetch, message)
             elif isinstance(message, Released) and (message.request_id, fetch.stage) == (fetch.remote_id, "confirming"):
-                error = "" if message.was_held else "the producer did not hold the blocks for so long"
+                error = "" if message.was_held else "the producer no longer reserved the blocks"
                 self._happens(fetch, "error" if error else "confirmed", error)
             self._move_if_ready(fetch)
 
@@ -246,7 +246,7 @@ class ConsumerSide(Side):
         assert fetch.order is not None, "only an order has this id"
         num_blocks, error = -(-len(fetch.order.token_ids) // self._block_size), message.error
         if not error and not fetch.is_push and len(message.block_ids) != num_blocks:
-            error = f"the producer names {len(message.block_ids)} blocks for {num_blocks}"
+            error = f"the producer sent {len(message.block_ids)} block ids, but {num_blocks} are needed"
         if error:
             self._happens(fetch, "error", error)
         elif fetch.stage == "asked":
@@ -265,4 +265,4 @@ class ConsumerSide(Side):
         for fetch in reversed(self.fetches.values()):
             if fetch.stage != "stopping":
                 fetch.is_given_up = True
-                return self._happens(fetch, "error", "it waits for an engine that may wait for this one")
+                return self._happens(fetch, "error", "it depends on an engine that may depend on this one")

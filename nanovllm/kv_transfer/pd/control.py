@@ -209,7 +209,9 @@ class Leases:
             for request_id, lease in ended.items():
                 del self._leases[request_id]
                 if lease.readers:
-                    logger.warning("the KV of %s was not read in time: its blocks are given up", request_id)
+                    logger.warning(
+                        "the KV of %s was not read before its lease expired: its blocks are freed", request_id
+                    )
             return set(ended)
 
     def clear(self) -> None:

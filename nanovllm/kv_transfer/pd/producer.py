@@ -78,7 +78,7 @@ class ProducerSide(Side):
     def decline(self, request: Request, reason: str) -> None:
         """Tell the consumer that ordered the request why this engine does not compute it."""
         order = self.orders.pop(request.request_id)
-        order.consumer.tell(Prefilled(request.request_id, error=f"it refuses: {reason}"))
+        order.consumer.tell(Prefilled(request.request_id, error=f"it rejected the prompt: {reason}"))
 
     def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Released | None) -> None:
         """Act on a consumer's message; None: the consumer is gone."""
@@ -106,7 +106,7 @@ class ProducerSide(Side):
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             return f"token ids must be from 0 to {vocab_size - 1}"
         if not 0 <= message.num_computed_tokens < len(tokens) or message.num_computed_tokens % size:
-            return "num_computed_tokens must be a whole number of blocks, and less than the prompt"
+            return "num_computed_tokens must be a multiple of block_size and smaller than the prompt"
         if message.push is not None and len(message.push) != -(-len(tokens) // size):
             return f"{len(message.push)} blocks for {len(tokens)} tokens"
         return ""

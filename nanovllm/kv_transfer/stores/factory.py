@@ -26,7 +26,7 @@ def open_store(config: EngineConfig, entry_bytes: int, shared_only: bool = False
     assert kv_transfer is not None
     if kv_transfer.kv_connector == "pool":
         if size:
-            raise ValueError("leave one of them out: kv_offloading_size has no effect with kv_connector 'pool'")
+            raise ValueError("set only one of them: kv_offloading_size has no effect with kv_connector 'pool'")
         return _open_pool(kv_transfer, entry_bytes, shared_only)
     path, gib = kv_transfer.extras(disk_path="", disk_gib=16.0).values()
     disk = FolderStore(path, int(gib * GIB)) if path else None

@@ -71,8 +71,8 @@ class FolderStore(SealedStore):
             with self._alone():
                 self._sweep(0)
         except OSError as error:
-            mistake = f"{self.place} cannot keep KV blocks ({error}): name one that does not exist yet"
-            raise ValueError(f"{mistake}, or that only this user may write to") from error
+            mistake = f"{self.place} cannot store KV blocks ({error}): name a folder that does not exist yet"
+            raise ValueError(f"{mistake}, or one that only this user may write to") from error
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See `KVStore.contains`."""
@@ -107,7 +107,7 @@ class FolderStore(SealedStore):
             if self._total + size > self.num_bytes:
                 self._sweep(size)
             if self._total + size > self.num_bytes:
-                raise OSError(f"{size} bytes do not fit into {self.num_bytes}")
+                raise OSError(f"{size} bytes do not fit in {self.num_bytes}")
             with _open(temporary, "wb") as file:
                 if os.writev(file.fileno(), [header, buffer]) != size:
                     raise OSError("the disk is full")

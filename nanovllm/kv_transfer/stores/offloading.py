@@ -94,9 +94,11 @@ class OffloadingScheduler(KVConnectorScheduler):
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
         super().__init__(config, identity, ranks)
         if not config.enable_prefix_caching:
-            raise ValueError("leave enable_prefix_caching on: blocks are kept under the hashes of the prefix cache")
+            raise ValueError("enable enable_prefix_caching: blocks are stored under the hashes of the prefix cache")
         if self.kv_transfer.kv_load_failure_policy == "fail":
-            raise ValueError("use kv_load_failure_policy 'recompute': this connector computes blocks that are not kept")
+            raise ValueError(
+                "use kv_load_failure_policy 'recompute': this connector recomputes blocks that are not stored"
+            )
         self._key = lru_cache(1 << 16)(partial(block_key, identity))
         shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
         self._is_shared = shared is not None

@@ -133,4 +133,4 @@ class SealedStore(KVStore):
         """Log a warning, unless there was one within the last minute."""
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + COMPLAINT_SECONDS
-            logger.warning("%s; not said again for %.0f s", text, COMPLAINT_SECONDS)
+            logger.warning("%s; not repeated for %.0f s", text, COMPLAINT_SECONDS)

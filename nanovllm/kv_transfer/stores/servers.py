@@ -107,7 +107,7 @@ class MooncakeStore(SealedStore):
         settings = kv_transfer.extras(**_DEFAULTS)
         if not settings["listen_on_all_interfaces"]:
             raise ValueError(
-                "Mooncake's client listens on all interfaces, and any program that reaches it may read and write what it keeps: "
+                "Mooncake's client listens on all interfaces, and any program that reaches it can read and write the stored KV: "
                 'make sure that only your machines can, then set "listen_on_all_interfaces": true'
             )
         if only_to_look:

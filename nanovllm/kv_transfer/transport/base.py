@@ -75,7 +75,7 @@ class Link:
         while not isinstance(message := self.receive(self.transport.timeout), messages.Answer):
             self.answer(message)
         if message.error:
-            raise messages.Refused(f"{self.connection.peer} refuses: {message.error}")
+            raise messages.Refused(f"{self.connection.peer} rejected the request: {message.error}")
 
     def ask(self, request: messages.Message) -> None:
         """Send a request, and wait until the other rank grants it."""
@@ -89,15 +89,16 @@ class Link:
                 layout = self.transport.layout
                 layout.check_blocks(request.block_ids)
                 if not 0 <= request.head < request.head + request.num_heads <= len(layout.heads):
-                    raise messages.Refused(f"{request.num_heads} heads from {request.head} on, of {len(layout.heads)}")
+                    last = request.head + request.num_heads - 1
+                    raise messages.Refused(f"heads {request.head} to {last}, but this rank has {len(layout.heads)}")
                 return self.serve_fetch(request, _layers(request, layout.layers))
             if isinstance(request, messages.Push):
                 self._take(request)
             elif isinstance(request, messages.GiveUp):
                 with self.transport.transfers.moving(request.transfer_id, self.theirs.id):
-                    raise messages.Refused(f"the peer has given up: {request.error}")
+                    raise messages.Refused(f"the peer has aborted the transfer: {request.error}")
             else:
-                raise CorruptFrame(f"{self.connection.peer} says what it was not asked for")
+                raise CorruptFrame(f"{self.connection.peer} sent a message that was not requested")
             error = ""
         except (messages.Refused, ValueError) as refusal:
             error = str(refusal)
@@ -107,7 +108,7 @@ class Link:
         """Read what the other rank offers."""
         piece = common_piece(self.transport.layout, self.theirs.layout)
         if piece is None or len(push.block_ids) != len(push.source_ids):
-            raise messages.Refused("these two ranks have nothing in common, or not so many blocks")
+            raise messages.Refused("these two ranks share no KV heads and layers, or do not have that many blocks")
         piece = dataclasses.replace(piece, layers=_layers(push, piece.layers))
         self.theirs.layout.check_blocks(push.source_ids)
         transfers, part = self.transport.transfers, (piece.layers, push.block_ids, push.is_last)
@@ -170,7 +171,7 @@ class Rank:
             connection = connect(host, port, transport.credentials)
             with closing(connection), closing(transport.link_class(transport, connection)) as self.link:
                 if (self.link.theirs.id, self.link.theirs.layout) != (self.address.id, self.address.layout):
-                    raise PeerLost("another rank is there now, or one with another cache")
+                    raise PeerLost("another rank now has this address, or the rank has a different cache")
                 self._connection = connection
                 while not self.error:
                     try:
@@ -267,7 +268,7 @@ class Transport:
         caches = {i: (cache.shape, cache.dtype, cache.is_contiguous()) for i, cache in kv_caches.items()}
         expected = torch.Size(layout.cache_shape), getattr(torch, layout.dtype), True
         if caches != dict.fromkeys(layout.layers, expected):
-            raise ValueError(f"the caches are not what the layout says, {expected} for {layout.layers}: {caches}")
+            raise ValueError(f"the caches do not match the layout, {expected} for {layout.layers}: {caches}")
         if host in ("", "0.0.0.0", "::"):
             raise ValueError(f"peers cannot connect to kv_ip={host!r}: name an address of this machine")
         self.layout, self.kv_caches, self.timeout = layout, kv_caches, timeout

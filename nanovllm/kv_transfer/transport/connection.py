@@ -152,7 +152,7 @@ class Connection:
                 if self.is_ready(min(self.patience, self.deadline - time.monotonic()), event):
                     continue
                 self.close()  # the rest of a frame that was cut off would be taken for a header
-                raise PeerLost(f"{self.peer} has stopped in the middle of a message") from None
+                raise PeerLost(f"{self.peer} stopped in the middle of a message") from None
             except OSError as error:
                 raise PeerLost(f"{self.peer}: {error}") from error
             if not size:

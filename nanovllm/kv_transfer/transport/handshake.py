@@ -110,7 +110,7 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
         own = os.urandom(_NONCE)
         connection.send_raw(_HELLO + own)
         if connection.read(len(_HELLO)) != _HELLO:
-            raise ValueError("it speaks another protocol or another version of it")
+            raise ValueError("it uses another protocol or another version of it")
         theirs = connection.read(_NONCE)
         nonces = own + theirs if is_client else theirs + own
         roles = ("client", "server") if is_client else ("server", "client")
@@ -128,8 +128,8 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         connection.close()
         has_left = is_client and isinstance(error, OSError)
-        hint = ": does it have another secret (NANOVLLM_KV_SECRET)?" if has_left else ""
-        raise HandshakeError(f"no handshake with {connection.peer}: {error}{hint}") from error
+        hint = ": check that both use the same secret (NANOVLLM_KV_SECRET)" if has_left else ""
+        raise HandshakeError(f"handshake with {connection.peer} failed: {error}{hint}") from error
     connection.deadline = float("inf")
 
 
@@ -202,7 +202,7 @@ class Listener:
                 self._handshakes.release()
             self._on_connection(connection)
         except HandshakeError as error:
-            logger.warning("a connection is refused: %s", error)
+            logger.warning("a connection was rejected: %s", error)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.info("the connection from %s has ended: %s", connection.peer, error)
         except Exception:

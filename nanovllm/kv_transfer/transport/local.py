@@ -44,7 +44,7 @@ def _copy_function() -> Callable[..., None] | None:
     try:
         copy = load_library([source], flags=("-O3", "-std=c++17", "-fPIC"), what=source.name).copy_blocks
     except BuildError as error:
-        logger.warning("KV blocks move by TCP on this machine, too: %s", error)
+        logger.warning("using TCP for KV blocks on this machine, too: %s", error)
         return None
     place, number = ctypes.c_void_p, ctypes.c_int64
     copy.argtypes = [place, place, number, number, place, place, number, number, number, number, number]
@@ -81,7 +81,7 @@ class LocalLink(Link):
         try:
             return [_map(handle, offset, layout.num_blocks * layout.block_bytes) for handle, offset in places]
         except OSError as error:
-            logger.info("KV blocks of %s come by TCP: %s", self.connection.peer, error)
+            logger.info("receiving KV blocks of %s by TCP: %s", self.connection.peer, error)
             return []
 
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:

@@ -106,7 +106,7 @@ class NixlLink(Link):
             time.sleep(_PAUSE)
             state = self.transport.call("check_xfer_state", handle)
             if state == "PROC" and (self.connection.is_lost() or time.monotonic() > deadline):
-                raise PeerLost(f"{self.connection.peer} is gone, in the middle of a transfer")
+                raise PeerLost(f"{self.connection.peer} disconnected during a transfer")
         if state != "DONE":
             raise PeerLost(f"NIXL could not reach the cache of {self.connection.peer}")
 
@@ -127,7 +127,7 @@ class NixlLink(Link):
             self.transport.call("update_notifs")
             time.sleep(_PAUSE)
         if not isinstance(self.receive(), messages.Moved):
-            raise CorruptFrame(f"{self.connection.peer} asks for something else in the middle of a read")
+            raise CorruptFrame(f"{self.connection.peer} sent another request during a read")
 
     def close(self) -> None:
         """Forget the peer."""
@@ -140,7 +140,7 @@ class NixlLink(Link):
         try:
             self.transport.call("remove_remote_agent", name)
         except PeerLost as error:
-            logger.info("NIXL had forgotten a peer already: %s", error)
+            logger.info("NIXL had already removed a peer: %s", error)
 
 
 class NixlTransport(Transport):

@@ -42,7 +42,7 @@ class _Transfer:
         if self.error or peer not in self.missing:
             raise Refused(self.error or "this part of the transfer has ended")
         if not self.missing[peer].keys() >= {*layers} or not self.blocks.issuperset(blocks):
-            raise Refused("these blocks are not what this rank was asked for")
+            raise Refused("these blocks are not the requested ones")
 
     def arrived(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], is_last: bool) -> None:
         """Note that the peer's blocks have moved, and perhaps the end of its part."""
@@ -51,7 +51,7 @@ class _Transfer:
             self.missing[peer][layer].difference_update(blocks)
         if is_last:
             if left := [layer for layer, blocks in self.missing[peer].items() if blocks]:
-                raise Refused(f"a peer has finished, but blocks of layer {left[0]} have not come")
+                raise Refused(f"a peer has finished, but blocks of layer {left[0]} are missing")
             del self.missing[peer]
 
 
@@ -87,7 +87,7 @@ class Transfers:
         """
         with self._changed:
             if transfer_id in self._open or transfer_id in self._recent:
-                raise ValueError(f"a transfer {transfer_id!r} has begun before: each needs an id of its own")
+                raise ValueError(f"transfer {transfer_id!r} already exists: use a unique id")
             missing = {peer: {layer: set(blocks) for layer in layers} for peer, layers in parts.items()}
             self._open[transfer_id] = _Transfer(frozenset(blocks), missing, error)
             self._settle(transfer_id)
@@ -116,7 +116,7 @@ class Transfers:
         """
         with self._changed:
             if (transfer := self._open.get(transfer_id)) is None:
-                raise Refused(f"transfer {transfer_id!r} has ended, or was never asked for")
+                raise Refused(f"transfer {transfer_id!r} has ended, or was never requested")
             transfer.check(peer, layers, blocks)
             transfer.touching += 1
         try:

@@ -70,7 +70,7 @@ _above_0 = _number(float, "above 0", lambda value: value > 0)
 def _file(text: str) -> pathlib.Path:
     path = pathlib.Path(text)
     if not path.absolute().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: there is no such folder, or it is one")
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: the folder does not exist, or this is a folder")
     return path
 
 
@@ -192,7 +192,7 @@ def _measure_quality(arguments: argparse.Namespace) -> int:
 
     options, start = engine_options(arguments), time.perf_counter()
     if options.keys() & {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}:
-        raise UsageError("quality is compared in one process, and ranks do not change it: leave -tp, -pp and -dp out")
+        raise UsageError("quality is compared in one process, and ranks do not change it: do not set -tp, -pp and -dp")
     origin = read_json(resolve_model(arguments.model, arguments.revision) / "config.json").get("quantized_from", {})
     baseline = arguments.baseline or origin.get("model", arguments.model)
     common = {"dtype": arguments.dtype, "device": "cpu", "kv_cache_memory": options["kv_cache_memory"]}
@@ -245,7 +245,9 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
             raise UsageError(f"engine {name!r} has no {'server' if 'server' in kinds else 'offline use'}")
     pythons |= {name: _python_of(name, arguments) for name in names if name in PEERS}
     if "server" in kinds and "llamacpp" in names and llama_server(pythons["llamacpp"]) is None:
-        raise UsageError("--engine llamacpp needs llama-server to serve: beside --llamacpp-python, or on the PATH")
+        raise UsageError(
+            "--engine llamacpp needs llama-server to serve: in the folder of --llamacpp-python, or on the PATH"
+        )
     options = engine_options(arguments)
     folder = resolve_model(arguments.model, arguments.revision).resolve()
     try:
@@ -274,7 +276,7 @@ def _python_of(name: str, arguments: argparse.Namespace) -> str:
     """The interpreter of the environment that has a peer."""
     given = getattr(arguments, f"{name}_python")
     if (python := shutil.which(given or "")) is None:
-        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment with it"
+        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment that contains it"
         raise UsageError(f"{mistake}, got {given}")
     return os.path.abspath(python)
 
@@ -307,7 +309,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     config = EngineConfig.from_arguments(arguments)
     if config.device == "cuda":
-        raise UsageError("the benchmark measures CPUs; leave --device out")
+        raise UsageError("the benchmark measures CPUs; do not set --device")
     options = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)

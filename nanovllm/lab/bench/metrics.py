@@ -77,7 +77,7 @@ def figures(timelines: Sequence[Timeline]) -> Figures:
         ValueError: a request got no token.
     """
     if not timelines or not all(line.arrivals for line in timelines):
-        raise ValueError("every request must have got at least one token")
+        raise ValueError("every request must have received at least one token")
     seconds = max(line.arrivals[-1][0] for line in timelines) - min(line.start for line in timelines)
     tokens = sum(line.num_tokens for line in timelines)
     first = [line.ttft for line in timelines]

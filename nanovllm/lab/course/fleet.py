@@ -56,7 +56,7 @@ class EngineProcess(DataRank):
             self.reports.poll(100)
             self.outputs()
             if time.monotonic() > deadline:
-                raise RuntimeError("the engine's process has not started in time")
+                raise RuntimeError("the engine's process did not start in time")
         self.trace.settings = self.trace_settings
         if self._record:
             self.watch(self._note)
@@ -79,7 +79,7 @@ class EngineProcess(DataRank):
         """
         self.receive()
         reports = self.take_reports()
-        refused = [f"refuses request {key}: {why}" for report in reports for key, why in report.refused.items()]
+        refused = [f"rejected request {key}: {why}" for report in reports for key, why in report.refused.items()]
         if trouble := (self.complaint and f"fails: {self.complaint.text}") or self.end() or ", ".join(refused):
             raise RuntimeError(f"{self.name} {trouble}")
         return [(report.time, output) for report in reports for output in report.outputs]
@@ -122,7 +122,7 @@ def play(
     while not over or pending:
         now = time.monotonic() - begin
         if now > timeout:
-            raise TimeoutError(f"the engines have not come to an end after {timeout:g} seconds")
+            raise TimeoutError(f"the engines have not finished after {timeout:g} seconds")
         while pending and pending[0][0] <= now:
             pending.pop(0)[1]()
         wait = min(pending[0][0] - now, 0.5) if pending else 0.5

@@ -68,7 +68,7 @@ def fold(lecture: Lecture, name: str) -> Module:
                 comments.append(piece)
             elif piece.kind == "docstring":
                 if cell.sets_module is None:
-                    raise cell.error("a module's docstring belongs into the cell of its `default_exp`", piece.start + 1)
+                    raise cell.error("a module's docstring belongs in the cell of its `default_exp`", piece.start + 1)
             elif piece.kind == "import":
                 # Only lectures need `extend`, and the class that they continue.
                 if getattr(piece.node, "module", None) not in (_COURSE, f"{PACKAGE}.{name}"):

@@ -169,10 +169,10 @@ def _direct(cell: Cell, current: str | None) -> str | None:
             cell.module, cell.extends = argument or None, directive == "extend"
     for row, line in enumerate(cell.lines[cell.body :], start=cell.body):
         if _MISPLACED.match(line):
-            raise cell.error("a directive belongs into the first lines of its cell", row + 1)
+            raise cell.error("a directive belongs in the first lines of its cell", row + 1)
     if exported and cell.module is None:
         if current is None:
-            raise cell.error("`export` before any `default_exp`: to which module?", 1)
+            raise cell.error("`export` before any `default_exp`: name the module with `default_exp` first", 1)
         cell.module = current
     return current
 

@@ -103,7 +103,9 @@ def blank(name: str, piece: Piece) -> list[str]:
     """The lines of a function up to the end of its docstring, and an error instead of the rest."""
     node = piece.node
     if not isinstance(node, Function) or ast.get_docstring(node) is None:
-        raise piece.source.error(f"`{name}` is no function with a docstring, which tells the learner what to write", 1)
+        raise piece.source.error(
+            f"`{name}` is not a function with a docstring, which tells the learner what to write", 1
+        )
     line = f'{" " * node.body[0].col_offset}raise NotImplementedError("write {name}")'
     return [*piece.source.lines[piece.start : node.body[0].end_lineno], line]
 
@@ -123,7 +125,7 @@ def write_workbook(root: Path, lecture: str) -> Path:
     """Write the workbook of a lecture beside the learner's copies of lectures, and return its path."""
     original, file = _find_workbook(root, lecture)
     if file.exists():
-        raise CourseError(f"{file} is there already: rename or delete it for a fresh one")
+        raise CourseError(f"{file} already exists: rename or delete it to get a fresh one")
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(original.to_fill_in(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return file

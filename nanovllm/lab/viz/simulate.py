@@ -97,7 +97,7 @@ def simulate(
         if simulation.scheduler.has_unfinished:
             simulation.step(step)
             step += 1
-    raise RuntimeError(f"requests are left after {max_steps} steps")
+    raise RuntimeError(f"requests are unfinished after {max_steps} steps")
 
 
 class _Simulation:

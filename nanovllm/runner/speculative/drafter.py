@@ -238,7 +238,7 @@ class Eagle(Drafter):
         name = runner.folder.name  # the course model's, too, where a server has found its folder
         file = shipped_head(name) if config.model is None else Path(config.model).expanduser()
         if file is None:
-            raise ValueError(f'speculative_config: no head for {name!r} comes with nanovllm: name one as "model"')
+            raise ValueError(f'speculative_config: nanovllm includes no head for {name!r}: name one as "model"')
         longest = runner.config.max_model_len or runner.model_config.max_position_embeddings
         folder = file if file.is_file() else resolve_model(str(config.model))
         self.model = load_draft_model(folder, runner.model, runner.dtype, runner.device, longest)

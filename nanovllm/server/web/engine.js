@@ -168,9 +168,9 @@ export class Engine {
     if (!last?.size || [...last.running, ...last.waiting, ...last.swapped].some((id) => !this._hasEnded(id))) return;
     const reader = new TraceReader();
     reader.readLine(JSON.stringify({ nanovllm_trace: 2, settings: this.settings }));
-    const { step, numBlocks, numEvictions, tokenBudget } = last;
+    const { step, numBlocks, numEvictions } = last;
     const pool = { num_blocks: numBlocks, num_free_blocks: numBlocks, num_evictions: numEvictions };
-    const rest = { step: step + 1, start: last.start + last.duration, token_budget: tokenBudget, ...pool };
+    const rest = { step: step + 1, start: last.start + last.duration, token_budget: this.settings.token_budget, ...pool };
     this.history.append(reader.readLine(JSON.stringify(rest)).record);
     this.rested = true;
     this.player.changed();

@@ -111,9 +111,9 @@ export class TraceReader {
     record.addShare(row, blocks, sampled, drafts);
   }
 
-  #snapshot({ tables = [], num_tokens = [], cached = [] }) {
+  #snapshot({ tables = [], num_tokens = [], cached = [], num_preemptions }) {
     const named = (pairs) => new Map(pairs.map(([number, value]) => [this.#known(number).id, value]));
-    return { tables: named(tables), numTokens: named(num_tokens), cached };
+    return { tables: named(tables), numTokens: named(num_tokens), cached, numPreemptions: num_preemptions };
   }
 
   #known(number) {
@@ -353,13 +353,14 @@ export class History {
     this.peakHolders = Math.max(this.peakHolders, tables.size);
   }
 
-  // Sums since the beginning, so that any window is the difference of two.
+  // Sums since the beginning, so that any window is the difference of two; of preemptions, since the engine started.
   #noteSums(record, previous) {
     const sums = { ...(previous?.sums ?? { sampled: 0, hit: 0, queried: 0, preemptions: 0, verified: 0, accepted: 0 }) };
     for (let row = 0; row < record.size; row++) sums.sampled += record.numSampled(row);
     for (const cached of record.admitted.values()) sums.hit += cached;
     sums.queried = this.#numQueried;
-    sums.preemptions += record.preempted.size;
+    // A reader that starts, or missed steps, learns the engine's total from the snapshot; a trace of an older version has none.
+    sums.preemptions = record.snapshot?.numPreemptions ?? sums.preemptions + record.preempted.size;
     sums.verified += record.drafts.size;
     sums.accepted += record.numAcceptedDrafts;
     record.sums = sums;

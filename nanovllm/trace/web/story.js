@@ -1,6 +1,6 @@
 // The story of a step, a request or a block in words: what the player shows beside its pictures.
 import { requestColor } from "./views.js";
-import { BLOCKED_BY } from "./views_steps.js";
+import { BLOCKED_BY, lowerLimit } from "./views_steps.js";
 import { inDigits, tokensByKind } from "./views_style.js";
 
 const ENDINGS = { stop: "complete (stop)", length: "at its token limit (length)", abort: "aborted" };
@@ -39,7 +39,7 @@ export function describeStep(history, index) {
   const record = history.record(index);
   const parts = [
     `step ${record.step}: ${countOf(record.size, "request")} computed`,
-    `${tokensByKind(record)} of ${record.tokenBudget} tokens`,
+    `${tokensByKind(record)} of ${record.tokenBudget} tokens${lowerLimit(history, record)}`,
     `${record.waiting.length} waiting`,
     `${record.numFree} of ${countOf(record.numBlocks, "block")} free`,
   ];
@@ -95,7 +95,7 @@ export class StoryPanel {
     const record = history.record(index);
     this._title(`Step ${record.step}`);
     this._facts([
-      ["tokens", `${inDigits(record.numTokens)} of at most ${inDigits(record.tokenBudget)}`],
+      ["tokens", `${inDigits(record.numTokens)} of at most ${inDigits(record.tokenBudget)}${lowerLimit(history, record)}`],
       ["of these", record.numTokens && tokensByKind(record)],
       ["accepted", record.numDrafts && `${record.numAcceptedDrafts} of ${countOf(record.numDrafts, "draft")}`],
       ["duration", record.duration && inTime(history, record.duration)],

@@ -125,6 +125,7 @@ function veil(ctx, theme, box, grow = 2) {
 // ---------------------------------------------------------------- the pool
 
 const POOL_HEIGHT = 340;
+const POOL_WORDS = 46; // pixels below the squares, for two lines of text
 const EASY_PITCH = 12; // pixels a block, from which on its colour and its filling can be read
 const PITCHES = [44, 40, 36, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4];
 const FEW_PITCHES = [44, 28, 20, 14, 12, 8, 6, 5, 4]; // fewer, since squares shrink while a live pool fills
@@ -161,15 +162,21 @@ function poolLayout(history, width) {
 }
 
 // The rows that are drawn, in order. Where not all fit, those with held blocks go first, then those with cached content.
-function poolRows(history, state, { columns, rows, label }) {
+// Squares shrink while a live pool fills, but the picture keeps its height for a while: the room that becomes free shows
+// rows that were never in use.
+function poolRows(history, state, { columns, rows, pitch, label }, height) {
   if (!label) return Array.from({ length: rows }, (_, row) => row);
+  const all = Math.ceil(state.numBlocks / columns);
+  const lines = Math.min(all, Math.max(rows, Math.floor((height - POOL_WORDS) / pitch)));
   const found = [new Set(), new Set(), new Set()];
   for (const block of history.usedBlocks) {
     const kind = state.refCount(block) ? 0 : state.isCached(block) ? 1 : 2;
     found[kind].add(Math.floor(block / columns));
   }
-  const first = [...new Set([...found[0], ...found[1], ...found[2], 0])].slice(0, rows);
-  return first.sort((one, other) => one - other);
+  const used = new Set([...found[0], ...found[1], ...found[2], 0]);
+  const shown = new Set([...used].slice(0, lines));
+  for (let row = 0; shown.size < lines; row++) shown.add(row);
+  return [...shown].sort((one, other) => one - other);
 }
 
 const CACHE_MARKS = ["cached block", "prefix hit", "overwritten"];
@@ -184,7 +191,7 @@ export const POOL_VIEW = makeView({
   },
   height(history, width) {
     const { pitch, rows } = poolLayout(history, width);
-    return rows * pitch + 46;
+    return rows * pitch + POOL_WORDS;
   },
   draw(ctx, { width, height }, scene) {
     const { history, index, theme } = scene;
@@ -192,7 +199,8 @@ export const POOL_VIEW = makeView({
     const layout = poolLayout(history, width);
     const { pitch, columns, gap, side, ids, label } = layout;
     const regions = [];
-    poolRows(history, state, layout).forEach((row, line) => {
+    const rows = poolRows(history, state, layout, height);
+    rows.forEach((row, line) => {
       const [first, y] = [row * columns, 4 + line * pitch];
       const look = { color: theme.muted, size: 11, align: "right" };
       if (label && (pitch > EASY_PITCH || line % 2 === 0)) writeText(ctx, String(first), label, y + side / 2 + 0.5, look);
@@ -205,7 +213,8 @@ export const POOL_VIEW = makeView({
       }
     });
     const words = describePool(state, regions.map(({ id }) => id));
-    words.forEach((line, i) => writeText(ctx, line, 4, height - 30 + 16 * i, { color: theme.ink, width: width - 8 }));
+    const top = rows.length * pitch + 16;
+    words.forEach((line, i) => writeText(ctx, line, 4, top + 16 * i, { color: theme.ink, width: width - 8 }));
     return regions;
   },
 });

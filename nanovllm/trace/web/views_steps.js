@@ -20,6 +20,11 @@ export const BUDGET_VIEW = makeView({
   },
 });
 
+/** The flag that holds a step below the token budget of all steps, in parentheses; "" if nothing does. */
+export function lowerLimit(history, record) {
+  return record.tokenBudget < (history.settings.token_budget ?? 0) ? " (--max-step-ms)" : "";
+}
+
 // The current step as a bar, filled in the order in which tokens are packed. Its end is the budget; where little of that is
 // used, the bar is drawn to a smaller scale, is open at its end, and both numbers are named.
 function drawBudgetBar(ctx, scene, width) {
@@ -43,7 +48,8 @@ function drawBudgetBar(ctx, scene, width) {
   ctx.stroke();
   ctx.setLineDash([]);
   const look = { color: theme.muted, size: 11 };
-  const limit = end < budget ? `${inDigits(end)} (budget: ${inDigits(budget)} tokens)` : `budget: ${inDigits(budget)} tokens`;
+  const tokens = `budget: ${inDigits(budget)} tokens${lowerLimit(history, record)}`;
+  const limit = end < budget ? `${inDigits(end)}; ${tokens}` : tokens;
   writeText(ctx, "0", 4, 63, look);
   writeText(ctx, limit, 4 + plot, 63, { ...look, align: "right" });
   const regions = [];

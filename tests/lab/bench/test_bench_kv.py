@@ -153,7 +153,7 @@ def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
         engines.wait(lambda: bool(endless.timeline.arrivals), 60)
         engines.abort([endless])
         assert endless.finished and len(endless.token_ids) < 440
-        with pytest.raises(EngineFailed, match=r"'decode' refuses request .*1 to 499 tokens"):
+        with pytest.raises(EngineFailed, match=r"'decode' rejected request .*1 to 499 tokens"):
             engines.complete(engines.ask("decode", draw(520, 320), 6))
         processes = [engine.process for engine in engines._engines.values()]
     assert all(process.poll() is not None for process in processes)

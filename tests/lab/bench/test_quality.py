@@ -103,7 +103,7 @@ def test_from_the_command_line_to_the_file(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-tp", "2"], "leave -tp, -pp and -dp out"),
+        (["-tp", "2"], "do not set -tp, -pp and -dp"),
         (["--samples", "0"], "--samples: must be 1 or more"),
         (["--quantization", "awq"], "does not fit this checkpoint, which is not quantized"),
         (["--baseline", "/nowhere"], "there is no folder '/nowhere'"),

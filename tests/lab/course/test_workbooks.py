@@ -149,7 +149,7 @@ def test_a_workbook_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     before = file.read_bytes()
     assert main(["--root", str(tmp_path), "workbook", "lecture"]) == 1
-    assert "is there already" in capsys.readouterr().err and file.read_bytes() == before
+    assert "already exists" in capsys.readouterr().err and file.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_workbook_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([POOL.format("pyproject.toml::test_nothing")], "there is no test pyproject.toml::test_nothing"),
         ([POOL.format("pyproject.toml").replace("def free", "def give")], "this cell must define `Pool.free`"),
         ([POOL.format("")], "needs a function and its tests"),
-        ([POOL.format("pyproject.toml").replace('"""Free it."""', "pass")], "no function with a docstring"),
+        ([POOL.format("pyproject.toml").replace('"""Free it."""', "pass")], "not a function with a docstring"),
         ([POOL.format("pyproject.toml") + "\n#| yours Pool.free: x"], "first lines of its cell"),
     ],
 )

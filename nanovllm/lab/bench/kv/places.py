@@ -123,7 +123,7 @@ def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place]:
         not all(map(shutil.which, ("unshare", "ip", "ss")))
         or subprocess.run([*_ALONE, "true"], capture_output=True).returncode
     ):
-        raise Skip("its client listens on all interfaces, and a network of its own cannot be had here")
+        raise Skip("its client listens on all interfaces, and a separate network namespace is not available here")
     master = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
     segment = max(64 << 20, int(gib * GIB))
     extra = {"store": "mooncake", "global_segment_size": segment, "listen_on_all_interfaces": True}

@@ -96,7 +96,7 @@ def time_store(
             forget()
             start = time.perf_counter()
             if not all(store.get(keys[:count], found[:count])):
-                raise RuntimeError("a store lacks an entry that has just been put into it")
+                raise RuntimeError("a store lacks an entry that was just stored")
             times.append(time.perf_counter() - start)
         seconds[count * entry_bytes] = statistics.median(times[1:])
     store.close()

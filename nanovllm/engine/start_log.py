@@ -1,0 +1,51 @@
+"""Lines in the log about an engine that has started: its model, its device, and the size of its KV cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.executor.base import Executor
+from nanovllm.models.config import ModelConfig
+
+logger = logging.getLogger("nanovllm.engine")
+
+
+def log_start(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> None:
+    """Log the engine's model, device and KV cache, if the level of the logger is INFO or lower."""
+    if logger.isEnabledFor(logging.INFO):
+        for line in describe(config, model, executor, num_blocks):
+            logger.info(line)
+
+
+def describe(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> list[str]:
+    """Return the lines about an engine whose settings are complete."""
+    assert config.max_model_len is not None
+    rank: dict[str, str] = executor.collective_rpc("describe")[0]
+    name = f"Engine {config.data_parallel_rank or 0:03d}"
+    ranks = f" on {config.world_size} ranks" if config.world_size > 1 else ""
+    num_tokens = num_blocks * config.block_size
+    size = in_mebibytes(num_blocks * executor.bytes_per_block) + (" per rank" if ranks else "")
+    context = f"context length {config.max_model_len} tokens"
+    if config.max_request_tokens < config.max_model_len:
+        context += f", of which the KV cache has room for {config.max_request_tokens}"
+    return [
+        f"{name}: model {config.served_model_name or config.model} ({model.architecture}), "
+        f"dtype {rank['dtype']}, quantization {quantization_name(model.quantization)}, "
+        f"device {rank['device']}{ranks}, attention backend {rank['attention_backend']}",
+        f"{name}: KV cache of {num_blocks} blocks of {config.block_size} tokens "
+        f"({num_tokens} tokens, {size}, {rank['kv_dtype']}), {context}",
+    ]
+
+
+def quantization_name(quantization: Any) -> str:
+    """Return how the weights are quantized, from a `QuantizationConfig` or None."""
+    if quantization is None:
+        return "none"
+    return str(quantization.method) + (" with a head of 8 bits" if quantization.head else "")
+
+
+def in_mebibytes(num_bytes: int) -> str:
+    """Return a size as text, such as "512.0 MiB" or "1.5 GiB"."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
