@@ -146,7 +146,7 @@ class StructuredOutputsParams:
         self.place = self.place or f"structured_outputs.{self.field}"
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
-                "structured_outputs.whitespace_pattern must be left out where disable_any_whitespace is true"
+                "structured_outputs.whitespace_pattern must not be set where disable_any_whitespace is true"
             )
 
     @classmethod

@@ -249,7 +249,7 @@ class StopChecker:
 
 
 class FormFinder:
-    """Finds out where in a text, which arrives in pieces, a form begins.
+    """Finds the place at which a form begins in output that arrives in pieces.
 
     Args:
         begins: the form's first characters; "": there is no form.

@@ -51,7 +51,7 @@ STEP_LEXER_FUEL = 100_000
 FEWER = "allow fewer alternatives at once, such as optional properties"
 
 
-# What a check has found: a checked grammar, or the place and the reason of a fault.
+# Result of a check: a checked grammar, or the place and the reason of a fault.
 Finding = tuple[Form | None, str, str]
 
 
@@ -148,7 +148,7 @@ def to_lark(grammar: str) -> str:
     """A grammar in Lark; one in EBNF, as in vLLM and llama.cpp, is translated.
 
     Raises:
-        ValueError: it is EBNF that cannot be read; says where.
+        ValueError: it is EBNF that cannot be read; names the place.
     """
     if is_lark_syntax(grammar) or "::=" not in grammar:
         return grammar
@@ -310,14 +310,14 @@ class Examiner:
         return not fault(of_schema({"type": "string", "pattern": pattern}), self.trie)
 
     def _words_of(self, pattern: str) -> list[str] | None:
-        """All texts that match a pattern, if there are at most `MAX_WORDS`; else None."""
+        """Return all strings that match a pattern, if there are at most `MAX_WORDS`; else None."""
         matcher = new_matcher(of_schema({"type": "string", "pattern": pattern}), self.trie)
         found = [] if matcher.is_error() else continuations(matcher, self.trie)
         return None if found is None or matcher.is_error() else sorted(json.loads(text) for text in found)
 
 
 def continuations(matcher: LLMatcher, trie: LLTokenizer, limit: int = MAX_WORDS) -> list[bytes] | None:
-    """All texts with which a matcher's text can end; None if there are more than `limit`, or long ones."""
+    """Return all ways in which a matcher's output can end; None if there are more than `limit`, or long ones."""
     waiting, found, num_seen = [(matcher, b"")], [], 0
     while waiting:
         before, text = waiting.pop()
@@ -327,7 +327,7 @@ def continuations(matcher: LLMatcher, trie: LLTokenizer, limit: int = MAX_WORDS)
         mask = np.frombuffer(before.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: trie.vocab_size]).tolist()
         spelled = {token: trie.decode_bytes([token]) for token in allowed[: 8 * limit] if token not in trie.eos_tokens}
-        # Each text is found by its single bytes, or by what is forced.
+        # Each string is found by its single bytes, or by what is forced.
         steps = {token: part for token, part in spelled.items() if len(part) == 1 or len(spelled) == 1}
         if len(steps) > limit or len(found) > limit or num_seen > 16 * limit or len(text) > 64:
             return None
@@ -408,7 +408,7 @@ class GrammarChecker:
         return form
 
     def prepared_schema(self, schema: dict[str, Any], place: str, lenient: bool = False) -> dict[str, Any]:
-        """A schema as grammars need it; see `schemas`. The arguments and errors are those of `check`."""
+        """Return a schema as grammars need it; see `schemas`. Arguments and errors: as in `check`."""
         form = self.check(StructuredOutputsParams(json=schema, place=place), lenient)
         prepared: dict[str, Any] = json.loads(form.grammar)["grammars"][0]["json_schema"]
         return {key: value for key, value in prepared.items() if key != "x-guidance"}

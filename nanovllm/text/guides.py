@@ -11,11 +11,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm.data.structured_outputs import Form
 
-# Bytes that end parts of JSON soon, the best first: outside of strings, with two orders of the beginnings of values.
+# Bytes that end parts of JSON soon, the best first, where no string is open; with two orders of the beginnings of values.
 SHORT_ENDS = (b'}],:"0123456789tfn-[{', b'}],:0123456789ntf"-[{')
 # Random ways to the end that are tried where no other has been found, for example through a regular expression.
 RANDOM_TRIES = 4
-# Tokens other than the next one on the way to the end that are tried anew, each with a search of its own.
+# Tokens other than the next one on the way to the end that are tried anew, with one search each.
 MAX_SEARCHES = 8
 # Tokens after which a search that found nothing is repeated.
 SEARCH_AGAIN = 16
@@ -42,7 +42,7 @@ class KeyReader:
     Text before, between and after JSON values is skipped, up to the next bracket.
 
     Args:
-        begins: the text after which JSON comes; "": it comes at once.
+        begins: the text after which JSON comes; "": the output begins with it.
     """
 
     def __init__(self, begins: str = "") -> None:
@@ -82,7 +82,7 @@ class KeyReader:
         return any(self._keys)
 
     def read(self, text: bytes) -> bool:
-        """Take the next bytes; False if a key has come twice in its object."""
+        """Take the next bytes; False if an object repeats a key."""
         return all(self._read(byte) for byte in text)
 
     def _read(self, byte: int) -> bool:

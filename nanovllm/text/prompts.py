@@ -78,7 +78,7 @@ def form_settings(
 ) -> dict[str, Any]:
     """Return the sampling parameters that change because the output has a form: none if it has none.
 
-    The grammar is checked and prepared. No stop string and no token of the form's text ends the output; text outside of a form may
+    The grammar is checked and prepared. No stop string and no token of the form's text ends the output; text before a form may
     end with a stop string or a special token.
 
     Args:

@@ -100,8 +100,8 @@ class Preparation:
     Args:
         root: the whole schema. It is not changed.
         knows_pattern: whether the regex engine can parse a pattern.
-        words_of: all texts that match a pattern, if there are at most `MAX_WORDS`; else None.
-        lenient: leave out patterns that the regex engine cannot parse.
+        words_of: all strings that match a pattern, if there are at most `MAX_WORDS`; else None.
+        lenient: ignore patterns that the regex engine cannot parse.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Preparation:
         self._knows_pattern = knows_pattern
         self._words_of = words_of
         self._lenient = lenient
-        # A schema with an identifier of its own begins a document, in which references mean something else.
+        # A schema with an identifier begins a new document, in which references mean something else.
         self._any: Schema | bool = True if has_identifiers(root) else ANY_REFERENCE
         self._definitions: Schema = {}
         self._open_names: dict[str, str] = {}
@@ -256,7 +256,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def close(made: Schema, any_value: Schema | bool) -> None:
-    """Close an object whose properties are named, unless the schema says which others there are.
+    """Close an object whose properties are named, unless the schema describes others.
 
     Args:
         any_value: the schema of a property that is required and has none.

@@ -224,7 +224,7 @@ UNWRITABLE: dict[str, tuple[dict[str, Any], str]] = {
         "response_format.json_schema.schema",
     ),
     "a required name that is forbidden": (
-        {"structured_outputs": {"json": {"properties": {"a": {}}, "required": ["b"], "additionalProperties": False}}},
+        {"structured_outputs": {"json": {**ITSELF, "properties": {"b": {}}}}},
         "structured_outputs.json",
     ),
     "EBNF": ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
