@@ -124,6 +124,7 @@ def choices(folder: pathlib.Path, prompts: list[list[int]], continuations: list[
 @pytest.mark.parametrize(
     "changes", [pytest.param(REDUCED, id="two layers"), pytest.param({}, id="whole", marks=pytest.mark.nightly)]
 )
+@pytest.mark.timeout(3600)  # a whole model takes minutes on a busy machine
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration(tmp_path: pathlib.Path, name: str, changes: dict[str, Any]) -> None:
     """The two models are in memory one after the other: a whole one in float32 takes 5 to 7 GB."""
