@@ -70,6 +70,8 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     for file in (file for file in folder.iterdir() if file.name.endswith(COPIED) and "index" not in file.name):
         shutil.copyfile(file, out / file.name)
+    if (templates := folder / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     origin = {"model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder, "settings": recipe.words()}
     raw = read_json(folder / "config.json") | {"quantization_config": settings_of(recipe), "quantized_from": origin}

@@ -86,7 +86,7 @@ def described(messages: list[Message], body: ChatBody, templates: dict[str, str]
     for function in (tool.function for tool in body.tools or ()):
         fields = {"name": function.name, "description": function.description or ""}
         tools.append({"type": "function", "function": {**fields, "parameters": function.parameters or NO_PARAMETERS}})
-    name = "tool_use" if tools and "tool_use" in templates else "default"
+    name = body.chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
     if ASKS_FOR_FORM in templates.get(name, "") and USES_TOOLS.search(templates[name]):
         return {"messages": messages, "tools": tools or None, "chat_template": name}
     return {"messages": spelled_out(messages, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))}
