@@ -169,7 +169,8 @@ Rope = Annotated[RopeScaling, AfterValidator(_check_rope)]  # type: ignore[valid
 # config.json, of all supported architectures: type and range of each field. Any field may be absent or null.
 CONFIG_FIELDS: dict[Any, str] = {
     str: "hidden_act hidden_activation topk_method scoring_func",
-    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave norm_topk_prob",
+    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave norm_topk_prob "
+    "use_bidirectional_attention",
     list[str]: "architectures layer_types",
     list[int]: "mlp_only_layers",
     dict[str, Any]: "quantization_config",

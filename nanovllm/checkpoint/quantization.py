@@ -93,8 +93,10 @@ def _read_awq(fields: Any) -> QuantizationConfig:
 
 
 def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
-    for name in ("kv_cache_scheme", "transform_config"):
-        _refuse(fields.get(name), name, "remove it, and quantize only the weights")
+    transforms = fields.get("transform_config", {})
+    has_transforms = transforms.get("config_groups", transforms)  # a transform_config may be empty
+    for name, found in (("kv_cache_scheme", fields.get("kv_cache_scheme")), ("transform_config", has_transforms)):
+        _refuse(found, name, "remove it, and quantize only the weights")
     sparsity_config = fields.get("sparsity_config") or {"format": "dense"}
     sparsity = Sparsity.read(sparsity_config, f"{FILE}.sparsity_config")["format"]
     _refuse(sparsity != "dense", f"sparsity_config of format {sparsity!r}", "save the weights in format 'dense'")

@@ -125,6 +125,8 @@ class ModelConfig:
         raw = Fields(traits.get("routing", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
+        if raw.get("use_bidirectional_attention"):
+            raise UnsupportedModelError("use_bidirectional_attention is not supported; supported is causal attention")
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, architecture)
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")

@@ -28,6 +28,7 @@ class Defaults(TypedDict, total=False):
     rope_parameters: dict[str, Any] | None
     tie_word_embeddings: bool
     attention_bias: bool
+    use_bidirectional_attention: bool | None
     mlp_bias: bool
     use_sliding_window: bool
     sliding_window: int | None
@@ -177,6 +178,7 @@ _GEMMA2: Defaults = {
     "layer_types": None,
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
+    "use_bidirectional_attention": None,
 }
 
 _DEEPSEEK_V2: Defaults = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -61,6 +62,28 @@ def test_a_default_is_that_of_transformers(architecture: str, key: str) -> None:
 def test_other_keys_have_no_default(key: str) -> None:
     for config_class in CLASSES.values():
         assert isinstance(getattr(config_class, key, None), (property, type(None)))
+
+
+# Keys of transformers' classes that do not change what a model answers.
+WITHOUT_EFFECT = {
+    *("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "pretraining_tp", "attention_dropout"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "num_mtp_layers"),
+}
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_every_key_of_transformers_that_changes_answers_is_read(architecture: str) -> None:
+    """So a key that a new release adds is either read, or refused, or listed here."""
+    base = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
+    keys = {field.name for field in dataclasses.fields(CLASSES[architecture])} - base
+    assert {"hidden_size", "rms_norm_eps"} < keys
+    assert keys - WITHOUT_EFFECT <= set(KEYS)
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    raw = {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention is not supported"):
+        ModelConfig.from_dict(raw)
 
 
 # ---------------------------------------------------------------- what a configuration means

@@ -443,7 +443,8 @@ def test_a_dense_sparsity_config_means_nothing(
     originals: Any, tmp_path: pathlib.Path, kind: str, sparsity: dict[str, Any] | None
 ) -> None:
     folder, plain = quantize_checkpoint(originals("llama"), tmp_path, kind)
-    settings = FORMATS[kind][4] | {"sparsity_config": sparsity, "transform_config": {}, "kv_cache_scheme": None}
+    nothing = {"transform_config": {"config_groups": {}} if sparsity else {}, "kv_cache_scheme": None}
+    settings = FORMATS[kind][4] | nothing | {"sparsity_config": sparsity}
     (folder / "config.json").write_text(
         json.dumps(json.loads((folder / "config.json").read_text()) | {"quantization_config": settings})
     )
@@ -456,6 +457,21 @@ def test_another_sparsity_config_is_refused(originals: Any, form: str) -> None:
     raw = json.loads((originals("llama") / "config.json").read_text()) | {"quantization_config": settings}
     with pytest.raises(ValueError, match=f"sparsity_config of format '{form}' is not supported; save the weights in"):
         ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+        {"transform_config": {"other": 1}},
+    ],
+    ids=str,
+)
+def test_quantized_caches_and_transforms_are_refused(originals: Any, settings: dict[str, Any]) -> None:
+    raw = json.loads((originals("llama") / "config.json").read_text())
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} is not supported; remove it"):
+        ModelConfig.from_dict(raw | {"quantization_config": FORMATS[W4A16][4] | settings})
 
 
 def test_the_reader_does_not_copy_experts(originals: Any, tmp_path: pathlib.Path) -> None:
