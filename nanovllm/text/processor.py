@@ -17,8 +17,16 @@ from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import GrammarError
-from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
-from nanovllm.text.prompts import EngineLimits, Prompt, check_request, encode_bad_words, logprob_dictionary, read_prompt
+from nanovllm.text.detokenizer import FormFinder, IncrementalDetokenizer, StopChecker
+from nanovllm.text.prompts import (
+    EngineLimits,
+    Prompt,
+    check_request,
+    encode_bad_words,
+    form_settings,
+    logprob_dictionary,
+    read_prompt,
+)
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -61,7 +69,8 @@ class InputProcessor:
                 would ignore, or a grammar that cannot be followed (`GrammarError`); the message names the limit or the place.
         """
         text, token_ids, fields = read_prompt(prompt, self.tokenizer)
-        check_request(token_ids, params, priority, self.limits, self.grammars)
+        check_request(token_ids, params, priority, self.limits)
+        params = params.clone(**form_settings(params, self.limits, self.grammars, self.tokenizer.all_special_ids))
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
@@ -94,6 +103,9 @@ class CompletionState:
         continued = prompt_token_ids if params.structured_outputs is None else ()
         self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
+        # Only text before a form can end with a stop string.
+        wanted = params.structured_outputs
+        self._form = FormFinder(wanted.free_text_before if wanted else "")
         self.num_tokens = self.engine = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
         self.finished = False
@@ -131,6 +143,7 @@ class CompletionState:
         if output.finish_reason is not None:
             text += self.detokenizer.flush()
         check = self.num_tokens > self.params.min_tokens or self.params.min_tokens == 0
+        check = check and not self._form.has_begun(text)
         delta.text, matched = self.stop_checker.append(text, check=check)
         if matched is not None:
             delta.finish_reason, delta.stop_reason = "stop", matched

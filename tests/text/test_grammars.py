@@ -182,9 +182,8 @@ def test_white_space_is_possible_and_bounded(trie: LLTokenizer) -> None:
     """Else a model could write line breaks up to its last token."""
     value = {"a": [1, {"b": {"c": [True, "  "]}}], "d": {}}
     grammar = of_schema({"type": "object"})
-    for indent in (None, 0, 1, 2, 4):
-        assert accepts(grammar, trie, json.dumps(value, indent=indent))
-    for endless in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n' + " " * 41 + "1}"):
+    assert accepts(grammar, trie, json.dumps(value)) and accepts(grammar, trie, json.dumps(value, indent=0))
+    for endless in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n 1}', '{"a":\t1}'):
         assert not accepts(grammar, trie, endless)
 
 
