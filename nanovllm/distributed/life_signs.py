@@ -7,7 +7,7 @@ hang: its thread is in the middle of a step, waits for no other process, and use
 A rank that loops for ever is found by the other ranks, whose collectives wait for it in vain. The parent, which hears all ranks,
 finds those that wait for one another in collectives: see `standstill`.
 
-On a busy machine a process may get no processor for seconds. The time for which it waits for one does not count: see `starvation`.
+Under load a process may get no processor for seconds. The time for which it waits for one does not count: see `starvation`.
 """
 
 from __future__ import annotations

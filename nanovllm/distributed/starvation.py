@@ -22,7 +22,7 @@ LONG_SLICE_SECONDS = 0.0005
 
 
 class ThreadTimes(NamedTuple):
-    """What the kernel has counted for a thread since it began.
+    """Scheduling statistics of a thread since it began.
 
     Attributes:
         used: seconds on a processor.
