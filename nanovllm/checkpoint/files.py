@@ -140,14 +140,17 @@ RopeScaling = described(
         str: "type rope_type",
         Theta: "rope_theta",
         Factor: "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor",
-        Number: "mscale mscale_all_dim",
+        Number: "mscale mscale_all_dim partial_rotary_factor",
         Annotated[int, between(1, 2**24)]: "original_max_position_embeddings",
+        bool: "truncate",
+        # Parameters per layer type, which are not supported.
+        dict[str, Any]: "full_attention sliding_attention",
     },
 )
 NEEDED_BY_ROPE_TYPE = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 
 
@@ -166,7 +169,8 @@ Rope = Annotated[RopeScaling, AfterValidator(_check_rope)]  # type: ignore[valid
 # config.json, of all supported architectures: type and range of each field. Any field may be absent or null.
 CONFIG_FIELDS: dict[Any, str] = {
     str: "hidden_act hidden_activation topk_method scoring_func",
-    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave norm_topk_prob",
+    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave norm_topk_prob "
+    "use_bidirectional_attention",
     list[str]: "architectures layer_types",
     list[int]: "mlp_only_layers",
     dict[str, Any]: "quantization_config",
@@ -176,9 +180,9 @@ CONFIG_FIELDS: dict[Any, str] = {
     Size: "hidden_size intermediate_size kv_lora_rank qk_nope_head_dim v_head_dim num_experts_per_tok "
     "moe_intermediate_size decoder_sparse_step moe_layer_freq",
     Number: "routed_scaling_factor",
-    Factor: "query_pre_attn_scalar",
+    Factor: "query_pre_attn_scalar partial_rotary_factor",
     Theta: "rope_theta",
-    Annotated[int, between(1, 2**24)]: "vocab_size max_position_embeddings",
+    Annotated[int, between(1, 2**24)]: "vocab_size max_position_embeddings original_max_position_embeddings",
     Annotated[int, between(1, 1000)]: "num_hidden_layers",
     Annotated[int, between(1, 4096)]: "num_attention_heads num_key_value_heads",
     Annotated[int, between(2, 65536)]: "head_dim qk_rope_head_dim",

@@ -6,8 +6,16 @@ from pathlib import Path
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.parts import load
 
-# Weights that the loader cannot read: Mistral's own layout, and fine-tuned adapters.
-_IGNORED_FILES = ["*/*", "consolidated*.safetensors", "adapter_model.safetensors"]
+# Weights that the loader cannot read: Mistral's own layout, and fine-tuned adapters; and folders with other formats. Only
+# templates are read from a folder: additional_chat_templates.
+_IGNORED_FILES = [
+    "*/*.safetensors",
+    "*/*.json",
+    "*/*.txt",
+    "*/tokenizer.model",
+    "consolidated*.safetensors",
+    "adapter_model.safetensors",
+]
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 
 

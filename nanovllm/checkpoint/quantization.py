@@ -27,6 +27,7 @@ Settings = described(
         dict[str, Any]: "kv_cache_scheme sparsity_config transform_config",
     },
 )
+Sparsity = described("Sparsity", {str: "format"})
 Group = described("Group", {str: "format", dict[str, Any]: "weights input_activations output_activations"})
 Scheme = described(
     "Scheme", {int: "num_bits group_size", str: "type strategy", bool: "symmetric", Any: "actorder dynamic"}
@@ -92,8 +93,13 @@ def _read_awq(fields: Any) -> QuantizationConfig:
 
 
 def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
-    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        _refuse(fields.get(name), name, "remove it, and quantize only the weights")
+    transforms = fields.get("transform_config", {})
+    has_transforms = transforms.get("config_groups", transforms)  # a transform_config may be empty
+    for name, found in (("kv_cache_scheme", fields.get("kv_cache_scheme")), ("transform_config", has_transforms)):
+        _refuse(found, name, "remove it, and quantize only the weights")
+    sparsity_config = fields.get("sparsity_config") or {"format": "dense"}
+    sparsity = Sparsity.read(sparsity_config, f"{FILE}.sparsity_config")["format"]
+    _refuse(sparsity != "dense", f"sparsity_config of format {sparsity!r}", "save the weights in format 'dense'")
     groups = [Group.read(entry, FILE) for entry in fields["config_groups"].values()]
     found = {_check_group(group, fields.get("format", "")) for group in groups}
     whole, words = {each[1:] for each in found if not each[0]}, {each[2] for each in found if each[:2] == (True, 4)}

@@ -41,6 +41,7 @@ class ChatFlags(Flags):
         url: use the server at this URL instead of starting an engine
         api_key: key for that server (with --url; default: NANOVLLM_API_KEY or VLLM_API_KEY)
         system_prompt: system message at the beginning of the chat
+        chat_template: name of one of the model's chat templates (default: default)
         temperature: sampling temperature; 0 always takes the most likely token (default: the model's)
         max_tokens: maximum number of tokens per answer (default: up to the context length)
     """
@@ -48,6 +49,7 @@ class ChatFlags(Flags):
     url: str | None = None
     api_key: str | None = None
     system_prompt: str | None = None
+    chat_template: str | None = None
     temperature: Amount | None = None
     max_tokens: Positive | None = None
 
@@ -59,10 +61,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 
+def check_template(engine: AsyncEngine, name: str | None) -> None:
+    """Check that the model has a chat template of this name.
+
+    Raises:
+        UsageError: it has not; lists the names.
+    """
+    known = engine.tokenizer.chat_templates
+    if name is not None and name not in known:
+        names = ", ".join(sorted(known)) or "none at all"
+        raise UsageError(f"--chat-template must name a template of the model, got {name!r}; it has {names}")
+
+
 async def engine_answer(engine: AsyncEngine, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
     """Answer with an engine of this process."""
-    params = SamplingParams(**engine.limits.generation_defaults | {"max_tokens": None} | options)
-    text = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    fields = dict(options)
+    template = fields.pop("chat_template", None)
+    params = SamplingParams(**engine.limits.generation_defaults | {"max_tokens": None} | fields)
+    text = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, chat_template=template)
     prompt = {"prompt_token_ids": engine.tokenizer.encode(text, add_special_tokens=False)}
     async for output in engine.generate(prompt, params, f"chat-{len(chat)}"):
         yield output.outputs[0].text
@@ -130,7 +146,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if url is not None and not re.fullmatch(URL, url):
         raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
-    options = {name: getattr(flags, name) for name in ("temperature", "max_tokens") if getattr(flags, name) is not None}
+    names = ("temperature", "max_tokens", "chat_template")
+    options = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     start = [{"role": "system", "content": prompt}] if prompt else []
     # The event loop runs only during an answer: Ctrl-C then cancels this answer, and nothing else.
     with asyncio.Runner() as runner:
@@ -144,6 +161,7 @@ def run(arguments: argparse.Namespace) -> None:
             return converse(runner, partial(server_answer, client, options), start)
         engine = runner.run(load("nanovllm.engine.async_engine:AsyncEngine", "chat").start(config))
         try:
+            check_template(engine, flags.chat_template)
             converse(runner, partial(engine_answer, engine, options), start)
         finally:
             runner.run(engine.shutdown())

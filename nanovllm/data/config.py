@@ -13,6 +13,7 @@ from nanovllm.data.checks import Amount, Count, Positive, check_fields
 from nanovllm.data.flags import Flags, Tokens
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.structured_outputs import StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from nanovllm.data.kv_transfer_config import KVTransferConfig
@@ -68,6 +69,8 @@ class EngineConfig(Flags):
             layers in one call (CPU)
         speculative_config: speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3,
             "prompt_lookup_max": 5}; other methods are draft_model, eagle and eagle3, with "model"
+        structured_outputs_config: structured outputs, as JSON: {"disable_any_whitespace": false}; true: JSON without
+            white space between its parts
         tensor_parallel_size: number of ranks that share each layer's weights
         pipeline_parallel_size: number of stages that share the layers
         data_parallel_size: number of engines that share the requests, each with its own scheduler and memory
@@ -129,6 +132,7 @@ class EngineConfig(Flags):
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     speculative_config: str | None = None
+    structured_outputs_config: str | None = None
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1
     data_parallel_size: Positive = 1
@@ -166,6 +170,7 @@ class EngineConfig(Flags):
         self.kv_transfer: KVTransferConfig | None = None
         if {self.kv_role, self.kv_connector} - {None, "none"} or self.kv_transfer_config or self.kv_offloading_size:
             self.kv_transfer = load("nanovllm.data.kv_transfer_config:KVTransferConfig.of", "KV transfer")(self)
+        self.structured_outputs = StructuredOutputsConfig.of(self.structured_outputs_config)
         self.speculative: SpeculativeConfig | None = None
         if self.speculative_config:
             self.speculative = load("nanovllm.data.speculative_config:SpeculativeConfig.of", "speculative_config")(self)

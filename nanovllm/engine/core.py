@@ -122,7 +122,14 @@ class EngineCore:
         assert config.max_model_len is not None
         peers = [self.connector.information] if config.kv_transfer is not None else []
         sizes = config.max_model_len, config.max_request_tokens, model.vocab_size
-        return EngineLimits(*sizes, model.eos_token_ids, model.generation_defaults, peers, config.scheduling_policy)
+        return EngineLimits(
+            *sizes,
+            model.eos_token_ids,
+            model.generation_defaults,
+            peers,
+            config.scheduling_policy,
+            config.structured_outputs.disable_any_whitespace,
+        )
 
     @property
     def stats(self) -> EngineStats:

@@ -9,6 +9,7 @@ import xxhash
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.checkpoint.weights import weight_files
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_tp_group
@@ -95,8 +96,7 @@ def weights_digest(folder: pathlib.Path) -> str:
     xxHash is not cryptographic, but as fast as memory.
     """
     digest = xxhash.xxh3_128()
-    weights = [path for kind in ("*.safetensors", "*.gguf") for path in sorted(folder.glob(kind))]
-    for path in [folder / "config.json", *weights]:
+    for path in [folder / "config.json", *weight_files(folder), *sorted(folder.glob("*.gguf"))]:
         if path.exists():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:

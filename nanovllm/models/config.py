@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint import files
-from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json  # noqa: F401
+from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.models.defaults import DEFAULTS, with_defaults
 
 if TYPE_CHECKING:
     from nanovllm.checkpoint.quantization import QuantizationConfig
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Architecture in config.json -> how it differs from Llama. "defaults" are keys that the file may leave out, and "routing" keys
-# that may be null, too; "class" is the model's class, and "moe" a reader of its experts: parts of the package that are loaded
-# when a checkpoint needs them.
+# Architecture in config.json -> how it differs from Llama. "routing" are values of keys that may be absent or null; "class" is
+# the model's class, and "moe" a reader of its experts: parts of the package that are loaded when a checkpoint needs them.
+# defaults.py has the defaults of missing keys.
 _DEEPSEEK: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
@@ -31,23 +32,19 @@ _V3_ROUTING = dict(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_pro
 _MIXTRAL: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.moe:MoEForCausalLM",
-    "sliding_window": True,
 }
 QUANTIZATION = "nanovllm.checkpoint.quantization:QuantizationConfig"
-_GEMMA2 = dict(head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, tie_word_embeddings=True)
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": True},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
-    "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
     "MixtralForCausalLM": _MIXTRAL | {"routing": {"norm_topk_prob": True}},
     "Qwen3MoeForCausalLM": _MIXTRAL | {"qk_norm": True},
     "Gemma2ForCausalLM": {
         "class": "nanovllm.models.gemma2:Gemma2ForCausalLM",
-        "sliding_window": True,
         "alternating": True,
         "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-        "defaults": _GEMMA2 | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     },
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK | {"routing": _V3_ROUTING},
@@ -124,12 +121,14 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         files.check_supported("architecture", architecture, SUPPORTED_ARCHITECTURES)
         traits = SUPPORTED_ARCHITECTURES[architecture]
-        raw = Fields(traits.get("defaults", {}) | raw, "config.json")
+        raw = Fields(with_defaults(raw, architecture), "config.json")
         raw = Fields(traits.get("routing", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
+        if raw.get("use_bidirectional_attention"):
+            raise UnsupportedModelError("use_bidirectional_attention is not supported; supported is causal attention")
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-        theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
+        theta, scaling = _rotary(raw, architecture)
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
         for fields in (raw, generation):
             files.check_token_ids(fields, raw["vocab_size"], fields.file)
@@ -150,7 +149,7 @@ class ModelConfig:
             qkv_bias=traits.get("qkv_bias", attention_bias),
             output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
             qk_norm=traits.get("qk_norm", False),
-            layer_windows=_windows(raw, num_layers, traits),
+            layer_windows=_windows(raw, architecture),
             attention_scale=raw["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
             attention_soft_cap=raw.get("attn_logit_softcapping", 0.0),
             logit_soft_cap=raw.get("final_logit_softcapping", 0.0),
@@ -188,27 +187,44 @@ class ModelConfig:
         return self.kv_lora_rank + self.head_dim
 
 
-def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
-    """(theta, scaling parameters); transformers 5 keeps both in `rope_parameters`, 4 in two keys."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any]]:
+    """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and transformers 4 into `rope_theta`
+    and `rope_scaling`. If a file has both, `rope_scaling` replaces all of `rope_parameters`, theta included, as in transformers."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
-    theta = scaling.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
-    files.check_supported("rope_scaling of type", scaling["rope_type"], supported)
+    per_layer_type = [name for name, value in scaling.items() if isinstance(value, dict)]
+    if per_layer_type:
+        what = f"rotary parameters per layer type ({', '.join(per_layer_type)}) are"
+        raise UnsupportedModelError(f"{what} not supported; supported is one set of parameters for all layers")
+    if scaling.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModelError("partial_rotary_factor is not supported; supported is 1, all channels of a head")
+    if not scaling.pop("truncate", True):
+        raise UnsupportedModelError("truncate: false in rope_scaling is not supported; supported is true, the default")
+    theta = scaling.pop("rope_theta", raw.get("rope_theta", DEFAULTS[architecture]["rope_theta"]))
+    kind = scaling.pop("type", "default")
+    kind = scaling.setdefault("rope_type", kind)
+    supported = SUPPORTED_ARCHITECTURES[architecture].get("rope_types", ("default", "linear", "llama3"))
+    files.check_supported("rope_scaling of type", kind, supported)
+    if kind in ("llama3", "yarn"):
+        original = raw.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
+        scaling["original_max_position_embeddings"] = original or raw["max_position_embeddings"]
     return float(theta), scaling
 
 
-def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> list[int]:
+def _windows(raw: dict[str, Any], architecture: str) -> list[int]:
     """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer from the first, and Qwen
-    for those that `layer_types` or `max_window_layers` names."""
-    has_window = traits.get("sliding_window") and raw.get("use_sliding_window", True)
+    for those that `layer_types` or `max_window_layers` names, if `use_sliding_window` is true."""
+    keys, num_layers = DEFAULTS[architecture], raw["num_hidden_layers"]
+    has_window = "sliding_window" in keys and ("use_sliding_window" not in keys or raw.get("use_sliding_window"))
     window = raw.get("sliding_window", 0) if has_window else 0
     kinds = raw.get("layer_types")
     if kinds is not None:
+        for kind in kinds:
+            files.check_supported("a layer of type", kind, ("full_attention", "sliding_attention"))
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
-    if traits.get("alternating"):
+    if SUPPORTED_ARCHITECTURES[architecture].get("alternating"):
         return [0 if layer % 2 else window for layer in range(num_layers)]
-    first = raw.get("max_window_layers", 0) if "use_sliding_window" in raw else 0
+    first = raw.get("max_window_layers", 0) if "max_window_layers" in keys else 0
     return [window if layer >= first else 0 for layer in range(num_layers)]
 
 

@@ -26,12 +26,13 @@ from nanovllm.checkpoint.files import (
     described,
     read_json,
 )
+from nanovllm.checkpoint.weights import weight_files
 from nanovllm.data.parts import load
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
 from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
-from nanovllm.models.loader import CheckpointError, checkpoint_files, load_weights
+from nanovllm.models.loader import CheckpointError, load_weights
 from nanovllm.ops.device import weight_memory
 
 # What config.json calls a head with the layer of this architecture. Some files name the target's architecture.
@@ -298,7 +299,7 @@ def load_draft_model(
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors of a head, under EAGLE-3's own names."""
     raw, found = read_json(path / "config.json"), dict[str, Tensor]()
-    for file in [path] if path.is_file() else checkpoint_files(path):
+    for file in [path] if path.is_file() else weight_files(path):
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 if path.is_file():

@@ -6,58 +6,67 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import hashlib
+import logging
 import pathlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanovllm.checkpoint.files import shard_names
 from nanovllm.checkpoint.headers import check_memory
+from nanovllm.checkpoint.weights import has_own_head, standard_tensors, weight_files, with_embedding
 from nanovllm.data.parts import load
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.ops.device import weight_memory
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
     """A checkpoint that lacks files or tensors, or has tensors of the wrong shape."""
 
 
-def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a checkpoint, by its index if it is sharded.
-
-    Raises:
-        CheckpointError: there are none, or a shard is missing.
-        ModelFileError: the index is damaged.
-    """
-    index = folder / "model.safetensors.index.json"
-    files = [folder / name for name in shard_names(index)] if index.exists() else sorted(folder.glob("*.safetensors"))
-    if not files and not index.exists():
-        raise CheckpointError(f"{folder} has no *.safetensors file; convert the checkpoint to safetensors first")
-    if missing := [file.name for file in files if not file.exists()]:
-        raise CheckpointError(f"{index}: the folder lacks {', '.join(missing)}; download the model again")
-    return files
-
-
 def checkpoint_tensors(folder: pathlib.Path, only_shapes: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied. With `only_shapes`, yield meta
-    tensors, by the files' headers.
+    tensors, by the files' headers. The names are standard ones, see `standard_tensors`.
 
     Raises:
-        CheckpointError: a file is damaged; see also `checkpoint_files`.
+        CheckpointError: a file is damaged.
+        ModelFileError: see `weight_files`.
     """
-    for file in checkpoint_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (a safe_open handle is not a dictionary)
                     if only_shapes:
-                        yield name, torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+                        tensor = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
                     else:
-                        yield name, tensors.get_tensor(name)
+                        tensor = tensors.get_tensor(name)
+                    yield from standard_tensors(name, tensor)
         except SafetensorError as error:
             raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+
+
+def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
+    """Return the configuration, without `tie_word_embeddings` if the folder contains an output head that differs from the
+    embedding: as in transformers, this head is used."""
+    if not config.tie_word_embeddings or not has_own_head(checkpoint_tensors(folder)):
+        return config
+    logger.warning(
+        "tie_word_embeddings is true, but the output head in %s differs from the embedding, and is used", folder
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def stored_tensors(
+    config: ModelConfig, folder: pathlib.Path, only_shapes: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as `checkpoint_tensors` does. If embedding and output head are one matrix, the file may contain either."""
+    tensors = checkpoint_tensors(folder, only_shapes)
+    return with_embedding(tensors) if config.tie_word_embeddings else tensors
 
 
 def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -117,16 +126,19 @@ def load_model(
         max_positions: length of the longest sequence; default: the model's own maximum.
 
     Raises:
-        CheckpointError: see `load_weights` and `checkpoint_files`.
+        CheckpointError: see `load_weights` and `checkpoint_tensors`.
     """
+    folder, dummy = pathlib.Path(folder), load_format == "dummy"
+    if not dummy:
+        config = stored_config(config, folder)
     model = build_model(config)
     if config.quantization is not None:  # lecture 41
         quantize = load("nanovllm.layers.quantization:quantize_layers", "quantization")
-        quantize(model, config.quantization, checkpoint_tensors(pathlib.Path(folder), only_shapes=True))
-    dummy, positions = load_format == "dummy", max_positions or config.max_position_embeddings
+        quantize(model, config.quantization, stored_tensors(config, folder, only_shapes=True))
+    positions = max_positions or config.max_position_embeddings
     if not dummy:
         # A mismatch raises an error before memory is allocated.
-        load_weights(model, checkpoint_tensors(pathlib.Path(folder), only_shapes=True))
+        load_weights(model, stored_tensors(config, folder, only_shapes=True))
     check_memory(model, dtype, device, positions * config.head_dim)
     # A layer may keep the dtype of a parameter. As `to_empty`, but without the half second that torch needs for its imports there.
     take = weight_memory(device)
@@ -135,5 +147,5 @@ def load_model(
     # Always float32: in bfloat16, large neighbouring positions would share an angle.
     table = model.rotary_table(config, positions)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
-    load_weights(model, dummy_tensors(model, seed) if dummy else checkpoint_tensors(pathlib.Path(folder)))
+    load_weights(model, dummy_tensors(model, seed) if dummy else stored_tensors(config, folder))
     return model.eval()

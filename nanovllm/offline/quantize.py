@@ -21,7 +21,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.layers.basic import Layer, Linear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.loader import build_model, checkpoint_tensors, load_model
+from nanovllm.models.loader import build_model, load_model, stored_config, stored_tensors
 from nanovllm.offline.algorithms import Format, Quantized, awq_factors, clip_outliers, gptq, hessian_of, rtn
 from nanovllm.offline.command import Recipe
 from nanovllm.offline.text import samples
@@ -47,10 +47,10 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
     folder, out = resolve_model(name_or_folder).resolve(), Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"'{out}' exists and is not an empty folder: name a new one")
-    config = ModelConfig.from_pretrained(folder)
+    config = stored_config(ModelConfig.from_pretrained(folder), folder)
     model = build_model(config)
     names = matrices_of(model, recipe)
-    source = {name: (old, t) for old, t in checkpoint_tensors(folder) if (name := model.checkpoint_name(old))}
+    source = {name: (old, t) for old, t in stored_tensors(config, folder) if (name := model.checkpoint_name(old))}
     dtype = source[min(names)][1].dtype
     form = W8 if recipe.scheme == "w8a8" else Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
     calibrator = Calibrator(model, recipe.method, form)
@@ -70,6 +70,8 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     for file in (file for file in folder.iterdir() if file.name.endswith(COPIED) and "index" not in file.name):
         shutil.copyfile(file, out / file.name)
+    if (templates := folder / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     origin = {"model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder, "settings": recipe.words()}
     raw = read_json(folder / "config.json") | {"quantization_config": settings_of(recipe), "quantized_from": origin}

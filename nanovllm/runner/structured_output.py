@@ -16,22 +16,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from torch import Tensor
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.structured_outputs import Form
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.device_copies import pick, upload
 from nanovllm.runner.sampling import SamplingRow, bad_word_ends
-from nanovllm.text.grammars import describe, new_matcher, to_grammar, token_trie
+from nanovllm.text.grammars import describe, form_of, new_matcher, token_trie
+from nanovllm.text.guides import Guide, TokenTable
 from nanovllm.text.tokenizer import Tokenizer
 
 # llguidance follows references from rule to rule by recursion, and a grammar may be a long chain of them.
 STACK_BYTES = 256 << 20
 MAX_COMPILED = 16
+# How many of the likeliest tokens may come where the end has to be kept in sight.
+MAX_CANDIDATES = 32
 
-Matchers = dict[str, tuple[LLMatcher, int]]  # request id → matcher, and how many output tokens it has consumed
+Matchers = dict[str, tuple[Guide, int]]  # request id → matcher, and how many output tokens it has consumed
 
 
 class StructuredOutputManager:
@@ -57,8 +61,13 @@ class StructuredOutputManager:
         tokenizer = Tokenizer.from_pretrained(self.folder if name is None else resolve_model(name))
         return token_trie(tokenizer, model.vocab_size, model.eos_token_ids)
 
-    def _compile_anew(self, grammar: str) -> LLMatcher:
-        return new_matcher(grammar, self.trie)
+    @functools.cached_property
+    def table(self) -> TokenTable:
+        """How its tokens are spelled."""
+        return TokenTable(self.trie)
+
+    def _compile_anew(self, form: Form) -> Guide:
+        return Guide(new_matcher(form.grammar, self.trie), self.table, form)
 
     def start(self, rows: dict[str, SamplingRow], matchers: Matchers) -> Callable[[Tensor], dict[str, str]]:
         """Start to compute masks, in a thread.
@@ -81,7 +90,11 @@ class StructuredOutputManager:
             bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
             forbidden = (packed.unsqueeze(2) >> bits & 1).flatten(1)[:, : logits.shape[1]] == 0
             part = pick(logits, places)
+            guides = [matchers[request_id][0] for request_id in asking]
+            before = {i: part[i].clone() for i, guide in enumerate(guides) if guide.is_tight}
             part.masked_fill_(forbidden, float("-inf"))
+            for i, original in before.items():
+                keep_end_in_sight(part[i], original, guides[i])
             if part is not logits:
                 logits.index_copy_(0, upload(places, torch.int64, logits.device), part)
             return errors
@@ -91,9 +104,10 @@ class StructuredOutputManager:
     def _masks(self, rows: dict[str, SamplingRow], matchers: Matchers) -> tuple[np.ndarray, dict[str, str]]:
         """Compute the masks of requests with a grammar.
 
-        A request without a matcher gets a copy (`deep_copy`) of the compiled one (`_compile`, of `to_grammar` of its
+        A request without a matcher gets a copy (`deep_copy`) of the compiled one (`_compile`, of `form_of` its
         `structured_outputs`), which has consumed no token. Each matcher consumes the output tokens that it has not consumed yet:
-        none twice, although a preempted request is computed again. `matchers` notes how many it has consumed now.
+        none twice, although a preempted request is computed again. `matchers` notes how many it has consumed now. Then it looks ahead
+        (`look_ahead`), with the number of tokens that are left of `max_tokens`.
 
         Returns:
             A bit per token, `[num_rows, bytes]` uint8, passed through `_without_stops`: the first bytes that `compute_bitmask`
@@ -106,11 +120,13 @@ class StructuredOutputManager:
         for i, (request_id, row) in enumerate(rows.items()):
             assert row.params.structured_outputs is not None
             if request_id not in matchers:
-                matchers[request_id] = self._compile(to_grammar(row.params.structured_outputs)).deep_copy(), 0
+                matchers[request_id] = self._compile(form_of(row.params.structured_outputs)).deep_copy(), 0
             matcher, known = matchers[request_id]
             matcher.consume_tokens([int(token) for token in row.token_ids[row.num_prompt_tokens + known :]])
             allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: masks.shape[1]]
             matchers[request_id] = matcher, row.num_output_tokens
+            limit = row.params.max_tokens
+            matcher.look_ahead(None if limit is None else limit - row.num_output_tokens)
             if row.params.bad_words_token_ids:
                 allowed = self._without_bad_words(allowed, row)
             if matcher.is_error():
@@ -148,3 +164,20 @@ class StructuredOutputManager:
             if 0 <= token < self.trie.vocab_size:
                 rest[token >> 3] &= ~(1 << (token & 7)) & 255
         return rest if rest.any() else allowed
+
+
+def keep_end_in_sight(logits: Tensor, original: Tensor, guide: Guide) -> None:
+    """Forbid tokens after which the output could not be completed within the request's `max_tokens`.
+
+    Args:
+        logits: of one request, masked, `[vocab_size]`. Changed in place.
+        original: the same before the mask. The mask may forbid the next token of the short way to the end, for another spelling.
+    """
+    values, likely = logits.topk(min(MAX_CANDIDATES, len(logits)))
+    candidates = [token for token, value in zip(likely.tolist(), values.tolist(), strict=True) if value > float("-inf")]
+    first, *others = guide.fitting(candidates)
+    kept = [token for token in candidates if token in {first, *others}] or [first]
+    chosen = torch.tensor(kept, device=logits.device)
+    values = original[chosen]
+    logits.fill_(float("-inf"))
+    logits[chosen] = values

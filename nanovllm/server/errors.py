@@ -16,6 +16,7 @@ from starlette.responses import Response
 from nanovllm.data.outputs import RequestFailedError
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.engine.request_stream import EngineDeadError, RequestRefusedError
+from nanovllm.text.chat_template import HelperProcessError
 from nanovllm.text.long_texts import TooManyTokensError
 
 logger = logging.getLogger("nanovllm.server")
@@ -60,7 +61,7 @@ class APIError(HTTPException):
 
 # Status and code of the engine's errors.
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str | None]] = {
-    EngineDeadError: (503, "engine_dead"), RequestFailedError: (500, None), RequestRefusedError: (400, None), GrammarError: (400, None),
+    EngineDeadError: (503, "engine_dead"), HelperProcessError: (503, None), RequestFailedError: (500, None), RequestRefusedError: (400, None), GrammarError: (400, None),
 }  # fmt: skip
 
 

@@ -171,9 +171,14 @@ class Endpoint:
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself."""
         arguments = body.template_arguments()
+        templates = self.engine.tokenizer.chat_templates
+        if body.chat_template is not None and body.chat_template not in templates:
+            names = ", ".join(sorted(templates)) or "it has none"
+            message = f"chat_template is not supported unless it names one of the model's templates: {names}"
+            raise APIError(400, message, "chat_template")
         if body.mentions_tools:
             described = load("nanovllm.server.tools:described", "tools")
-            arguments |= described(arguments["messages"], body, self.engine.tokenizer.chat_templates)
+            arguments |= described(arguments["messages"], body, templates)
         return await self.engine.encode(await render_chat(self.engine, arguments), add_special_tokens)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:

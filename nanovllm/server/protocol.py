@@ -258,6 +258,7 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is true")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, such as enable_thinking")
+    chat_template: str | None = Field(None, description="name of one of the model's chat templates")
     tools: Annotated[list[Tool], AT_FIRST_ERROR] | None = Field(None, max_length=128)
 
     @property
@@ -287,6 +288,7 @@ class ChatBody(Body):
             "messages": [message.plain() for message in self.messages],
             "add_generation_prompt": not continued if prompted is None else prompted,
             "continue_final_message": continued,
+            "chat_template": self.chat_template,
         }
 
 

@@ -18,16 +18,20 @@ import itertools
 import json
 import re
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsParams
+from nanovllm.data.structured_outputs import StructuredOutputsParams
 from nanovllm.server.errors import APIError
 from nanovllm.server.protocol import ChatBody, ChatCompletionRequest, FunctionDefinition, Tool
 from nanovllm.server.responses import AssistantMessage, Delta, FunctionCall, ToolCall
 from nanovllm.text.processor import InputProcessor
+from nanovllm.text.schemas import SPELLING
+
+if TYPE_CHECKING:
+    from nanovllm.text.grammars import GrammarChecker
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 BEFORE_NAME, BEFORE_ARGUMENTS = '\n{"name": "', '", "arguments": '
@@ -46,12 +50,7 @@ DESCRIPTION = (
 )
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 # The separators that models were trained on. Any whitespace elsewhere could go on for ever.
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# With one of these, a schema's own `properties` are not all that it describes.
-OPEN_ENDED = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"}
-OPEN_ENDED |= {"if", "dependentRequired", "dependentSchemas"}
-# Parts of regular expressions that grammars do not know: a look around, a back reference, the boundary of a word, the end of a text.
-UNKNOWN_IN_PATTERNS = re.compile(r"\(\?<?[=!]|\\[1-9bBZ]")
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **SPELLING}
 
 Message = dict[str, Any]
 
@@ -87,7 +86,7 @@ def described(messages: list[Message], body: ChatBody, templates: dict[str, str]
     for function in (tool.function for tool in body.tools or ()):
         fields = {"name": function.name, "description": function.description or ""}
         tools.append({"type": "function", "function": {**fields, "parameters": function.parameters or NO_PARAMETERS}})
-    name = "tool_use" if tools and "tool_use" in templates else "default"
+    name = body.chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
     if ASKS_FOR_FORM in templates.get(name, "") and USES_TOOLS.search(templates[name]):
         return {"messages": messages, "tools": tools or None, "chat_template": name}
     return {"messages": spelled_out(messages, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))}
@@ -147,52 +146,39 @@ def constrained(params: SamplingParams, body: ChatCompletionRequest, processor: 
         if others.field not in ("json", "json_object"):
             message = "tools require tool_choice 'none' or 'required' if the output must have a format other than JSON"
             raise APIError(400, message, "tools")
-        processor.grammars().check(others)
         answer = json.loads(others.json) if isinstance(others.json, str) else others.json
         answer = {"type": "object"} if answer is None else answer
+        answer = processor.grammars().prepared_schema(answer, others.place)
     functions = {f"tools[{i}].function.parameters": tool.function for i, tool in tools}
-    schemas = {place: schema_of(function, place) for place, function in functions.items()}
+    schemas = {place: schema_of(function, place, processor.grammars()) for place, function in functions.items()}
     calls = [function_call(function, schemas[place]) for place, function in functions.items()]
     several = body.parallel_tool_calls is not False and not isinstance(choice, Tool)
     tokenizer, size = processor.tokenizer, processor.limits.vocab_size
     special = {tokenizer.decode_token(token): token for token in tokenizer.all_special_ids if token < size}
     grammar = StructuredOutputsParams(grammar=call_grammar(calls, choice, several, answer, special), place="tools")
-    try:
-        processor.grammars().check(grammar)
-    except GrammarError:
-        for place, function in functions.items():  # one of them is to blame, or they are too long together
-            arguments = StructuredOutputsParams(json=schemas[place], place=place)
-            processor.grammars().check(arguments, lenient=not function.strict)
-        raise
+    if choice in ("none", "auto") and answer is None:
+        grammar.free_text_before = OPEN
+    processor.grammars().check(grammar)
     # Special tokens are no text unless it is asked for.
     skips = params.skip_special_tokens and OPEN not in special
     return params.clone(structured_outputs=grammar, skip_special_tokens=skips)
 
 
-def schema_of(function: FunctionDefinition, place: str) -> dict[str, Any]:
-    """The schema of a function's arguments: an object, with the properties that the function names, and no others unless it says so.
-    Unless the function is `strict`, patterns that grammars do not know are left out.
+def schema_of(function: FunctionDefinition, place: str, grammars: GrammarChecker) -> dict[str, Any]:
+    """The schema of a function's arguments, prepared for grammars: an object, with the properties that the function names, and no
+    others unless it says so. Unless the function is `strict`, patterns that grammars do not know are left out.
 
     Args:
         place: where the function's schema comes from.
+
+    Raises:
+        APIError: it is no schema of an object.
+        GrammarError: names the part that is wrong.
     """
     schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
     if schema["type"] != "object":
         raise APIError(400, f"{place}.type must be 'object', got {schema['type']!r:.100}", f"{place}.type")
-    if not function.strict:
-        schema = json.loads(json.dumps(schema), object_hook=without_unknown_pattern)
-    properties, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list) or OPEN_ENDED & schema.keys():
-        return schema
-    is_whole = all(isinstance(name, str) and name in properties for name in required)
-    return {"additionalProperties": False, **schema} if is_whole else schema
-
-
-def without_unknown_pattern(schema: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema, without its pattern if grammars do not know what is in it."""
-    pattern = schema.get("pattern")
-    is_unknown = isinstance(pattern, str) and UNKNOWN_IN_PATTERNS.search(pattern)
-    return {key: value for key, value in schema.items() if key != "pattern"} if is_unknown else schema
+    return grammars.prepared_schema(schema, place, lenient=not function.strict)
 
 
 def function_call(function: FunctionDefinition, schema: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ nor the length of a string. A process can be limited and killed at any time; a t
 
 import contextlib
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -20,9 +21,15 @@ from nanovllm.distributed.processes import start_process
 # CPU time, so that other load on the machine does not count. A chat of a megabyte takes milliseconds.
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
+# An exiting process gets this time before it is killed, so that its exit code is the true one.
+END_SECONDS = 1.0
 OUT_OF_MEMORY = 12  # the process's exit code
 # The folder from which this package is imported.
 PACKAGE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+
+class HelperProcessError(RuntimeError):
+    """A helper process was ended twice by something else than the question that it was asked."""
 
 
 class LimitedProcess:
@@ -54,36 +61,57 @@ class LimitedProcess:
             return self._running
 
     def ask(self, *question: Any) -> Any:
-        """The answer to a question.
+        """The answer to a question. A process that died for another reason is started again, once.
 
         Raises:
-            ValueError: an error that it has caused, or it takes too much time or memory.
+            ValueError: an error that the question has caused, or it takes too much time or memory.
+            HelperProcessError: the second process died, too.
         """
         with self._lock:
-            process, connection = self.start()
-            try:
-                connection.send(question)
-                answer, error = connection.recv()
-            except BaseException as failure:  # after Ctrl-C, too: the next question would receive this answer
-                self._running = None
-                connection.close()
-                reason = self._end(process)
-                if not isinstance(failure, EOFError | OSError):
-                    raise
-                raise ValueError(reason) from None
+            self._forget_if_dead()
+            for is_last in (False, True):
+                process, connection = self.start()
+                try:
+                    connection.send(question)
+                    answer, error = connection.recv()
+                    break
+                except BaseException as failure:  # after Ctrl-C, too: the next question would receive this answer
+                    self._running = None
+                    connection.close()
+                    if not isinstance(failure, EOFError | OSError):
+                        self._end(process, seconds=0.0)
+                        raise
+                    code = self._end(process, END_SECONDS)
+                    if verdict := self._verdict(code):
+                        raise ValueError(verdict) from None
+                    if is_last:
+                        name = os.path.basename(self.program)
+                        message = f"the helper process {name} exited with code {code}, and so did a new one: try again"
+                        raise HelperProcessError(message) from None
         if error:
             raise ValueError(error)
         return answer
 
-    def _end(self, process: subprocess.Popen[bytes]) -> str:
-        """End a process; returns the reason why it could not answer."""
+    def _forget_if_dead(self) -> None:
+        """Drop a process that has died while no question was asked: no question is the reason."""
+        if self._running is not None and self._running[0].poll() is not None:
+            self._running[1].close()
+            self._running = None
+
+    def _end(self, process: subprocess.Popen[bytes], seconds: float) -> int:
+        """Give a process this time to exit, and kill it if it does not; returns its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)  # it may be ending by itself
+            process.wait(seconds)
         process.kill()
-        code, memory = process.wait(), f"it needs more than {self.memory >> 20} MiB of memory"
-        seconds, depth = f"it needs more than {self.seconds:g} seconds of CPU time", "it is nested too deeply"
-        reasons = {-signal.SIGPROF: seconds, OUT_OF_MEMORY: memory, -signal.SIGABRT: memory, -signal.SIGSEGV: depth}
-        return reasons.get(code, f"its process exited with code {code}")
+        return process.wait()
+
+    def _verdict(self, code: int) -> str:
+        """The fault of a question that has ended its process with this code; "" if something else has ended the process."""
+        memory = f"it needs more than {self.memory >> 20} MiB of memory"
+        seconds = f"it needs more than {self.seconds:g} seconds of CPU time"
+        depth = "it is nested too deeply"
+        verdicts = {-signal.SIGPROF: seconds, OUT_OF_MEMORY: memory, -signal.SIGABRT: memory, -signal.SIGSEGV: depth}
+        return verdicts.get(code, "")
 
 
 # Renders templates: it is asked with a template, messages, and the variables of the template and of `render_jinja_template`.
@@ -102,10 +130,11 @@ def answer_questions(connection: Connection, answer: Callable[..., Any], seconds
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
-            question = connection.recv()
+            encoded = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
             try:
-                result: Any = answer(*question), ""
+                # A question with an object whose class is not known here is an error, too.
+                result: Any = answer(*pickle.loads(encoded)), ""
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
             except Exception as failure:  # a template is a program and may raise anything

@@ -248,6 +248,27 @@ class StopChecker:
         return complete
 
 
+class FormFinder:
+    """Finds the place at which a form begins in output that arrives in pieces.
+
+    Args:
+        begins: the form's first characters; "": there is no form.
+    """
+
+    def __init__(self, begins: str) -> None:
+        self._begins = begins
+        self._end = ""
+        self._found = False
+
+    def has_begun(self, text: str) -> bool:
+        """Take the next piece; True once the form has begun."""
+        if self._begins and not self._found:
+            written = self._end + text
+            self._found = self._begins in written
+            self._end = written[-len(self._begins) :]
+        return self._found
+
+
 def border_lengths(string: str) -> list[int]:
     """For each prefix of `string`, the length of the longest shorter prefix that it also ends with.
 

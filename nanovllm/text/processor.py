@@ -7,19 +7,30 @@ Built by notebooks/18_engine.ipynb, continued by 91: edit it there, then run `py
 
 from __future__ import annotations
 
-import functools
 import random
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import GrammarError
-from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
-from nanovllm.text.prompts import EngineLimits, Prompt, check_request, encode_bad_words, logprob_dictionary, read_prompt
+from nanovllm.text.detokenizer import FormFinder, IncrementalDetokenizer, StopChecker
+from nanovllm.text.prompts import (
+    EngineLimits,
+    Prompt,
+    check_request,
+    encode_bad_words,
+    form_settings,
+    logprob_dictionary,
+    read_prompt,
+)
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.text.grammars import GrammarChecker
 
 # The latest ids that are remembered. A step in flight computes a sequence that ended only a few sequences ago.
 MAX_KNOWN_IDS = 2**16
@@ -37,9 +48,16 @@ class InputProcessor:
         # The tokenizer's end-of-sequence token, unless the model's files name it or the model cannot sample it.
         eos, known = tokenizer.eos_token_id, limits.eos_token_ids
         self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
-        create = "nanovllm.text.grammars:GrammarChecker"
-        # Creates the checker of grammars when a request needs it: this takes a quarter of a second.
-        self.grammars = functools.cache(lambda: load(create, "structured_outputs")(tokenizer, limits.vocab_size, known))
+        self._checker: GrammarChecker | None = None
+        self._creating_checker = threading.Lock()
+
+    def grammars(self) -> GrammarChecker:
+        """The checker of grammars. The first request that needs it creates it, which takes a quarter of a second."""
+        with self._creating_checker:
+            if self._checker is None:
+                create = load("nanovllm.text.grammars:GrammarChecker", "structured_outputs")
+                self._checker = create(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
+            return self._checker
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -51,7 +69,8 @@ class InputProcessor:
                 would ignore, or a grammar that cannot be followed (`GrammarError`); the message names the limit or the place.
         """
         text, token_ids, fields = read_prompt(prompt, self.tokenizer)
-        check_request(token_ids, params, priority, self.limits, self.grammars)
+        check_request(token_ids, params, priority, self.limits)
+        params = params.clone(**form_settings(params, self.limits, self.grammars, self.tokenizer.all_special_ids))
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
@@ -84,6 +103,9 @@ class CompletionState:
         continued = prompt_token_ids if params.structured_outputs is None else ()
         self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
+        # Only text before a form can end with a stop string.
+        wanted = params.structured_outputs
+        self._form = FormFinder(wanted.free_text_before if wanted else "")
         self.num_tokens = self.engine = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
         self.finished = False
@@ -121,6 +143,7 @@ class CompletionState:
         if output.finish_reason is not None:
             text += self.detokenizer.flush()
         check = self.num_tokens > self.params.min_tokens or self.params.min_tokens == 0
+        check = check and not self._form.has_begun(text)
         delta.text, matched = self.stop_checker.append(text, check=check)
         if matched is not None:
             delta.finish_reason, delta.stop_reason = "stop", matched

@@ -1,7 +1,7 @@
 """What a caller may send, in all its spellings, and the checks that it must pass before it is queued."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from nanovllm.data.outputs import Logprob
@@ -23,6 +23,7 @@ class EngineLimits:
         max_request_tokens: the same, or less if the KV pool is smaller.
         kv_transfer: for each engine that shares KV, how peers reach it; see `KVConnectorScheduler.information`.
         scheduling_policy: whether requests may have a priority.
+        disable_any_whitespace: JSON of structured outputs has no white space between its parts.
     """
 
     max_model_len: int
@@ -32,6 +33,7 @@ class EngineLimits:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     kv_transfer: list[dict[str, Any]] = field(default_factory=list)
     scheduling_policy: str = "fcfs"
+    disable_any_whitespace: bool = False
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], dict[str, Any]]:
@@ -49,13 +51,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
     return text, list(token_ids), fields
 
 
-def check_request(
-    token_ids: list[int], params: SamplingParams, priority: int, limits: EngineLimits, grammars: Callable[[], Any]
-) -> None:
+def check_request(token_ids: list[int], params: SamplingParams, priority: int, limits: EngineLimits) -> None:
     """Check what a step could not compute.
-
-    Args:
-        grammars: returns a `GrammarChecker`.
 
     Raises:
         ValueError: see `InputProcessor.process`.
@@ -74,8 +71,32 @@ def check_request(
     for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
         if not all(0 <= token < limits.vocab_size for token in ids):
             raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
-    if params.structured_outputs is not None:
-        grammars().check(params.structured_outputs)
+
+
+def form_settings(
+    params: SamplingParams, limits: EngineLimits, grammars: Callable[[], Any], special_ids: Collection[int]
+) -> dict[str, Any]:
+    """Return the sampling parameters that change because the output has a form: none if it has none.
+
+    The grammar is checked and prepared. No stop string and no token of the form's text ends the output; text before a form may
+    end with a stop string or a special token.
+
+    Args:
+        grammars: returns a `GrammarChecker`.
+        special_ids: the tokenizer's special tokens, which no form has.
+
+    Raises:
+        GrammarError: the grammar cannot be followed; names the place.
+    """
+    wanted = params.structured_outputs
+    if wanted is None:
+        return {}
+    if limits.disable_any_whitespace:
+        wanted = replace(wanted, disable_any_whitespace=True, whitespace_pattern=None)
+    wanted = replace(wanted, form=grammars().check(wanted))
+    stop = params.stop if wanted.free_text_before else []
+    stop_token_ids = [token for token in params.stop_token_ids if token in special_ids]
+    return {"structured_outputs": wanted, "stop": stop, "stop_token_ids": stop_token_ids}
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

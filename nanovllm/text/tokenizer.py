@@ -7,6 +7,7 @@ loaded. Another process renders templates, see `chat_template`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from tokenizers import AddedToken
 from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.text.chat_template import PROCESS
+from nanovllm.text.chat_template import PROCESS, HelperProcessError
 from nanovllm.text.token_decoder import TokenDecoder
 
 Named = Mapping[str, str]  # name -> text
+# The first byte of a SentencePiece model, a protocol buffer. Other files named tokenizer.model are text of tiktoken.
+SENTENCEPIECE_START = b"\n"
 
 
 class Tokenizer:
@@ -141,7 +144,8 @@ class Tokenizer:
                 "text", which are joined by line breaks.
             add_generation_prompt: end with the beginning of the assistant's answer.
             continue_final_message: leave the last message open, to be continued by the model.
-            chat_template: Jinja source, or the name of one of the model's templates, instead of the default.
+            chat_template: Jinja source, or the name of one of the model's templates, instead of the default. As in
+                transformers, the default for `tools` is the template "tool_use", if there is one.
             kwargs: further variables for the template, such as `enable_thinking`.
 
         Raises:
@@ -152,16 +156,32 @@ class Tokenizer:
             raise ValueError("messages is empty; a chat needs at least one message")
         if add_generation_prompt and continue_final_message:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
-        template = self.chat_templates.get(chat_template or "default", chat_template)
-        if template is None:
-            raise ValueError("the model has no chat template; pass one as chat_template, or complete plain text")
+        template = self._choose_template(chat_template, kwargs.get("tools") is not None)
         plain_messages = [_with_plain_content(message, i) for i, message in enumerate(messages)]
         variables = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         variables["continue_final_message"] = continue_final_message
         try:
             return PROCESS.ask(template, plain_messages, variables)
+        except HelperProcessError:  # no fault of the template
+            raise
         except Exception as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
+
+    def _choose_template(self, wanted: str | None, has_tools: bool) -> str:
+        """The Jinja source of a template, as `get_chat_template` of transformers chooses it.
+
+        Raises:
+            ValueError: no template is wanted, and none is the default.
+        """
+        if wanted:
+            return self.chat_templates.get(wanted, wanted)
+        name = "tool_use" if has_tools and "tool_use" in self.chat_templates else "default"
+        if name in self.chat_templates:
+            return self.chat_templates[name]
+        if self.chat_templates:
+            names = ", ".join(sorted(self.chat_templates))
+            raise ValueError(f"none of the model's chat templates is the default: choose a chat_template of {names}")
+        raise ValueError("the model has no chat template; pass one as chat_template, or complete plain text")
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
@@ -170,14 +190,39 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. chat_template.jinja takes precedence over the tokenizer's configuration."""
-    file = folder / "chat_template.jinja"
-    if not file.is_file():
-        return config.get("chat_template", {})
+    """Templates by name. As in transformers, those in files of their own replace all those of tokenizer_config.json."""
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files.setdefault("default", folder / "chat_template.jinja")
+    templates: dict[str, str] = {}
+    for name, file in files.items():
+        try:
+            templates[name] = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelFileError(f"'{file}' is not valid UTF-8: {error}") from error
+    return templates or config.get("chat_template", {})
+
+
+def _check_sentencepiece(folder: Path) -> None:
+    """Check that a SentencePiece model in the folder can be read.
+
+    Raises:
+        ValueError: a library is missing; the message names the extra that has it.
+    """
+    for file in sorted(folder.glob("*.model")):
+        with file.open("rb") as opened:
+            is_sentencepiece = opened.read(1) == SENTENCEPIECE_START
+        missing = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+        if is_sentencepiece and missing:
+            extra = "pip install 'nanovllm[sentencepiece]'"
+            raise ValueError(f"'{file}' is a SentencePiece model, and {missing[0]} is not installed: {extra}")
+
+
+def _is_installed(module: str) -> bool:
     try:
-        return {"default": file.read_text(encoding="utf-8")}
-    except UnicodeDecodeError as error:
-        raise ModelFileError(f"'{file}' is not valid UTF-8: {error}") from error
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # the package around it is missing
+        return False
 
 
 def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named_tokens: Iterable[str]) -> None:
@@ -196,6 +241,7 @@ def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
 
 def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer that transformers makes of other files (tokenizer.model; vocab.json with merges.txt)."""
+    _check_sentencepiece(folder)
     from transformers import AutoTokenizer
 
     try:

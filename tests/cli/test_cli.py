@@ -9,6 +9,7 @@ import pathlib
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -333,3 +334,40 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
         if process:
             os.kill(process, signal.SIGKILL)
         os.close(terminal)
+
+
+@pytest.fixture(scope="module")
+def model_with_templates(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("templates") / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "short.jinja").write_text("{{ messages[-1].content }}")
+    (folder / "chat_template.jinja").write_text("<chat>{{ messages[-1].content }}</chat>")
+    return folder
+
+
+def test_a_named_chat_template_over_http_and_in_the_terminal(
+    model_with_templates: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "temperature": 0}
+    with ServerProcess(model_with_templates, tmp_path) as served:
+        answers = {}
+        for name, length in (("short", len("hello")), (None, len("<chat>hello</chat>"))):
+            answer = served.post("/v1/chat/completions", chat | {"chat_template": name}).json()
+            assert answer["usage"]["prompt_tokens"] == length
+            answers[name] = answer["choices"][0]["message"]["content"]
+            tokens = served.post("/tokenize", {"messages": chat["messages"], "chat_template": name}).json()
+            assert tokens["count"] == length
+        refused = served.post("/v1/chat/completions", chat | {"chat_template": "{{ 1 }}"})
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "chat_template"
+        assert "names one of the model's templates: default, short" in error["message"]
+        options = ["--temperature", "0", "--max-tokens", "6"]
+        remote = run("chat", "--url", served.url, "--chat-template", "short", *options, text="hello\n")
+        assert remote.stdout.rstrip("\n") == answers["short"], remote.stderr
+        own = run("chat", str(model_with_templates), *ENGINE, "--chat-template", "short", *options, text="hello\n")
+        assert own.stdout == remote.stdout, own.stderr
+        assert answers["short"] != answers[None]
+    unknown = run("chat", str(model_with_templates), *ENGINE, "--chat-template", "other", text="hello\n")
+    assert unknown.returncode == 2 and "it has default, short" in unknown.stderr
+    assert "Traceback" not in unknown.stderr

@@ -26,7 +26,7 @@ def main() -> None:
         patched = instructor.from_openai(client, mode=mode)
         # Without retries, the first answer has to fit.
         found = patched.chat.completions.create(response_model=Person, max_retries=0, **options)
-        assert found == Person(name="Anna", age=31), (mode, found)
+        assert found.model_dump() == {"name": "Anna", "age": 31}, (mode, found)
         *_, last = patched.chat.completions.create_partial(response_model=Person, max_retries=0, **options)
         assert (last.name, last.age) == ("Anna", 31), (mode, last)
 

@@ -481,7 +481,7 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
     engine.has_room = lambda number: False  # all that matters here is over by then
     engine.config = SimpleNamespace(max_num_waiting=1)
     other = asyncio.create_task(somebody_else())
-    with pytest.raises(APIError, match="too many requests wait"):
+    with pytest.raises(APIError, match="too many requests are already waiting"):
         await CompletionEndpoint(engine).submit_request(CompletionRequest(prompt=["a"] * 5))
     other.cancel()
     assert turns.count("prompt") == 5 and turns.count("other") >= 4
@@ -500,7 +500,7 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
     async def encode(text: str, add_special_tokens: bool) -> list[int]:
         return [3]
 
-    tokenizer = SimpleNamespace(apply_chat_template=render)
+    tokenizer = SimpleNamespace(apply_chat_template=render, chat_templates={})
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
     engine.config = SimpleNamespace(max_num_waiting=49)
@@ -510,7 +510,7 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
         for _ in range(9):  # until each has begun
             await asyncio.sleep(0)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 30) == "free"
-        with pytest.raises(APIError, match=r"too many chats wait .*--max-num-waiting 49") as caught:
+        with pytest.raises(APIError, match=r"too many chats are already waiting .*--max-num-waiting 49") as caught:
             await asyncio.wait_for(endpoint.encode_chat(body), 30)
         assert caught.value.status_code == 429
     finally:

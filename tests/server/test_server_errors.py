@@ -193,7 +193,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"modalities": ["text", "audio"]}, "modalities is not supported", "modalities"),
     ({"audio": {"voice": "alloy"}}, "audio is not supported", "audio"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template is not supported", "chat_template"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template is not supported unless", "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "tools", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "'self'", "chat_template_kwargs"),
     ({"echo": True}, "echo is not supported", "echo"),

@@ -214,3 +214,49 @@ def test_prefill_and_decode_on_two_engines(
         assert (answer.text, answer.finish_reason) == (whole.text, "stop")
         with pytest.raises(openai.BadRequestError, match="unclosed group"):
             other.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+
+
+# What is wrong with a request, and where its error says that it is.
+UNWRITABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "recursion": ({"structured_outputs": {"json": ITSELF}}, "structured_outputs.json"),
+    "OpenAI's way": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ITSELF}}},
+        "response_format.json_schema.schema",
+    ),
+    "a required name that is forbidden": (
+        {"structured_outputs": {"json": {**ITSELF, "properties": {"b": {}}}}},
+        "structured_outputs.json",
+    ),
+    "EBNF": ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_what_cannot_be_written_is_refused_at_once(client: openai.OpenAI, name: str) -> None:
+    wanted, place = UNWRITABLE[name]
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model="tiny", prompt="a", extra_body=wanted)
+    assert refusal.value.param == place and "after" not in str(refusal.value)
+
+
+def test_an_answer_ends_within_its_tokens_and_has_no_other_properties(client: openai.OpenAI) -> None:
+    """Without any bias: a random model never ends a string by itself."""
+
+    class Open(pydantic.BaseModel):
+        name: str
+        count: int
+        parts: list[str]
+
+    for seed in range(4):
+        options: Any = {"model": "tiny", "messages": HELLO, "seed": seed, "max_tokens": 60, "stop": ["a", '"', ":"]}
+        choice = client.chat.completions.parse(response_format=Open, **options).choices[0]
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Open)
+        assert json.loads(choice.message.content or "").keys() == {"name", "count", "parts"}
+
+
+def test_white_space_can_be_forbidden(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    wanted = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    for seed in range(4):
+        answer = client.completions.create(model="tiny", prompt="a", seed=seed, max_tokens=30, extra_body=wanted)
+        assert re.fullmatch(r'\{"a":(true|false)\}', answer.choices[0].text)

@@ -421,8 +421,16 @@ def test_a_call_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
     assert whole and whole[0].function.arguments.startswith(choice.message.tool_calls[0].function.arguments)
     chunks = [c.choices[0] for c in client.chat.completions.create(model="tiny", max_tokens=20, stream=True, **options)]
     assert sum(len(chunk.logprobs.content or []) for chunk in chunks if chunk.logprobs) == 20
-    stopped = client.chat.completions.create(model="tiny", stop=["arguments"], **options).choices[0]
-    assert stopped.finish_reason == "stop" and not stopped.message.tool_calls
+    stopped = client.chat.completions.create(model="tiny", stop=["arguments"], **options).choices[0].message.tool_calls
+    assert stopped and stopped[0].function == whole[0].function, "a stop string in a call does not end it"
+
+
+def test_a_stop_string_ends_the_text_before_a_call_and_no_call(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS[:1], "temperature": 0, "max_tokens": 100}
+    text = client.chat.completions.create(**options, tool_choice="none").choices[0].message.content or ""
+    stopped = client.chat.completions.create(**options, tool_choice="none", stop=[text[3:5]]).choices[0]
+    assert stopped.finish_reason == "stop" and text.startswith(stopped.message.content or "")
+    assert len(stopped.message.content or "") < len(text)
 
 
 # What must not change a call.
@@ -563,8 +571,8 @@ async def test_all_calls_are_valid(random_server: ServerProcess, share: int) -> 
     assert ends.count("length") < 0.1 * len(ends), "most calls come to their end"
 
 
-def test_arguments_that_never_end_are_cut_off_or_refused(random_server: ServerProcess) -> None:
-    """Refused where no token has an alternative: then the text that the grammar forces has no end."""
+def test_arguments_that_never_end_are_refused(random_server: ServerProcess) -> None:
+    """Refused before anything is generated: no finite text satisfies the schema."""
     client = openai.OpenAI(base_url=f"{random_server.url}/v1", api_key="unused", max_retries=0)
 
     def choices(*names: str) -> Any:
@@ -573,12 +581,10 @@ def test_arguments_that_never_end_are_cut_off_or_refused(random_server: ServerPr
         options: Any = {"tools": [tool(parameters=schema)], "tool_choice": "required", "n": 2, "max_tokens": 200}
         return client.chat.completions.create(model="tiny", messages=QUESTION, **options).choices
 
-    for choice in choices("a", "b"):
-        (made,) = choice.message.tool_calls
-        assert choice.finish_reason == "length" and re.match(r'(\{"[ab]": ){10,}', made.function.arguments)
-    with pytest.raises(openai.BadRequestError, match=r"tools: after \d+ tokens, ") as refusal:
-        choices("a")
-    assert refusal.value.param == "tools"
+    for names in (["a", "b"], ["a"]):
+        with pytest.raises(openai.BadRequestError, match=r"no finite text|nothing is allowed") as refusal:
+            choices(*names)
+        assert refusal.value.param == "tools[0].function.parameters"
 
 
 def test_an_answer_in_a_schema_or_a_call(client: openai.OpenAI) -> None:

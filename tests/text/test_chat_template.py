@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
+from multiprocessing.connection import Connection
 
 import pytest
 
-from nanovllm.text.chat_template import LimitedProcess
+from nanovllm.server.errors import as_api_error
+from nanovllm.text.chat_template import HelperProcessError, LimitedProcess
+from nanovllm.text.tokenizer import Tokenizer
+from tests.oracle import make_tokenizer
 
 FORK = """
 import multiprocessing, sys, threading, time
@@ -59,3 +65,78 @@ def test_modules_come_from_where_the_parent_finds_them(tmp_path: pathlib.Path, m
     monkeypatch.syspath_prepend(tmp_path / "served")  # as `python -m` does
     word = importlib.import_module("own_words").Word("Hello")
     assert LimitedProcess().ask("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word}) == "Hello"
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def kill(process: LimitedProcess, number: signal.Signals) -> None:
+    """Kill a helper from outside, as the system does when memory is short."""
+    running, _ = process.start()
+    running.send_signal(number)
+    running.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGPROF])
+def test_a_process_that_died_while_idle_is_replaced(number: signal.Signals) -> None:
+    """Even if a template could have caused this exit code: none was rendered."""
+    process = LimitedProcess()
+    kill(process, number)
+    assert process.ask("{{ messages[0].content }}", MESSAGES, {}) == "Hi"
+
+
+class Killed(LimitedProcess):
+    """Its process is killed while it answers, the first few times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.started = times, 0
+
+    def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        process, connection = super().start()
+        self.started += 1
+        if self.started <= self.times:
+            process.send_signal(signal.SIGSTOP)  # so that it answers nothing before it is killed
+            threading.Timer(0.2, process.kill).start()
+        return process, connection
+
+
+def test_a_process_that_is_killed_is_asked_again_once() -> None:
+    once, twice = Killed(1), Killed(2)
+    assert once.ask("{{ messages[0].content }}", MESSAGES, {}) == "Hi"
+    with pytest.raises(HelperProcessError, match=r"exited with code -9.* try again"):
+        twice.ask("{{ messages[0].content }}", MESSAGES, {})
+    assert (once.started, twice.started) == (2, 2)
+    assert twice.ask("{{ messages[0].content }}", MESSAGES, {}) == "Hi"
+
+
+def test_a_verdict_is_not_tried_again() -> None:
+    process = Killed(0)
+    with pytest.raises(ValueError, match="memory"):
+        process.ask("{{ 'x' * 999999999 }}", MESSAGES, {})
+    assert process.started == 1
+
+
+def test_a_variable_that_the_process_does_not_know_is_the_callers_error(tmp_path: pathlib.Path) -> None:
+    """And ends no process."""
+    script = tmp_path / "unknown.py"
+    script.write_text(
+        "import sys\n"
+        "from nanovllm.text.chat_template import PROCESS\n"
+        "class Word(str): pass\n"
+        "try:\n"
+        "    PROCESS.ask('{{ word }}', [{'role': 'user', 'content': 'Hi'}], {'word': Word()})\n"
+        "except ValueError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1 and "Word" in done.stderr and "exited" not in done.stderr
+
+
+def test_a_dead_helper_is_no_fault_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(make_tokenizer(), chat_templates={"default": "{{ messages[0].content }}"})
+    monkeypatch.setattr("nanovllm.text.tokenizer.PROCESS", Killed(2))
+    with pytest.raises(HelperProcessError):
+        tokenizer.apply_chat_template(MESSAGES)
+    assert as_api_error(HelperProcessError("x")).status_code == 503
+    assert tokenizer.apply_chat_template(MESSAGES) == "Hi"

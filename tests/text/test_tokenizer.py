@@ -1,5 +1,6 @@
 """The tokenizer of the course model, files of other shapes, and chat templates."""
 
+import io
 import json
 import subprocess
 import sys
@@ -323,6 +324,87 @@ def test_chats_that_cannot_be_rendered(course_tokenizer: Tokenizer) -> None:
     assert not Tokenizer(llama_backend()).chat_templates
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer(llama_backend()).apply_chat_template(HELLO)
+
+
+def test_additional_templates_are_chosen_as_by_transformers(tmp_path: Path) -> None:
+    """From files of their own, which replace all templates of tokenizer_config.json."""
+    save(tmp_path, llama_backend(), bos_token="<s>", chat_template="config {{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+
+    def rendered(tokenizer: Any, **options: Any) -> str:
+        options |= {"tokenize": False} if not isinstance(tokenizer, Tokenizer) else {}
+        try:
+            return tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, **options)
+        except ValueError as error:
+            return type(error).__name__
+
+    def compare() -> list[str]:
+        own, reference = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        options = ({}, {"chat_template": "rag"}, {"tools": tools}, {"tools": tools, "chat_template": "rag"})
+        found = [rendered(own, **each) for each in options]
+        assert found == [rendered(reference, **each) for each in options]
+        return found
+
+    assert compare()[0] == "config Hello"
+    (extra / "rag.jinja").write_text(
+        "rag {{ bos_token }}{{ messages[0].content }}{{ tools | length if tools else '' }}"
+    )
+    assert compare() == ["ValueError", "rag <s>Hello", "ValueError", "rag <s>Hello1"]
+    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
+    assert compare() == ["file Hello", "rag <s>Hello", "file Hello", "rag <s>Hello1"]
+    (extra / "tool_use.jinja").write_text("tools {{ tools | length }}")
+    assert compare()[2:] == ["tools 1", "rag <s>Hello1"]
+    (extra / "broken.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"broken\.jinja' is not valid UTF-8"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_model_without_a_default_template_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("rag", "tool_use"):
+        (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(name)
+    save(tmp_path, llama_backend())
+    with pytest.raises(ValueError, match="choose a chat_template of rag, tool_use"):
+        Tokenizer.from_pretrained(tmp_path).apply_chat_template(HELLO)
+
+
+def train_sentencepiece(folder: Path) -> Any:
+    """Write a tiny tokenizer.model, and return the library's processor of it."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="pip install 'nanovllm[sentencepiece]'")
+    texts = ["the cat sat on the mat", "hello world, the café is open", "one two three", "été"] * 20
+    model = io.BytesIO()
+    options: dict[str, Any] = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "num_threads": 1}
+    options |= {"character_coverage": 0.99, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **options)
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def test_a_folder_with_only_a_sentencepiece_model(tmp_path: Path) -> None:
+    reference = train_sentencepiece(tmp_path)
+    tokenizer, converted = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("hello the cat", "the café, été 日本 😀"):
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        assert token_ids == converted.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(token_ids) == reference.decode(token_ids) == text
+    assert tokenizer.eos_token_id == reference.eos_id()
+
+
+@pytest.mark.parametrize("module", ["sentencepiece", "google.protobuf"])
+def test_a_sentencepiece_model_without_its_libraries_names_the_extra(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"tokenizer\.model' is a SentencePiece model.*{module}.*pip install 'nanovllm\[sentencepiece\]'"
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # of tiktoken
+    with pytest.raises(ValueError, match="none that can be converted"):
+        Tokenizer.from_pretrained(tmp_path)
 
 
 def test_where_templates_come_from(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from nanovllm.distributed.groups import Grid
 from nanovllm.lab.processes import run_ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import rotary_frequencies
-from nanovllm.models.loader import checkpoint_tensors
+from nanovllm.models.loader import stored_config, stored_tensors
 from nanovllm.text.tokenizer import Tokenizer
 
 #: llama.cpp's names of architectures and data types.
@@ -53,7 +53,8 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, matrices: str, head: st
         matrices: llama.cpp's name of the type of the layers' matrices.
         head: that of the embedding and the output head.
     """
-    config, tokenizer = ModelConfig.from_pretrained(folder), Tokenizer.from_pretrained(folder)
+    config = stored_config(ModelConfig.from_pretrained(folder), folder)
+    tokenizer = Tokenizer.from_pretrained(folder)
     arch = gguf.MODEL_ARCH[ARCHITECTURES[config.architecture]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     values = {
@@ -76,7 +77,7 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, matrices: str, head: st
         writer.add_tensor("rope_freqs.weight", (plain / rotary_frequencies(config)).numpy())
     names = gguf.get_tensor_name_map(arch, config.num_layers)
     rotated = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if arch == gguf.MODEL_ARCH.LLAMA else {}
-    for name, tensor in checkpoint_tensors(folder):
+    for name, tensor in stored_tensors(config, folder):
         place = names.get_name(name, (".weight", ".bias")) or f"unknown: {name}"
         if num_heads := rotated.get(place.split(".")[-2]):  # it rotates neighbouring channels, not halves of a head
             tensor = tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)

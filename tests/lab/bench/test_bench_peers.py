@@ -349,7 +349,7 @@ def test_the_dry_run_of_bench_scheduler(
     tables = data["tables"]
     assert data["dry_run"] is True and [row["status"] for row in tables.pop("Parts")] == ["done"] * 2
     alone, parts = tables.values()
-    assert [(row["tokens of each"], row["running"]) for row in alone] == [(8, 1), (8, 3), (40, 1), (40, 3)]
+    assert [(row["tokens per request"], row["running"]) for row in alone] == [(8, 1), (8, 3), (40, 1), (40, 3)]
     for row in alone:
         both = np.array(row["both"])
         assert (both > 0).all() and np.allclose(row["both, per request"], both / row["running"])
@@ -378,7 +378,7 @@ def test_the_dry_run_of_bench_speculation(tmp_path: pathlib.Path, forked_parts: 
     assert [row["status"] for row in data["tables"]["Parts"]] == ["done", "done", "skipped"]
     rows = data["tables"]["Drafts, greedy answers"]
     cases = [("chat", 1), ("code", 1), ("summary", 1), ("copy", 1), ("chat", 8), ("chat", 32)]
-    assert [(row["questions"], row["at once"]) for row in rows[::2]] == cases * 2
+    assert [(row["questions"], row["concurrent requests"]) for row in rows[::2]] == cases * 2
     assert [row["drafts"] for row in rows] == ["none", "ngram"] * 6 + ["none", "draft_model"] * 6
     assert all(row["tokens/s"][0] > 0 and row["speed ÷ none"]["median"] > 0 for row in rows)
 
