@@ -131,7 +131,7 @@ IGNORED = (
         "tokenizer-pool-size tokenizer-pool-type ubatch-size",
         lists="cuda-graph-sizes cudagraph-capture-sizes ignore-patterns",
     ),
-    FlagGroup("one library compiles all grammars", values="guided-decoding-backend structured-outputs-config"),
+    FlagGroup("one library compiles all grammars", values="guided-decoding-backend"),
     FlagGroup("the server's limits are fixed, see --help", values="h11-max-header-count h11-max-incomplete-event-size"),
     FlagGroup("usage always has them", switches="enable-prompt-tokens-details"),
     FlagGroup("/docs needs no network", switches="enable-offline-docs"),
@@ -237,6 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Let the parser read the flags, which its help does not list. Flags that the server has keep their meaning."""
     for name, others in ALIASES.items():
         action = parser._option_string_actions[f"--{name}"]
+        action.option_strings = [*action.option_strings, *others]
         parser._option_string_actions.update(dict.fromkeys(others, action))
     for group in (*IGNORED, *REJECTED):
         for names, count in ((group.values, None), (group.lists, "+"), (group.optional, "?"), (group.switches, 0)):

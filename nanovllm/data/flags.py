@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         # An abbreviation would change its meaning, or become ambiguous, with the next flag.
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
