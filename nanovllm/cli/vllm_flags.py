@@ -1,7 +1,7 @@
 """Flags of `vllm serve` that this server does not have, so that a command line from vLLM's documentation can be pasted.
 
-A flag is ignored, with a line in the log, if the server answers as the flag promises without it (performance, logs, media that a
-text model never reads). It is rejected, with a sentence that says what to do, if answers, access or memory would differ.
+A flag is ignored, with a line in the log, if the server answers as the flag promises without it (performance,
+logs, images). It is rejected, with a sentence that names the alternative, if answers, access or memory would differ.
 """
 
 import argparse
@@ -275,7 +275,7 @@ def answer(flags: Iterable[str]) -> str:
     """Return the line for the log about flags without effect, or "" if there is none.
 
     Raises:
-        UsageError: a flag asks for something that the server does not have; the message says what to do.
+        UsageError: a flag asks for something that the server does not have; the message names the alternative.
     """
     names = list(dict.fromkeys(flags))
     if rejected := _sentences(REJECTED, names):
