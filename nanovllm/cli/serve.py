@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.cli import vllm_flags
 from nanovllm.data.checks import Count
-from nanovllm.data.config import EngineConfig
+from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.flags import Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.server.access import LIMITS, Access, api_keys, is_loopback
@@ -100,6 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
+    if config.model == COURSE_MODEL:
+        # Here Ctrl-C ends the conversion immediately; asyncio would wait for the end of a thread.
+        resolve_model(config.model, config.revision)
     asyncio.run(_serve(config, listener, access, flags, seconds))
     return 0
 

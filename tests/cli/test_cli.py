@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 import nanovllm
+from nanovllm.checkpoint import course_model
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import converse
 from nanovllm.data.config import EngineConfig
@@ -371,3 +373,20 @@ def test_a_named_chat_template_over_http_and_in_the_terminal(
     unknown = run("chat", str(model_with_templates), *ENGINE, "--chat-template", "other", text="hello\n")
     assert unknown.returncode == 2 and "it has default, short" in unknown.stderr
     assert "Traceback" not in unknown.stderr
+
+
+def test_a_kv_cache_larger_than_the_machine_is_one_line(tiny_model: pathlib.Path) -> None:
+    words = ["--kv-cache-memory", "900TB", "--device", "cpu"]
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
+    assert "kv_cache_memory (838190.3 GiB) exceeds the machine's memory" in line and "lower it" in line
+
+
+def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of asyncio's would convert on, and Ctrl-C would wait for it."""
+
+    def fetch() -> pathlib.Path:
+        assert threading.current_thread() is threading.main_thread()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(course_model, "fetch_course_model", fetch)
+    assert cli.main(["serve", "--port", "0"]) == 128 + signal.SIGINT
