@@ -11,7 +11,7 @@ _RECORD = Path("build", "course.json")
 
 
 class LastBuilt:
-    """The texts of modules that are known to agree with the lectures: of the last build here, and of the last commit.
+    """Module sources that are known to agree with the lectures: of the last build here, and of the last commit.
 
     A module whose present text is one of them was not edited since; a lecture that builds one of them was not either.
     """
@@ -27,7 +27,7 @@ class LastBuilt:
         return self._digests.get(path) == _digest(text) or text == self._committed(path)
 
     def store(self, texts: Mapping[str, str]) -> None:
-        """Note the texts of modules, by path, that agree with the lectures now."""
+        """Note the source of each module, by path, that agrees with the lectures now."""
         self._digests |= {path: _digest(text) for path, text in texts.items()}
         (self._root / _RECORD).parent.mkdir(exist_ok=True)
         (self._root / _RECORD).write_text(json.dumps(self._digests, indent=1) + "\n", encoding="utf-8")
