@@ -187,7 +187,7 @@ def builder(text: str) -> str | None:
 
 
 def refuse_edited(root: Path, modules: Iterable[Module], last: LastBuilt) -> None:
-    """Check that writing the modules loses nobody's work.
+    """Check that writing the modules overwrites no edits.
 
     Raises:
         CourseError: modules were edited since lectures built them; it names them and what to do.

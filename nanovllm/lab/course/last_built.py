@@ -33,7 +33,7 @@ class LastBuilt:
         (self._root / _RECORD).write_text(json.dumps(self._digests, indent=1) + "\n", encoding="utf-8")
 
     def advice(self, path: str, current: str, built: str) -> str:
-        """Return a sentence that says what to do about a module that differs from what its lecture builds."""
+        """Return the advice, one sentence, for a module that differs from what its lecture builds."""
         module_changed = not self.has(path, current)
         lecture_changed = not self.has(path, built)
         pull = "`python -m nanovllm.lab.course build --pull` carries the module's edits into the lecture"
