@@ -1,9 +1,15 @@
-# Everything starts from a fresh clone: each target first makes .venv if it is not there.
+# Everything starts from a fresh clone: each target first makes .venv, and installs there what it needs and lacks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
+COMMA := ,
+
+# Fail and name the variable to set if the server could not listen on the port.
+require_free_port = $(BIN)/python -c "import socket; family = socket.getaddrinfo('$(HOST)', $(PORT))[0][0]; \
+	socket.create_server(('$(HOST)', $(PORT)), family=family).close()" 2>/dev/null \
+	|| { echo "$(HOST):$(PORT) cannot be listened on: is another server there? Choose another port: make $@ PORT=8001"; exit 1; }
 
 .PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers clients neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
@@ -15,33 +21,53 @@ help:  ## list the targets
 # so compileall does that on all of them (files that are no Python for this version are left as they are). On Linux without a GPU,
 # `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install` takes torch without CUDA: a third of the download.
 REPORT := $(VENV)/install.log
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/made: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -c constraints.txt --upgrade pip rich >$(REPORT) 2>&1 || { cat $(REPORT); exit 1; }
-	@echo "Installing the packages that constraints.txt pins, a few minutes; pip's report is $(REPORT)"
-	@$(BIN)/python -m nanovllm.checkpoint.pip_run $(REPORT) install --no-compile -c constraints.txt -e '.[course,dev]'
-	@echo "Compiling them"
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
-install: $(VENV)/installed  ## make .venv and install everything, pinned
+# The packages of `.` or of its extras.
+define pip_install
+	@echo "Installing the packages $(2) that constraints.txt pins, a few minutes; pip's report is $(REPORT)"
+	@$(BIN)/python -m nanovllm.checkpoint.pip_run $(REPORT) install --no-compile -c constraints.txt -e '$(1)'
+	@echo "Compiling them"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+endef
 
-serve: install  ## start the server on 127.0.0.1:8000 (HOST=, PORT=, ARGS=)
+# Three levels, each with the ones before it: the engine; the lectures; the tests with every optional part.
+$(VENV)/serving: $(VENV)/made
+	$(call pip_install,.,of the engine)
+	@touch $@
+
+$(VENV)/lectures: $(VENV)/made
+	$(call pip_install,.[course],of the engine and the lectures)
+	@touch $(VENV)/serving $@
+
+$(VENV)/installed: $(VENV)/made
+	$(call pip_install,.[course$(COMMA)dev],of the engine$(COMMA) the lectures and the tests)
+	@touch $(VENV)/serving $(VENV)/lectures $@
+
+install: $(VENV)/installed  ## make .venv and install everything, pinned
+	@echo "Everything is installed. To use it in this shell: source $(VENV)/bin/activate"
+
+serve: $(VENV)/serving  ## start the server on 127.0.0.1:8000 (HOST=, PORT=, ARGS=)
+	@$(call require_free_port)
 	$(BIN)/nanovllm serve --host $(HOST) --port $(PORT) $(ARGS)
 
-demo: install  ## the same with a pool that is soon full, and bursts of requests as soon as the page is opened
+demo: $(VENV)/serving  ## the same with a pool that is soon full, and bursts of requests as soon as the page is opened
+	@$(call require_free_port)
 	$(BIN)/nanovllm serve --host $(HOST) --port $(PORT) --demo --num-kv-blocks 96 --max-num-batched-tokens 256 --max-num-seqs 16 $(ARGS)
 
-chat: install  ## talk to the course model in the terminal
+chat: $(VENV)/serving  ## talk to the course model in the terminal
 	$(BIN)/nanovllm chat $(ARGS)
 
-lab: install  ## open JupyterLab at your copies of the lectures
+lab: $(VENV)/lectures  ## open JupyterLab at your copy of the tour; all lectures are beside it
 	@$(BIN)/python -m nanovllm.lab.course copy
-	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks $(ARGS)
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
 
-lint: install  ## style, types, English, and modules equal to their lectures
+lint: $(VENV)/installed  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check nanovllm tests
 	$(BIN)/mypy
@@ -49,7 +75,7 @@ lint: install  ## style, types, English, and modules equal to their lectures
 	$(BIN)/python -m nanovllm.lab.course build --check
 
 # The system's Chromium or else playwright's own; only root can install the first.
-browser: install  ## Chromium, for the tests of pages and widgets
+browser: $(VENV)/installed  ## Chromium, for the tests of pages and widgets
 	@test -x /usr/bin/chromium \
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
 		|| $(BIN)/playwright install chromium
@@ -106,7 +132,7 @@ AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE
 NUMERICS := -n 2 -m "not slow and not nightly" -k "not building and not older_machines and not test_emulated" \
 	$(addprefix tests/,ops models/test_against_transformers.py kv_transfer/test_blend.py runner/test_runner.py engine/test_engine.py engine/test_batch_invariance.py)
 
-quick: install  ## tests without processes, servers and browser
+quick: $(VENV)/installed  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)
 
 test: browser servers  ## everything: lint, tests, GPU kernels, lectures
@@ -119,11 +145,11 @@ test: browser servers  ## everything: lint, tests, GPU kernels, lectures
 	$(MAKE) lectures
 
 # By day all sizes for one GPU, and one size for two that differ from it most: an older one with less memory on chip, and AMD's.
-compiled: install
+compiled: $(VENV)/installed
 	$(BIN)/nanovllm kernels --dtype bfloat16 --target sm_90
 	$(BIN)/nanovllm kernels --dtype bfloat16 --target sm_80 gfx942 --head-dim 64
 
-lectures: install  ## run all lectures, and compare their outputs
+lectures: $(VENV)/installed  ## run all lectures, and compare their outputs
 	$(LECTURES_TEST) -n 2 --dist loadfile $$(ls -r notebooks/*.ipynb)
 
 nightly: clients test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
@@ -136,17 +162,17 @@ as-%: export NANOVLLM_TEST_EXAMPLES := all
 as-%: browser servers
 	$(AS_$*) $(TESTS) tests
 
-build: install  ## write the modules from the lectures
+build: $(VENV)/installed  ## write the modules from the lectures
 	$(BIN)/python -m nanovllm.lab.course build
 
-run: install  ## execute all lectures and save them (LECTURES=...)
+run: $(VENV)/installed  ## execute all lectures and save them (LECTURES=...)
 	$(BIN)/python -m nanovllm.lab.course run $(LECTURES)
 
-figures: install  ## redraw figures/
+figures: $(VENV)/installed  ## redraw figures/
 	$(BIN)/python -m nanovllm.lab.viz figures
 	$(BIN)/python notebooks/films.py figures
 
-bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
+bench: $(VENV)/installed  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
 	$(BIN)/nanovllm bench $(ARGS)
 
 # Where there is no .venv it begins with PYTHON: a GPU's machine often has a torch of its own, built for its driver.

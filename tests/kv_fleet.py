@@ -64,7 +64,7 @@ class KVFleet(RouterProcess):
 
     def server_url(self, name: str) -> str:
         """Where a server listens: always in the same place, even if it has been started again."""
-        return self._last_words(name, r"served at (http://\S+)/v1,")
+        return re.findall(rf"^  {name}: (http://\S+)$", self.text, re.MULTILINE)[0]
 
     def server(self, name: str) -> psutil.Process:
         """A server's process, the newest one of this name. Its engine is its child."""

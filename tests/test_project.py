@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import re
 import shlex
@@ -11,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
 
 import pytest
 import yaml
@@ -39,9 +43,71 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
     pins = {canonical(name): version for name, version in PINS.items()}
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     for requirement in (Requirement(text) for texts in lists for text in texts):
+        if requirement.name == PROJECT["name"]:
+            continue
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
     # PyPI's torch for Linux asks for exactly one version of Triton; the build for CPUs asks for none, so only this test notices.
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
+
+
+def extras_of(name: str) -> set[str]:
+    """An extra, and those that it asks for by the project's own name."""
+    requirements = [Requirement(text) for text in PROJECT["optional-dependencies"][name]]
+    asked = {extra for each in requirements if each.name == PROJECT["name"] for extra in each.extras}
+    return {name}.union(*map(extras_of, asked))
+
+
+def distributions(extras: Iterable[str]) -> set[str]:
+    """The distributions that the project and these extras ask for by name."""
+    lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    return {canonical(Requirement(text).name) for texts in lists for text in texts}
+
+
+def imported(source: str) -> set[str]:
+    """The top-level modules that a text of Python imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def cells_of(lecture: pathlib.Path) -> Iterator[str]:
+    """The code cells of a lecture, without the lines that are IPython's."""
+    for cell in json.loads(lecture.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            lines = "".join(cell["source"]).splitlines()
+            yield "\n".join("pass" if line[:1] in ("%", "!") else line for line in lines)
+
+
+# What each part of the project may import beside the engine's dependencies: extras, and programs with environments of their own.
+OPTIONAL = ["mooncake", "nixl", "ray", "redis", "sentencepiece"]
+PEERS = {"llama_cpp", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("files", "extras", "others"),
+    [
+        (["nanovllm/*.py", "nanovllm/[!l]*/**/*.py", "nanovllm/la[!b]*/**/*.py"], OPTIONAL, set()),
+        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course"], PEERS | {"pytest"}),  # pytest: the tests of `make gpu`
+        (["notebooks/*.ipynb", "notebooks/[!c]*.py"], ["course"], set()),
+    ],
+    ids=["engine", "lab", "lectures"],
+)
+def test_every_import_is_declared(files: list[str], extras: list[str], others: set[str]) -> None:
+    """`make serve` installs the dependencies only, and `make lab` those of the course."""
+    paths = [path for pattern in files for path in ROOT.glob(pattern)]
+    assert len(paths) > 20
+    texts = [
+        text for path in paths for text in (cells_of(path) if path.suffix == ".ipynb" else [path.read_text("utf-8")])
+    ]
+    own = {"nanovllm", *(path.stem for path in (ROOT / "notebooks").glob("*.py"))}
+    foreign = set().union(*map(imported, texts)) - set(sys.stdlib_module_names) - own - others
+    provided_by = importlib.metadata.packages_distributions()
+    declared = distributions(extras)
+    assert {name for name in foreign if not {canonical(each) for each in provided_by[name]} & declared} == set()
 
 
 def test_environment_yml_agrees_with_pyproject() -> None:
@@ -52,7 +118,7 @@ def test_environment_yml_agrees_with_pyproject() -> None:
     options = dict(text.split(" ", 1) for text in pip["pip"])
     assert (ROOT / options["-c"]).exists()
     where, extras = re.fullmatch(r"(.*)\[(.*)\]", options["-e"]).groups()
-    assert where == "." and set(extras.split(",")) == set(PROJECT["optional-dependencies"])
+    assert where == "." and set().union(*map(extras_of, extras.split(","))) == set(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.started

@@ -48,9 +48,20 @@ def fetch_course_model() -> Path:
     moment and called by several processes at once: one of them does the work, the others wait for it.
 
     Raises:
-        ModelNotFoundError: the download failed, or is not the file that the course was written with.
+        ModelNotFoundError: the download failed, or is not the file that the course was written with, or the folder cannot be written.
     """
     target = nanovllm_home() / "models" / COURSE_MODEL
+    try:
+        return _fetch_into(target)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"the course model could not be written to {target}: {error.strerror or error}; it needs 470 MB of disk "
+            "while it is converted: set NANOVLLM_HOME to a folder with enough space that you may write to"
+        ) from error
+
+
+def _fetch_into(target: Path) -> Path:
+    """Download and convert the course model into the folder `target`, unless it is there."""
     if _is_course_model(target):
         _recommend_sampling(target)
         return target

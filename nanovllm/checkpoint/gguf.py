@@ -13,10 +13,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from nanovllm.checkpoint.weights import save_tensors
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -27,6 +28,7 @@ def convert(source: Path, folder: Path) -> None:
     Raises:
         ValueError: the file holds another architecture than Llama, or another tokenizer than a byte-level
             BPE with single digits (`tokenizer.ggml.pre` = "smollm").
+        OSError: the folder cannot be written, or the disk is full.
     """
     metadata = {name: field.contents() for name, field in gguf.GGUFReader(source).fields.items()}
     if (architecture := metadata["general.architecture"]) != "llama":
@@ -41,8 +43,7 @@ def convert(source: Path, folder: Path) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)  # whose names the weights get
     loaded = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
-    save_file(loaded["tensors"], folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it unreadable to other users
+    save_tensors(loaded["tensors"], folder / "model.safetensors", {"format": "pt"})
 
 
 def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:

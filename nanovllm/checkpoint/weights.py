@@ -7,10 +7,13 @@ it.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nanovllm.checkpoint.files import ModelFileError, shard_names
@@ -136,3 +139,18 @@ def with_embedding(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         yield name, tensor
     if head is not None and not has_embedding:
         yield EMBEDDING, head
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, which appears complete or not at all.
+
+    Raises:
+        OSError: the file cannot be written, or the disk is full; names the file. (safetensors' own error is none.)
+    """
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        file.unlink(missing_ok=True)
+        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+        raise OSError(number, str(error), str(file)) from error
+    file.chmod(0o644)  # safetensors makes it unreadable to other users

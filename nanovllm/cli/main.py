@@ -1,5 +1,6 @@
 """The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes show at once."""
 
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,17 @@ COMMANDS = {
     "kernels": ("compile the GPU kernels, and show their registers, shared memory and spills", "nanovllm.lab.kernels"),
 }
 
+# Errors of the file system that a user can fix, and how.
+DISK_ERRORS = {
+    errno.ENOENT: "does the folder exist?",
+    errno.ENOTDIR: "name a folder",
+    errno.EACCES: "name a place that you may write",
+    errno.EPERM: "name a place that you may write",
+    errno.EROFS: "name a place that you may write",
+    errno.ENOSPC: "free space on the disk, or name another one",
+    errno.EDQUOT: "free space on the disk, or name another one",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 2 for what the user can mend, 1 for an engine or a server that has failed."""
@@ -44,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return load(f"{COMMANDS[name][1]}:run", f"nanovllm {name}")(parsed) or 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"nanovllm {name}: error: {where}{error.strerror}: {DISK_ERRORS[error.errno]}", file=sys.stderr)
+        return 1
     except (EngineStartError, MissingPartError, ModelNotFoundError, UsageError, EngineDeadError, ServerError) as error:
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.cli import vllm_flags
 from nanovllm.data.checks import Count
-from nanovllm.data.config import EngineConfig
+from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.flags import Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.server.access import LIMITS, Access, api_keys, is_loopback
@@ -72,12 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flags = load("nanovllm.router.config:RouterConfig", FLEET)
         flags.add_arguments(parser.add_argument_group("router", "with --prefill and --decode"))
     EngineConfig.add_arguments(parser.add_argument_group("engine"))
+    vllm_flags.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes. Under torchrun only rank 0 listens; the other ranks compute for it, and end with it."""
     from nanovllm.executor.base import is_follower
 
+    ignored = vllm_flags.answer(arguments.vllm_flags)
     config = EngineConfig.from_arguments(arguments)
     if is_follower(config):
         follow = load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")
@@ -86,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise UsageError(str(error)) from error
     arguments.api_key, flags = api_keys(arguments.api_key), ServeFlags.from_arguments(arguments)
+    if ignored:
+        print(f"nanovllm serve: {ignored}", file=sys.stderr)
     seconds = 0.0 if config.disable_log_stats else log_interval()
     if flags.prefill or flags.decode:
         return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
@@ -95,6 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
+    if config.model == COURSE_MODEL:
+        # Here Ctrl-C ends the conversion immediately; asyncio would wait for the end of a thread.
+        resolve_model(config.model, config.revision)
     asyncio.run(_serve(config, listener, access, flags, seconds))
     return 0
 

@@ -52,8 +52,21 @@ def did_you_mean(word: str, known: Iterable[str], written: Mapping[str, str] | N
     Args:
         written: how a known word is to be written, unless as it is.
     """
-    found = difflib.get_close_matches(word[:100], known, 1)
-    return f"; did you mean {(written or {}).get(found[0], found[0])}?" if found else ""
+    for similar in difflib.get_close_matches(word[:100], known, 5):
+        if _is_like(word[:100], similar):
+            return f"; did you mean {(written or {}).get(similar, similar)}?"
+    return ""
+
+
+def _is_like(word: str, known: str) -> bool:
+    """Whether the parts in which two words differ resemble each other: `max-log-len` is no misspelt `max-model-len`, although most of
+    its letters are the same."""
+    parts = re.findall(r"[a-z0-9]+", word.lower())
+    known_parts = re.findall(r"[a-z0-9]+", known.lower())
+    rest = "".join(part for part in parts if part not in known_parts)
+    known_rest = "".join(part for part in known_parts if part not in parts)
+    is_prefix = rest.startswith(known_rest) or known_rest.startswith(rest)
+    return is_prefix or difflib.SequenceMatcher(a=rest, b=known_rest).ratio() >= 0.65
 
 
 def check_keywords(name: str, options: Iterable[str], cls: Any, written: Mapping[str, str] | None = None) -> None:

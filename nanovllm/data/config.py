@@ -4,7 +4,8 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
 
 COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What `EngineConfig.settle` was called with, and which values it has filled in.
+
+    Attributes:
+        given_max_model_len, given_async_scheduling: as the user gave them.
+        max_model_len, async_scheduling: as they were filled in.
+    """
+
+    model_max_len: int
+    num_kv_blocks: int
+    on_gpu: bool
+    given_max_model_len: int | None
+    given_async_scheduling: bool | None
+    max_model_len: int
+    async_scheduling: bool
 
 
 @dataclass
@@ -142,6 +161,9 @@ class EngineConfig(Flags):
     # No flags. Each engine of a data-parallel group gets its number, and where the ranks of all engines meet.
     data_parallel_rank: int | None = None
     data_parallel_address: str = ""
+    # No flags, either: so that `dataclasses.replace` keeps the engine's name, and that `settle` was called.
+    kv_engine_id: str = field(default="", compare=False)
+    settlement: Settlement | None = None
     kv_role: Literal["none", "kv_producer", "kv_consumer", "kv_both", "producer", "consumer", "both"] = "none"
     kv_connector: str | None = None
     kv_transfer_config: str | None = None
@@ -160,6 +182,7 @@ class EngineConfig(Flags):
             elif isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
         check_fields(self)
+        self._restore_given()
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
         self._check_combinations()
@@ -169,11 +192,23 @@ class EngineConfig(Flags):
         # What the connector receives; None if the engine shares no KV.
         self.kv_transfer: KVTransferConfig | None = None
         if {self.kv_role, self.kv_connector} - {None, "none"} or self.kv_transfer_config or self.kv_offloading_size:
+            self.kv_engine_id = self.kv_engine_id or uuid.uuid4().hex
             self.kv_transfer = load("nanovllm.data.kv_transfer_config:KVTransferConfig.of", "KV transfer")(self)
         self.structured_outputs = StructuredOutputsConfig.of(self.structured_outputs_config)
         self.speculative: SpeculativeConfig | None = None
         if self.speculative_config:
             self.speculative = load("nanovllm.data.speculative_config:SpeculativeConfig.of", "speculative_config")(self)
+
+        if (past := self.settlement) is not None:  # this is a copy of a settled one
+            self.settle(past.model_max_len, past.num_kv_blocks, past.on_gpu)
+
+    def _restore_given(self) -> None:
+        """Undo what `settle` has filled in, unless it was changed since."""
+        if (past := self.settlement) is not None:
+            if self.max_model_len == past.max_model_len:
+                self.max_model_len = past.given_max_model_len
+            if self.async_scheduling == past.async_scheduling:
+                self.async_scheduling = past.given_async_scheduling
 
     def _check_combinations(self) -> None:
         backend, budget = self.distributed_executor_backend, self.max_num_batched_tokens
@@ -221,13 +256,27 @@ class EngineConfig(Flags):
         """Fill in what depends on the model, on the device and on the size of the pool: `max_model_len`,
         `async_scheduling`, `token_budget` and `max_request_tokens`, the maximum tokens that one request may ever have.
         See `check_limits` for what must hold.
+
+        A copy made by `dataclasses.replace` is settled in the same way, from what the user gave and what was replaced.
         """
+        self._restore_given()
+        given = self.max_model_len
+        given_async = self.async_scheduling
         if self.async_scheduling is None:
             self.async_scheduling = on_gpu and self.pipeline_parallel_size == 1
         self.max_model_len = self.max_model_len or model_max_len
         self.max_request_tokens = min(self.max_model_len, num_kv_blocks * self.block_size)
         if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
             self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
+        self.settlement = Settlement(
+            model_max_len=model_max_len,
+            num_kv_blocks=num_kv_blocks,
+            on_gpu=on_gpu,
+            given_max_model_len=given,
+            given_async_scheduling=given_async,
+            max_model_len=self.max_model_len,
+            async_scheduling=self.async_scheduling,
+        )
 
     def count_host_blocks(self, bytes_per_block: int) -> int:
         """The number of KV blocks in host memory.

@@ -28,19 +28,64 @@ class ServerError(RuntimeError):
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, without the usage, whose forty flags would hide it."""
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+    def __init__(self, **kwargs: Any) -> None:
+        # An abbreviation would change its meaning, or become ambiguous, with the next flag.
+        super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[Any, list[str]]:
         """Refuse unknown words here: argparse would hand a command's to the parser above, whose help does not explain them."""
-        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        words = sys.argv[1:] if args is None else args
+        namespace, unknown = super().parse_known_args(self._respelled(words), namespace)
         if unknown:
-            hint = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            shown = (
+                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+            )
+            hint = did_you_mean(unknown[0].partition("=")[0], shown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
+
+    def _respelled(self, words: Sequence[str]) -> list[str]:
+        """The words with flags as vLLM's command line accepts them, too: `--block_size` for `--block-size`, and
+        `--speculative-config.method ngram` for `--speculative-config '{"method": "ngram"}'`.
+        """
+        known = self._option_string_actions
+        respelled: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        rest = iter(words)
+        for word in rest:
+            if word == "--":
+                respelled += [word, *rest]
+                break
+            flag, equals, value = word.partition("=")
+            flag, *path = flag.split(".")
+            if flag.startswith("--"):
+                flag = flag.replace("_", "-")
+            if not word.startswith("-") or flag not in known:
+                respelled.append(word)
+            elif not path:
+                respelled.append(f"{flag}{equals}{value}")
+            else:
+                target = objects.setdefault(flag, {})
+                for key in path[:-1]:
+                    target = target.setdefault(key, {})
+                target[path[-1]] = _json_or_text(value if equals else next(rest, ""))
+        return [*(f"{flag}={json.dumps(value)}" for flag, value in objects.items()), *respelled]
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with 2."""
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _json_or_text(value: str) -> Any:
+    """The value that the text has as JSON, or else the text itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 class Flags(Keywords):

@@ -54,7 +54,7 @@ class KVTransferConfig(Keywords):
         offloading = {"kv_connector": "offloading"} if config.kv_offloading_size else {}
         try:
             extra = msgspec.json.decode(config.kv_transfer_config or "{}", type=dict[str, Any])
-            kv_transfer = cls(**(offloading | extra | given))
+            kv_transfer = cls(**({"engine_id": config.kv_engine_id} | offloading | extra | given))
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}') from error
         if config.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port

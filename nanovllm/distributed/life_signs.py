@@ -6,6 +6,8 @@ hang: its thread is in the middle of a step, waits for no other process, and use
 
 A rank that loops for ever is found by the other ranks, whose collectives wait for it in vain. The parent, which hears all ranks,
 finds those that wait for one another in collectives: see `standstill`.
+
+Under load a process may get no processor for seconds. The time for which it waits for one does not count: see `starvation`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import psutil
 from nanovllm.distributed.activity import LOOK_SECONDS, here
 from nanovllm.distributed.processes import how_it_ended
 from nanovllm.distributed.standstill import Activity, explain_standstill, latest_calls
+from nanovllm.distributed.starvation import RunDelay
 
 # Time between two heartbeats.
 HEARTBEAT_SECONDS = 1.0
@@ -109,7 +112,8 @@ heard_activities: dict[int, Activity] = {}
 class HangDetector:
     """Detects that the thread that creates it hangs: the thread is in a step, waits for no other process, not even for a compiler
     that it has started in this step, and has used no processor time for SILENCE_SECONDS, and the process's other threads have
-    used almost none. Slow computation is no hang. Only Linux reports a thread's time; elsewhere no hang is detected.
+    used almost none. Slow computation is no hang, nor is waiting for a processor. Only Linux reports a thread's time; elsewhere no
+    hang is detected.
     """
 
     def __init__(self) -> None:
@@ -117,6 +121,7 @@ class HangDetector:
         self._clock = time.pthread_getcpuclockid(self._thread) if sys.platform == "linux" else None
         self._state: tuple[float, ...] = ()  # when the thread last made progress
         self._used = self._used_by_all = self._moved = self._looked = 0.0
+        self._run_delay: RunDelay | None = None  # of this process, while the thread makes no progress
 
     def look(self) -> str:
         """How long the thread has hung, and where; "" if it does not. Another thread calls this every LOOK_SECONDS."""
@@ -132,7 +137,14 @@ class HangDetector:
         was_stopped = now - before > HEARTBEAT_SECONDS
         if state != self._state or used - self._used > REST_SECONDS or is_helped or was_stopped:
             self._state, self._used, self._used_by_all, self._moved = state, used, used_by_all, now
-        if now - self._moved < SILENCE_SECONDS:
+        if now - self._moved < SILENCE_SECONDS / 4:
+            self._run_delay = None
+            return ""
+        if self._run_delay is None:
+            self._run_delay = RunDelay(os.getpid())
+        # This thread gets its processor.
+        starved = self._run_delay.look(besides=threading.get_native_id())
+        if now - self._moved - starved < SILENCE_SECONDS:
             return ""
         has_child = has_children_since(now - self._step.since)
         # If a child for which it has waited ended just now, the thread goes on.
@@ -249,13 +261,14 @@ class Peer:
         self.heard = time.monotonic()
         self.activities: dict[int, Activity] = {}
         self.is_ready = self.is_gone = False
+        self._run_delay: RunDelay | None = None
 
     def __str__(self) -> str:
         return f"{self.name}, {self.where}"
 
     def take(self, message: Any) -> None:
         """Take in a message."""
-        self.heard = time.monotonic()
+        self.heard, self._run_delay = time.monotonic(), None
         if isinstance(message, Complaint):
             self.complaint = message
         elif isinstance(message, dict):
@@ -273,6 +286,17 @@ class Peer:
                 self.take(self.connection.recv())
         except (EOFError, OSError):
             self.is_gone = True
+
+    def unexplained_silence(self, now: float) -> float:
+        """Seconds for which nothing was heard of it, without those in which it waited for a processor. Only Linux tells the
+        latter, and only about a process of this machine; otherwise all of the silence."""
+        silence = now - self.heard
+        if silence < SILENCE_SECONDS / 4:
+            self._run_delay = None
+            return silence
+        if self._run_delay is None:
+            self._run_delay = RunDelay(self.pid)
+        return silence - self._run_delay.look()
 
     def expect_heartbeats(self) -> None:
         """From now on, its silence counts: it is ready. (While it loads, a library may hold the interpreter's lock for long.)"""
@@ -300,6 +324,7 @@ class Watch:
         self._looked = time.monotonic()
         self._compared, self._since = 0.0, 0.0
         self._activities: dict[int, Activity] = {}  # of all ranks, the same since then
+        self._run_delays: list[RunDelay] = []  # of all ranks, while they seem to stand still
 
     def look(self, listen: Callable[[float], None], timeout: float = 0.0) -> Complaint | None:
         """Check all processes.
@@ -322,7 +347,7 @@ class Watch:
             if peer.complaint is not None or peer.is_gone:
                 return self._blame(peer, listen)
             # Until it is ready, a process may hold the interpreter's lock while it imports libraries.
-            if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
+            if peer.is_ready and peer.unexplained_silence(now) > SILENCE_SECONDS:
                 if peer.pid is not None and is_debugged_or_dumps_core(peer.pid):
                     for rank in peer.activities:  # they may be outdated
                         heard_activities.pop(rank, None)
@@ -340,12 +365,19 @@ class Watch:
         heard = min((peer.heard for peer in peers.values()), default=0.0)
         if activities != self._activities:
             self._activities, self._since = activities, heard
-        if heard - self._since <= SILENCE_SECONDS:
-            return None
         # An engine may have several ranks.
         names = {r: str(peer) if len(peer.activities) == 1 else f"rank {r} of {peer}" for r, peer in peers.items()}
-        text = explain_standstill(activities, names, SILENCE_SECONDS)
-        return Complaint(False, text) if text else None
+        silence, text = heard - self._since, ""
+        if silence > SILENCE_SECONDS / 4:
+            text = explain_standstill(activities, names, SILENCE_SECONDS)
+        if not text:
+            self._run_delays = []
+            return None
+        if not self._run_delays:
+            self._run_delays = [RunDelay(peer.pid) for peer in set(peers.values())]
+        # A rank may seem idle because it gets no processor to take its order.
+        starved = max(run_delay.look() for run_delay in self._run_delays)
+        return Complaint(False, text) if silence - starved > SILENCE_SECONDS else None
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
         """Find out which process has failed first: the suspect, or another one that it works with."""

@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.distributed.processes import how_it_ended, kill_tree, start_process
-from nanovllm.engine.process import Command, Report, run_engine
+from nanovllm.engine.process import STOP_STARTING, Command, Report, run_engine
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # The last report of a process may still be in flight when its end is noticed.
 LAST_WORDS_SECONDS = 0.1
+# A process that is killed while it starts gets this time to clean up.
+CLEAN_UP_SECONDS = 1.0
 
 
 class EngineClient:
@@ -157,8 +160,21 @@ class EngineClient:
 
     def kill(self) -> None:
         """Kill its process, if that has not ended, and all that it has started, even if they are stopped or hang."""
+        if self.process.poll() is None and not self.is_ready:
+            self._stop_starting()
         if self.process.poll() is None:
             kill_tree(self.process.pid)
+
+    def _stop_starting(self) -> None:
+        """Have a process that still starts remove what it has begun, such as a compilation; kill what it has started."""
+        with contextlib.suppress(psutil.Error):
+            started = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.send_signal(STOP_STARTING)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(CLEAN_UP_SECONDS)
+            for each in started:
+                with contextlib.suppress(psutil.Error):  # it has ended by now
+                    each.kill()
 
     def close(self) -> None:
         """Kill its process if that has not ended, and close the connections."""

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm.engine")
 
+# The parent's signal to an engine that still starts: clean up, and exit.
+STOP_STARTING = signal.SIGUSR1
+
 
 @dataclass
 class Command:
@@ -188,6 +191,7 @@ def run_engine(config: EngineConfig, command_address: str, report_address: str, 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(STOP_STARTING, lambda number, frame: sys.exit(128 + number))
     context = zmq.Context()
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     reports.set_hwm(0)  # a step never waits for the front end
@@ -199,6 +203,7 @@ def run_engine(config: EngineConfig, command_address: str, report_address: str, 
         from nanovllm.engine.core import create_core  # imports torch, which the parent never needs
 
         core = create_core(config, blocking=False)
+        signal.signal(STOP_STARTING, signal.SIG_IGN)
         gc.freeze()  # the garbage collector need not visit the model between steps
         EngineLoop(core, commands, reports, parent_sentinel).run()
     except Exception as error:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.checkpoint.weights import save_tensors
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.llm import LLM
 from nanovllm.models.llama import LlamaForCausalLM
@@ -80,7 +81,7 @@ def load_samples(model: str, folder: Path, recipe: TrainingRecipe, device: str, 
     if not file.exists():
         made = vars(make_samples(model, recipe, device, deadline))
         gc.collect()  # the engine's memory is needed
-        save_file(made | {"token_ids": made["token_ids"].int()}, file)
+        save_tensors(made | {"token_ids": made["token_ids"].int()}, file)
     found = load_file(file)
     return Samples(**found | {"token_ids": found["token_ids"].long()})
 

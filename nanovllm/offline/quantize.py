@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.checkpoint.weights import save_tensors
 from nanovllm.layers.basic import Layer, Linear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -67,17 +67,26 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
             tensors |= stored(old.removesuffix(".weight"), calibrator.found.get(name) or rtn(tensor, form), form)
         else:
             tensors[old] = calibrator.changed.get(name, tensor).to(tensor.dtype)
+    origin = {"model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder, "settings": recipe.words()}
+    raw = read_json(folder / "config.json") | {"quantization_config": settings_of(recipe), "quantized_from": origin}
+    raw["tie_word_embeddings"] = config.tie_word_embeddings and not recipe.quantize_head
+    try:
+        _write(folder, out, tensors, raw)
+    except BaseException:  # Ctrl-C, too: half a checkpoint is of no use, and would be in the way of the next attempt
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return out
+
+
+def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write a checkpoint: new weights and a new config.json, and copies of the other files of a folder."""
     out.mkdir(parents=True, exist_ok=True)
     for file in (file for file in folder.iterdir() if file.name.endswith(COPIED) and "index" not in file.name):
         shutil.copyfile(file, out / file.name)
     if (templates := folder / "additional_chat_templates").is_dir():
         shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    origin = {"model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder, "settings": recipe.words()}
-    raw = read_json(folder / "config.json") | {"quantization_config": settings_of(recipe), "quantized_from": origin}
-    raw["tie_word_embeddings"] = config.tie_word_embeddings and not recipe.quantize_head
-    (out / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
-    return out
+    save_tensors(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def matrices_of(model: LlamaForCausalLM, recipe: Recipe) -> set[str]:

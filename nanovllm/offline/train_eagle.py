@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.checkpoint.weights import save_tensors
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle import default_aux_layers
 from nanovllm.models.llama import LlamaForCausalLM, rotary_table
@@ -363,8 +363,8 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     command = " ".join(["nanovllm train-eagle", name_or_folder, *recipe.words()])
     origin: dict[str, Any] = {"command": command, "date": str(date.today()), "answer_tokens": len(samples.answers)}
     raw |= {"trained": origin | {"batches": trainer.done, "held_out": found}}
-    save_file(trainer.tensors(), file := out / "model.safetensors", {"format": "pt", "config": json.dumps(raw)})
-    file.chmod(0o644)  # safetensors makes it unreadable to other users
+    metadata = {"format": "pt", "config": json.dumps(raw)}
+    save_tensors(trainer.tensors(), out / "model.safetensors", metadata)
     (out / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
     for name, values in found.items():
         print(f"{name}: " + ", ".join(f"{what} {numbers}" for what, numbers in values.items()))

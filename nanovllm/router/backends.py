@@ -54,6 +54,7 @@ class Backend:
         api_key: the router's own key, for its own questions.
 
     Attributes:
+        name: what the log calls it: its URL, unless the router itself has started it.
         num_running, num_answered, num_failures: requests that the router has sent to it and that have not ended, that it has
             answered, and that it has failed to answer.
         problem: why it gets no requests; "" if it does.
@@ -68,6 +69,7 @@ class Backend:
 
     def __init__(self, url: str, role: Role, config: RouterConfig, api_key: str | None = None) -> None:
         self.url, self.role, self.config = url.rstrip("/"), role, config
+        self.name = self.url
         self._origin = origin = httpcore.URL(self.url)
         if origin.scheme not in (b"http", b"https") or not origin.host or origin.target != b"/":
             raise UsageError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")
@@ -127,7 +129,7 @@ class Backend:
     def _note_problem(self, problem: str) -> None:
         if problem != self.problem:
             news = f"gets no requests for now: {problem}" if problem else "is ready"
-            logger.log(logging.WARNING if problem else logging.INFO, "%s %s", self.url, news)
+            logger.log(logging.WARNING if problem else logging.INFO, "%s %s", self.name, news)
             self.sent.clear()  # it may be restarted, with an empty cache
         self.problem = problem
 

@@ -94,10 +94,12 @@ class ServerProcess:
         assert process.stdout is not None
         async for line in process.stdout:
             text = line.decode(errors="replace").rstrip()
-            if text and not ROUTINE.search(text):
-                say(f"[{self.name}] {text}")
             if found := READY.search(text):
                 self.url = found[1]
+                text = "is ready"  # its address is the router's business: clients ask the router
+            if text and not ROUTINE.search(text):
+                say(f"[{self.name}] {text}")
+            if found:
                 ready.set()
         await process.wait()
         ready.set()
@@ -179,6 +181,7 @@ async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: so
         urls = {role: [each.url for each in fleet if each.role == role] for role in ROLES}
         backends = backends_of(urls, routing, next(iter(access.api_keys), None))
         for process, backend in zip(fleet, backends, strict=True):
+            backend.name = process.name
             backend.on_silence = process.end_silent
         name = config.served_model_name or config.model
         router = RouterServer(backends, listener, access, name, arguments.metrics_prefix)

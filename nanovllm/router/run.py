@@ -76,9 +76,10 @@ class RouterServer(SignalledServer):
 
 
 def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> str:
-    """The router's address, and the servers behind it."""
+    """The router's address, and the servers behind it: how many, and where those are that it has started."""
     roles = [server.role for server in servers]
     counts = [f"{roles.count(r)} {r} server{'s' * (roles.count(r) > 1)}" for r in dict.fromkeys(roles)]
+    started = "".join(f"\n  {server.name}: {server.url}" for server in servers if server.name != server.url)
     missing = "".join(f"\nStill missing: {server.url} {server.problem}" for server in servers if server.problem)
     url = url_of(listener)
-    return f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: {url}/{missing}\n"
+    return f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: {url}/{started}{missing}\n"

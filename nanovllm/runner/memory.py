@@ -33,7 +33,7 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
         runner: its weights are loaded, and its caches are not made yet.
 
     Raises:
-        ValueError: not one block fits: "no KV block of 4096 bytes fits into 100 bytes", and which settings help:
+        ValueError: `kv_cache_memory` is more than the machine has; or not one block fits: "no KV block of 4096 bytes fits into 100 bytes", and which settings help:
             `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
     """
     config, size = runner.config, runner.bytes_per_block
@@ -41,6 +41,11 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
         free = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
+        total = psutil.virtual_memory().total
+        if runner.device.type == "cpu" and free > total:
+            raise ValueError(
+                f"kv_cache_memory ({free / 2**30:.1f} GiB) exceeds the machine's memory ({total / 2**30:.1f} GiB): lower it"
+            )
         count = free // size
     else:
         free = free_memory(runner)

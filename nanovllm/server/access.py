@@ -178,5 +178,5 @@ def ready_message(listener: socket.socket, model: str, api_keys: Sequence[str]) 
         f"\n{model} is served at {url}/v1, described at {url}/docs.\n"
         f"Chat with it, and watch it work: {url}/\n\nOr try:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f'    -d \'{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}\'\n'
+        f'    -d \'{{"messages": [{{"role": "user", "content": "What is the capital of Japan?"}}], "temperature": 0}}\'\n'
     )

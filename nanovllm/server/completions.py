@@ -12,7 +12,7 @@ from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import SMALLEST_LOGPROB, Endpoint, Generation, encoded
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.responses import Completion, CompletionChoice, CompletionLogprobs
-from nanovllm.text.detokenizer import TextOffsets, whole_characters
+from nanovllm.text.detokenizer import TextOffsets, continues_prompt, whole_characters
 from nanovllm.text.portions import in_portions
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -92,7 +92,9 @@ class CompletionGeneration(Generation):
         """A piece of one completion. The first one begins with the prompt, if it is to be echoed."""
         body, index = self.body, prompt_index * self.params.n + piece.index
         if self.hides_tokens:
-            piece = CompletionOutput(piece.index, finish_reason=piece.finish_reason and "length")
+            # The client asked for no token, so an end of the one that was generated means that the length ran out.
+            ended = piece.finish_reason in ("stop", "length")
+            piece = CompletionOutput(piece.index, finish_reason="length" if ended else piece.finish_reason)
         choice = CompletionChoice(index, piece.finish_reason, piece.stop_reason, text=piece.text)
         token_ids = piece.token_ids
         positions: list[PositionLogprobs] = [*(piece.logprobs or ())]
@@ -100,10 +102,11 @@ class CompletionGeneration(Generation):
         tokenizer = self.engine.tokenizer
         if index not in self._offsets:
             prompt = self.prompts[prompt_index]
-            echoed = self._echoed(prompt_index) if body.echo else ""
+            continued = prompt if self._is_continued(prompt, piece.token_ids) else []
+            echoed = self._echoed(prompt_index, bool(continued)) if body.echo else ""
             choice.text = echoed + choice.text
             skips = self.params.skip_special_tokens
-            self._offsets[index] = TextOffsets(tokenizer, skips, self._continued(prompt), len(echoed))
+            self._offsets[index] = TextOffsets(tokenizer, skips, continued, len(echoed))
             if body.echo:
                 # The log-probabilities of the whole prompt, unless the request was aborted before it was read.
                 known = output.prompt_logprobs or []
@@ -116,17 +119,18 @@ class CompletionGeneration(Generation):
             choice.logprobs = await self._logprobs(token_ids, positions, offsets)
         return choice
 
-    def _continued(self, prompt: list[int]) -> list[int]:
-        """The prompt as the text of its completion continues it; structured output continues nothing."""
-        return [] if self.hides_tokens or self.params.structured_outputs is not None else prompt
+    def _is_continued(self, prompt: list[int], token_ids: list[int]) -> bool:
+        """True if the completion continues the prompt's last character. Structured output continues nothing."""
+        if self.hides_tokens or self.params.structured_outputs is not None:
+            return False
+        return continues_prompt(self.engine.tokenizer, prompt, token_ids)
 
-    def _echoed(self, prompt_index: int) -> str:
-        """The prompt's text. A character that it leaves incomplete is part of the completion, if there is one."""
+    def _echoed(self, prompt_index: int, is_continued: bool) -> str:
+        """The prompt's text; without its last character, if the completion continues that."""
         source, tokenizer = split_prompts(self.body.prompt)[prompt_index], self.engine.tokenizer
         if isinstance(source, str):
             return source
-        is_completed = bool(self._continued(source))
-        return whole_characters(tokenizer, source) if is_completed else tokenizer.decode(source, False)
+        return whole_characters(tokenizer, source) if is_continued else tokenizer.decode(source, False)
 
     async def _logprobs(
         self, tokens: list[int], positions: list[PositionLogprobs], offsets: list[int]

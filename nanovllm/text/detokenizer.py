@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
         tokenizer: the model's tokenizer.
         skip_special_tokens: leave out special tokens such as the end-of-text token.
         prompt_token_ids: what the ids continue, if they are no text of their own. A first token "▁the" keeps its space,
-            which SentencePiece drops otherwise, and a character that the prompt leaves incomplete belongs to the first piece (U+FFFD if no token completes it).
+            which SentencePiece drops otherwise, and a character that the prompt leaves incomplete belongs to the first piece if the first token continues it.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: list[int] = []  # tokens whose text is not final, unless tokens are bytes
         self._context: list[int] = []  # tokens before them
+        self._prompt: Sequence[int] = ()  # until the first token: a prompt that ends inside a character
         self._num_known = 0  # characters of the pending text that the prompt has already
         if prompt_token_ids is not None:
             self._continue(prompt_token_ids)
@@ -50,6 +51,7 @@ class IncrementalDetokenizer:
         # Any token in front keeps the space; a special token is never a byte.
         self._context = self._tokenizer.all_special_ids[:1]
         tail, spelled = incomplete_tail(self._tokenizer, prompt_token_ids)
+        self._prompt = prompt_token_ids if tail else ()
         self._utf8.decode(spelled)
         if self._decoder.streaming is not Streaming.BYTES and tail:
             self._pending = tail
@@ -57,6 +59,10 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that has become final, which may be empty."""
+        if self._prompt and token_ids:
+            if not continues_prompt(self._tokenizer, self._prompt, token_ids):
+                self._drop_prompt()
+            self._prompt = ()
         kept = [index for index in token_ids if index not in self._skipped]
         if self._decoder.streaming is Streaming.BYTES:
             return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
@@ -75,6 +81,12 @@ class IncrementalDetokenizer:
                 self._context = self._context[:MOST_EMPTY_TOKENS] + self._context[-MOST_EMPTY_TOKENS:]
         return self._without_known(piece) if final else ""
 
+    def _drop_prompt(self) -> None:
+        """Leave the character that the prompt has begun to the prompt: no token continues it."""
+        self._utf8.reset()
+        self._pending = []
+        self._num_known = 0
+
     def _is_final_after(self, index: int, token: str) -> bool:
         """True if no later token can change the text up to this one."""
         if self._decoder.streaming is Streaming.AT_THE_END:
@@ -87,6 +99,8 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return the text that is held back; to be called once, after the last token."""
+        if self._prompt:
+            return ""
         if self._decoder.streaming is Streaming.BYTES:
             return self._utf8.decode(b"", final=True)
         return self._without_known(self._decode_in_context(self._pending))
@@ -128,6 +142,15 @@ def incomplete_tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[lis
         if incomplete:
             return tail, incomplete
     return [], b""
+
+
+def continues_prompt(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
+    """True if a prompt ends inside a character, and the first of these tokens continues that character."""
+    if not token_ids or token_ids[0] in tokenizer.all_special_ids:
+        return False
+    _, begun = incomplete_tail(tokenizer, prompt_token_ids)
+    byte = tokenizer.token_bytes(token_ids[0])[:1]
+    return bool(begun and byte) and _continues(begun, byte)
 
 
 def whole_characters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -17,8 +17,10 @@ SHORT_ENDS = (b'}],:"0123456789tfn-[{', b'}],:0123456789ntf"-[{')
 RANDOM_TRIES = 4
 # Tokens other than the next one on the way to the end that are tried anew, with one search each.
 MAX_SEARCHES = 8
-# Tokens after which a search that found nothing is repeated.
+# Tokens after which a search that found nothing is repeated; the next time, twice as many.
 SEARCH_AGAIN = 16
+# The longest way to the end that is looked for, in JSON and in other grammars, whose steps may take milliseconds.
+LONGEST_END_OF_JSON, LONGEST_END = 512, 128
 
 
 class TokenTable:
@@ -157,7 +159,10 @@ class Guide:
         self._remaining = 0
         self._num_tokens = 0
         self._next_look = 0
+        self._search_again = SEARCH_AGAIN
+        self._longest_end = LONGEST_END_OF_JSON if "json" in form.grammar else LONGEST_END
         self._end: list[int] | None = None  # tokens that complete the output
+        self._last_end: list[int] = []  # tokens that completed it when the guide last looked
         self._ends: dict[int, list[int]] = {}  # the same, after each token that `fitting` has returned
 
     # ---------------------------------------------------------------- as a matcher
@@ -181,6 +186,8 @@ class Guide:
         for token in tokens:
             self._end = self._ends.get(token)
             self._ends = {}
+            if self._last_end[:1] == [token]:
+                self._last_end = self._last_end[1:]
             self._read(token)
         self._num_tokens += len(tokens)
         return self.matcher.consume_tokens(list(tokens))
@@ -209,11 +216,15 @@ class Guide:
         if remaining is None or self.is_error() or (self._end is None and self._num_tokens < self._next_look):
             return
         self._remaining = remaining
+        if self._end is None and self._last_end and self._allows(self._last_end):
+            self._end = self._last_end  # for example, within a string
         if self._end is None:
             self._end = self._shortest_end(remaining)
         if self._end is None:
-            self._next_look = self._num_tokens + SEARCH_AGAIN
+            self._next_look = self._num_tokens + self._search_again
+            self._search_again *= 2
             return
+        self._last_end = self._end
         cost = self.form.cost_of_beginning
         slack = remaining - len(self._end) - cost
         self.is_tight = slack <= 0 and len(self._end) <= remaining
@@ -263,6 +274,7 @@ class Guide:
     def _shortest_end(self, limit: int) -> list[int] | None:
         """The shortest of the ways to the end that are found: tokens, the last of which ends the output. None if all are longer than
         `limit`, or none is found."""
+        limit = min(limit, self._longest_end)
         best: list[int] | None = None
         for order in SHORT_ENDS:
             draw: Callable[[list[int]], int] = min

@@ -160,6 +160,15 @@ def _records(path: FilePath, lines: list[bytes], decoder: TraceDecoder) -> Itera
 
 
 def _open_for_writing(path: FilePath) -> IO[bytes]:
-    if str(path).endswith(".gz"):
-        return gzip.open(path, "wb", compresslevel=5)  # type: ignore[return-value]
-    return open(path, "wb")
+    """Open the file of a trace.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    try:
+        if str(path).endswith(".gz"):
+            return gzip.open(path, "wb", compresslevel=5)  # type: ignore[return-value]
+        return open(path, "wb")
+    except OSError as error:
+        hint = "name a file in a folder that exists and that you may write"
+        raise TraceError(f"cannot write the trace {path} ({error.strerror}): {hint}") from error

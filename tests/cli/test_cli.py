@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 import nanovllm
+from nanovllm.checkpoint import course_model
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import converse
 from nanovllm.data.config import EngineConfig
@@ -93,7 +95,12 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["sing"], "sing"),
         (["srve"], "did you mean serve?"),
         (["serve", "--prot", "8001"], "did you mean --port?"),
-        (["serve", "--max_model_len=100"], "did you mean --max-model-len?"),
+        (["serve", "--max_model_len=0"], "max_model_len must be an integer of at least 1"),
+        (["serve", "--max-model-lenght=9"], "did you mean --max-model-len?"),
+        (["serve", "--max-model=9"], "unrecognized arguments: --max-model=9; did you mean --max-model-len?"),
+        (["serve", "--max-log-length=9"], "unrecognized arguments: --max-log-length=9 (see"),
+        (["serve", "--trust-foreign-code"], "unrecognized arguments: --trust-foreign-code (see"),
+        (["serve", "--enable-lora-adapters"], "unrecognized arguments: --enable-lora-adapters (see"),
         (["serve", "--dtype", "bfloat61"], "did you mean bfloat16?"),
         (["router", "--plicy", "round_robin"], "did you mean --policy?"),
         (["chat", "--temprature", "0"], "did you mean --temperature?"),
@@ -107,7 +114,7 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--kv-cache-memory", "lots"], "512MiB"),
         (["serve", "--shutdown-timeout", "-1"], "shutdown_timeout must be a finite number of at least 0"),
         (["serve", "--api-key", ""], "--api-key"),
-        (["serve", "--no-such-flag"], "--no-such-flag"),
+        (["serve", "--no-such-flag"], "unrecognized arguments: --no-such-flag (see"),
         (["chat", "--temperature", "nan"], "temperature"),
         (["chat", "--max-tokens", "0"], "max_tokens"),
         (["serve", "--preemption-mode", "swap", "--swap-space", "0"], "raise swap_space"),
@@ -366,3 +373,20 @@ def test_a_named_chat_template_over_http_and_in_the_terminal(
     unknown = run("chat", str(model_with_templates), *ENGINE, "--chat-template", "other", text="hello\n")
     assert unknown.returncode == 2 and "it has default, short" in unknown.stderr
     assert "Traceback" not in unknown.stderr
+
+
+def test_a_kv_cache_larger_than_the_machine_is_one_line(tiny_model: pathlib.Path) -> None:
+    words = ["--kv-cache-memory", "900TB", "--device", "cpu"]
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
+    assert "kv_cache_memory (838190.3 GiB) exceeds the machine's memory" in line and "lower it" in line
+
+
+def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of asyncio's would convert on, and Ctrl-C would wait for it."""
+
+    def fetch() -> pathlib.Path:
+        assert threading.current_thread() is threading.main_thread()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(course_model, "fetch_course_model", fetch)
+    assert cli.main(["serve", "--port", "0"]) == 128 + signal.SIGINT

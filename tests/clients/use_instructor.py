@@ -7,12 +7,10 @@ from typing import Any
 
 import instructor
 import openai
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 
 class Person(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     name: str
     age: int
 

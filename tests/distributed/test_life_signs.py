@@ -18,7 +18,7 @@ from nanovllm.distributed.life_signs import Complaint, HangDetector, Mouth, Peer
 from nanovllm.distributed.standstill import Activity
 from tests.server_process import wait_until
 
-SILENCE = 0.8  # on a loaded machine a thread that computes gets its share of a processor within this time
+SILENCE = 0.8
 RESTS = 1.4  # more than SILENCE and the looks after it
 
 

@@ -51,9 +51,17 @@ def one_thread() -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
-    running = await AsyncEngine.start(config(tiny_model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineClient, "program", engine_faults.FAULTY)
+        running = await AsyncEngine.start(config(tiny_model))
     yield running
     await running.shutdown()
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engines that this test starts take the prompts of `engine_faults`."""
+    monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
 
 
 async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, request_id: str) -> RequestOutput:
@@ -110,17 +118,17 @@ async def test_a_request_arrives_before_it_is_tokenized_and_sent(
 
 
 async def test_closing_the_iterator_frees_the_blocks(engine: AsyncEngine) -> None:
-    answer = engine.generate("to be left", LONG, "left")
+    steps = engine.stats.num_steps
+    answer = engine.generate(engine_faults.PATIENT_PROMPT, LONG, "left")
     await anext(answer)
     assert engine.stats.num_running == 1
     await answer.aclose()
-    steps = engine.stats.num_steps
     await until(lambda: is_empty(engine))
-    assert engine.stats.num_steps < steps + 50, "it ran on to its end"
+    assert engine.stats.num_steps - steps <= engine_faults.NUM_PATIENT_TOKENS + 1, "it ran on to its end"
 
 
 async def test_cancelling_the_reader_frees_the_blocks(engine: AsyncEngine) -> None:
-    task = asyncio.create_task(collect(engine, "to be cancelled", LONG, "cancelled"))
+    task = asyncio.create_task(collect(engine, engine_faults.PATIENT_PROMPT, LONG, "cancelled"))
     await until(lambda: engine.stats.num_running == 1)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -130,7 +138,7 @@ async def test_cancelling_the_reader_frees_the_blocks(engine: AsyncEngine) -> No
 
 
 async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncEngine) -> None:
-    stream = await engine.add_request("aborted", "to be aborted", LONG.clone(n=2))
+    stream = await engine.add_request("aborted", engine_faults.PATIENT_PROMPT, LONG.clone(n=2))
     first = await anext(stream)
     assert not first.finished
     engine.abort("aborted")
@@ -197,7 +205,7 @@ async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine)
     for prompt, words in (([], "empty"), ([9999], "vocabulary"), ("x" * 300, "context length of 256")):
         with pytest.raises(ValueError, match=words):
             await engine.add_request("bad", prompt, SHORT)
-    stream = await engine.add_request("twice", "abc", LONG)
+    stream = await engine.add_request("twice", engine_faults.PATIENT_PROMPT, LONG)
     with pytest.raises(ValueError, match="in use"):
         await engine.add_request("twice", "abc", LONG)
     stream.close()
@@ -254,11 +262,12 @@ async def test_forgetting_the_prefix_cache(engine: AsyncEngine) -> None:
     assert (await collect(engine, prompt, SHORT, "cold again")).num_cached_tokens == 0
 
 
+@pytest.mark.usefixtures("faulty")
 async def test_requests_beyond_the_bound_have_no_room(tiny_model: pathlib.Path) -> None:
     engine = await AsyncEngine.start(config(tiny_model, max_num_seqs=1, max_num_waiting=2))
     try:
         assert engine.has_room(8), "an idle engine takes any request"
-        streams = [await engine.add_request("a", "abc", LONG)]
+        streams = [await engine.add_request("a", engine_faults.PATIENT_PROMPT, LONG)]
         await anext(streams[0])
         assert engine.has_room(2) and not engine.has_room(3)
         streams.append(await engine.add_request("b", "abc", LONG))  # on its way: the engine has not said so yet
@@ -273,17 +282,17 @@ async def test_requests_beyond_the_bound_have_no_room(tiny_model: pathlib.Path) 
         await engine.shutdown()
 
 
+@pytest.mark.usefixtures("faulty")
 async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: pathlib.Path) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     try:
-        stream = await engine.add_request("running", "abc", LONG)
+        stream = await engine.add_request("running", engine_faults.PATIENT_PROMPT, LONG)
         await anext(stream)
         os.kill(engine._client.process.pid, signal.SIGKILL)
-        start = time.monotonic()
         with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
-            async for _ in stream:
-                pass
-        assert time.monotonic() - start < 5
+            async with asyncio.timeout(20):
+                async for _ in stream:
+                    pass
         assert "SIGKILL" in (engine.error or "")
         with pytest.raises(EngineDeadError):
             await engine.add_request("later", "abc", SHORT)
@@ -291,10 +300,11 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
         await asyncio.wait_for(engine.shutdown(), 10)
 
 
+@pytest.mark.usefixtures("faulty")
 async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(tiny_model: pathlib.Path) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     try:
-        stream = await engine.add_request("running", "abc", LONG)
+        stream = await engine.add_request("running", engine_faults.PATIENT_PROMPT, LONG)
         await anext(stream)
         draining = asyncio.ensure_future(engine.drain(60))
         await asyncio.sleep(0)
@@ -307,15 +317,13 @@ async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(tiny_mod
         await asyncio.wait_for(engine.shutdown(), 10)
 
 
+@pytest.mark.usefixtures("faulty")
 @pytest.mark.parametrize("fault", ["is stopped", "hangs in a step"])
-async def test_a_stopped_or_hanging_engine_is_named_and_killed(
-    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
+async def test_a_stopped_or_hanging_engine_is_named_and_killed(tiny_model: pathlib.Path, fault: str) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     process = engine._client.process
     try:
-        stream = await engine.add_request("running", "abc", LONG)
+        stream = await engine.add_request("running", engine_faults.PATIENT_PROMPT, LONG)
         await anext(stream)
         if fault == "is stopped":
             os.kill(process.pid, signal.SIGSTOP)
@@ -355,16 +363,17 @@ async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_
         await engine.shutdown()
 
 
-async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(
-    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
+@pytest.mark.usefixtures("faulty")
+async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(tiny_model: pathlib.Path) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     try:
-        running = asyncio.create_task(collect(engine, "abc", LONG, "running"))
         with pytest.raises(RequestRefusedError, match="this prompt is refused"):
             await collect(engine, engine_faults.REFUSED_PROMPT, SHORT, "refused")
         assert len((await collect(engine, "fine", SHORT, "fine")).outputs[0].token_ids) == 4
+        running = asyncio.create_task(collect(engine, engine_faults.PATIENT_PROMPT, LONG, "running"))
+        await until(lambda: engine.stats.num_running == 1)
+        with pytest.raises(RequestRefusedError, match="this prompt is refused"):
+            await collect(engine, engine_faults.REFUSED_PROMPT, SHORT, "refused again")
         engine.check_alive()
         assert not running.done()
         with pytest.raises(EngineDeadError, match="RuntimeError: this prompt is fatal"):
@@ -389,6 +398,7 @@ async def test_what_cannot_start_says_why_in_one_line(tiny_model: pathlib.Path, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("faulty")
 async def test_the_end_leaves_a_whole_trace_and_no_files(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,11 +409,9 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
     engine = await AsyncEngine.start(config(tiny_model, trace=str(trace_file)))
     assert list(folder.iterdir()) == [], "the sockets have names only until both sides are connected"
     await collect(engine, "abc", SHORT, "traced")
-    drained = asyncio.create_task(collect(engine, "abc", SHORT, "drained"))
-    cut = asyncio.create_task(collect(engine, "abc", LONG, "cut"))
-    await until(lambda: engine.stats.num_running >= 1)
+    cut = asyncio.create_task(collect(engine, engine_faults.PATIENT_PROMPT, LONG, "cut"))
+    await until(lambda: engine.stats.num_running == 1)
     process = engine._client.process
-    await drained
     await engine.shutdown(drain_timeout=0.0)
     assert (await cut).outputs[0].finish_reason == "abort"
     assert process.returncode == 0

@@ -633,7 +633,7 @@ def names_of(llm: LLM, prompt: list[int]) -> list[bytes]:
         ({"store": "s3"}, "store must be folder, redis or mooncake, got 's3'"),
         ({"store": "redis", "path": "/x"}, "'path' is unknown here; there are store, url, namespace"),
         ({"store": "redis", "url": 1}, "url must be a str"),
-        ({"path": "/dev/null/x"}, "name one that does not exist yet"),
+        ({"path": "/dev/null/x"}, "name a folder that does not exist yet"),
         ({"path": "/tmp", "gib": 0}, "more than 0 GiB"),
         ({"store": "mooncake"}, "listen_on_all_interfaces"),
     ],

@@ -485,7 +485,7 @@ def test_a_folder_that_vanishes(tmp_path: pathlib.Path, caplog: pytest.LogCaptur
 
 def test_a_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="name one that does not exist yet"):
+    with pytest.raises(ValueError, match="name a folder that does not exist yet"):
         FolderStore(tmp_path / "file", 100 * FILE)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nanovllm import LLM
+from nanovllm.checkpoint import weights
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.cli.main import main
 from nanovllm.lab.bench.quality import documentation
@@ -170,6 +172,51 @@ def test_a_file_to_calibrate_on_and_the_command(originals: Any, tmp_path: pathli
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"} <= names
     assert tokens(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "free space on the disk"),
+        (SafetensorError("I/O error: Input/output error (os error 5)"), "OSError"),
+        (
+            PermissionError(13, "Permission denied", "there"),
+            "there: Permission denied: name a place that you may write",
+        ),
+        (KeyboardInterrupt(), ""),
+    ],
+    ids=["full", "broken", "forbidden", "ctrl-c"],
+)
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
+    error: BaseException,
+    message: str,
+    originals: Any,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(weights, "save_file", fail)
+    words = [
+        "quantize",
+        str(originals("llama")),
+        "--group-size",
+        "32",
+        "--method",
+        "rtn",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    if message == "OSError":  # nothing that the user could mend: the traceback is wanted
+        with pytest.raises(OSError, match="Input/output"):
+            main(words)
+    else:
+        assert main(words) == (1 if message else 130)
+        lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+        assert len(lines) == bool(message) and all(message in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_chats_begin_as_the_template_does_and_depend_on_the_seed(originals: Any) -> None:

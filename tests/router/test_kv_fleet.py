@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -168,7 +169,7 @@ def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
         for prompt in PROMPTS:
             assert fleet.complete(prompt=prompt, max_tokens=12)["usage"]["completion_tokens"], "someone is left"
         fleet.wait_until_gone(engine)
-        served = f"[{name}] tiny is served at"
+        served = f"[{name}] is ready"
         wait_until(lambda served=served: fleet.text.count(served) == 2, 120, "it serves again")  # type: ignore[misc]
         fleet.wait_until_ready()
         assert fleet.server_url(name) == url
@@ -183,7 +184,7 @@ def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
 def test_a_process_that_is_stopped_is_replaced(fleet: KVFleet, name: str, is_engine: bool) -> None:
     server = fleet.server(name)
     (engine,) = [child for child in children(server) if "nanovllm.engine.client" in " ".join(child.cmdline())]
-    served = f"[{name}] tiny is served at"
+    served = f"[{name}] is ready"
     times = fleet.text.count(served)
     with ThreadPoolExecutor(4) as pool:
         (engine if is_engine else server).send_signal(signal.SIGSTOP)
@@ -193,6 +194,12 @@ def test_a_process_that_is_stopped_is_replaced(fleet: KVFleet, name: str, is_eng
     fleet.wait_until_gone([server, engine])
     wait_until(lambda: fleet.text.count(served) == times + 1, 120, "it serves again")
     fleet.wait_until_ready()
+
+
+def test_the_routers_address_is_the_first_that_is_announced(fleet: KVFleet) -> None:
+    """A newcomer takes the first address that is printed for the one to use."""
+    assert re.findall(r"http://[\w.:]+", fleet.text)[0] == fleet.url
+    assert all(fleet.text.count(f"[{name}] is ready") for name in fleet.names)
 
 
 def test_nothing_is_left_when_the_command_is_killed(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -99,6 +99,21 @@ def test_a_question_is_answered_and_shown_at_work(live: Page) -> None:
     assert picture(live, "pool") != before
 
 
+def test_a_suggestion_is_asked_greedily_unless_the_settings_say_otherwise(live: Page) -> None:
+    with live.expect_request("**/v1/chat/completions") as asked:
+        live.get_by_role("button", name="What is the capital of Japan?").click()
+    assert asked.value.post_data_json.items() >= {"temperature": 0, "max_tokens": 32}.items()
+    expect(fact(live, "reason")).to_have_text("complete", timeout=ANSWER_MS)
+    expect(last_answer(live).locator(".prose")).to_contain_text("Tokyo")
+    live.get_by_role("button", name="New chat").click()
+    live.get_by_role("button", name="Settings").click()
+    live.locator("#settings [name=max_tokens]").fill("3")
+    with live.expect_request("**/v1/chat/completions") as asked:
+        live.get_by_role("button", name="What is the capital of Japan?").click()
+    assert asked.value.post_data_json.items() >= {"temperature": 0, "max_tokens": 3}.items()
+    expect(fact(live, "reason")).to_have_text("cut off at the token limit", timeout=ANSWER_MS)
+
+
 def test_a_follow_up_finds_the_conversation_in_the_cache(live: Page) -> None:
     send(live, "What is the capital of France?", temperature="0")
     expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)

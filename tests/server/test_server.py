@@ -26,12 +26,14 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.request_stream import RequestTimes
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.chat import ChatGeneration
-from nanovllm.server.completions import CompletionEndpoint, name_of_bytes
+from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration, name_of_bytes
 from nanovllm.server.errors import APIError
 from nanovllm.server.generation import Endpoint
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatCompletionRequest, CompletionRequest
 from nanovllm.text.prompts import EngineLimits
+from nanovllm.text.tokenizer import Tokenizer
+from tests.oracle import make_tokenizer
 from tests.server_process import ServerProcess, wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -315,8 +317,9 @@ def test_a_character_that_the_prompt_begins_is_completed(server: ServerProcess, 
     assert choice["logprobs"]["text_offset"][-1] == len(before)
     letter = server.post("/tokenize", {"prompt": "b"}).json()["tokens"][0]
     (choice,) = server.complete(**options, logit_bias={str(letter): 100})["choices"]
-    assert choice["text"] == before + "\ufffdb", "what no byte completes is shown once"
-    assert choice["logprobs"]["text_offset"][-1] == len(before) + 1
+    before = "a\ufffd" if echo else ""
+    assert choice["text"] == before + "b", "what no byte continues is the prompt's"
+    assert choice["logprobs"]["text_offset"][-1] == len(before)
     if echo:
         (choice,) = server.complete(**options | {"max_tokens": 0})["choices"]
         assert choice["text"] == "a\ufffd"
@@ -378,6 +381,19 @@ def test_a_request_id_that_a_client_uses_again(server: ServerProcess) -> None:
             next(response.iter_bytes())
         answer = server.client.post("/v1/completions", json=body, headers=headers).json()
         assert answer["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"), [("stop", "length"), ("length", "length"), ("abort", "abort"), ("error", "error"), (None, None)]
+)
+async def test_why_a_completion_without_tokens_ended(reason: str | None, told: str | None) -> None:
+    """With max_tokens 0 the engine generates a token that the client does not get; but an abort is an abort."""
+    body = CompletionRequest(prompt="abc", max_tokens=0, echo=True)
+    engine: Any = SimpleNamespace(name="tiny", tokenizer=Tokenizer(make_tokenizer()))
+    generation = CompletionGeneration(engine, body, [[5, 6, 7]], SamplingParams())
+    piece = CompletionOutput(0, text="x", token_ids=[8], finish_reason=reason)
+    choice = await generation._choice(0, RequestOutput("r", None, [5, 6, 7], [piece], bool(reason)), piece)
+    assert (choice.finish_reason, choice.text) == (told, "abc")
 
 
 def test_stop_strings_and_stop_tokens(server: ServerProcess) -> None:
@@ -481,7 +497,7 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
     engine.has_room = lambda number: False  # all that matters here is over by then
     engine.config = SimpleNamespace(max_num_waiting=1)
     other = asyncio.create_task(somebody_else())
-    with pytest.raises(APIError, match="too many requests wait"):
+    with pytest.raises(APIError, match="too many requests are already waiting"):
         await CompletionEndpoint(engine).submit_request(CompletionRequest(prompt=["a"] * 5))
     other.cancel()
     assert turns.count("prompt") == 5 and turns.count("other") >= 4
@@ -500,7 +516,7 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
     async def encode(text: str, add_special_tokens: bool) -> list[int]:
         return [3]
 
-    tokenizer = SimpleNamespace(apply_chat_template=render)
+    tokenizer = SimpleNamespace(apply_chat_template=render, chat_templates={})
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
     engine.config = SimpleNamespace(max_num_waiting=49)
@@ -510,7 +526,7 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
         for _ in range(9):  # until each has begun
             await asyncio.sleep(0)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 30) == "free"
-        with pytest.raises(APIError, match=r"too many chats wait .*--max-num-waiting 49") as caught:
+        with pytest.raises(APIError, match=r"too many chats are already waiting .*--max-num-waiting 49") as caught:
             await asyncio.wait_for(endpoint.encode_chat(body), 30)
         assert caught.value.status_code == 429
     finally:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,8 +18,9 @@ import httpx
 import psutil
 import pytest
 
+from nanovllm.ops.native_library import find_compiler
 from nanovllm.server.signalled import say
-from tests.server_process import ServerProcess, wait_until
+from tests.server_process import SOON, ServerProcess, are_gone, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 # Long enough to be caught in the middle even on a fast machine: 128 completions of 250 tokens.
@@ -211,3 +213,39 @@ def test_a_stdout_that_takes_no_more_ends_nothing(
         say("a banner")
         say("and more")
     assert caplog.text.count("stdout cannot be written to") == 1
+
+
+# Tells the engine its macros as the true compiler does, and then compiles for ever.
+SLOW_COMPILER = """#!/bin/sh
+case "$*" in
+*-dM*) exec "{compiler}" "$@" ;;
+*) exec sleep 300 ;;
+esac
+"""
+
+
+@pytest.mark.started
+def test_ctrl_c_while_kernels_are_compiled_leaves_nothing(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(SLOW_COMPILER.format(compiler=find_compiler()))
+    compiler.chmod(0o755)
+    home = tmp_path / "home"
+    variables = os.environ | {"NANOVLLM_HOME": str(home), "CXX": str(compiler)}
+    command = [sys.executable, "-m", "nanovllm", "serve", str(tiny_model), "--port", "0"]
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_until(lambda: list(home.glob("native/*/")), 120, "the compilation has begun")
+        wait_until(lambda: running_sleeps(process.pid), 60, "a compiler runs")
+        started = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(SOON) in (0, 130)
+        wait_until(lambda: are_gone(started), SOON, "all that it has started ends")
+        assert list((home / "native").iterdir()) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def running_sleeps(pid: int) -> list[psutil.Process]:
+    """Compilers among the descendants of a process."""
+    return [each for each in psutil.Process(pid).children(recursive=True) if each.name() == "sleep"]

@@ -284,6 +284,18 @@ def test_numbers_end(examiner: Examiner, table: TokenTable, trie: LLTokenizer) -
     assert accepts(form_of(examiner, json=huge), table, trie, str(10**17)), "a bound of the schema itself counts"
 
 
+def test_a_search_for_an_end_is_bounded(table: TokenTable, trie: LLTokenizer, examiner: Examiner) -> None:
+    """A grammar without an end costs a few searches, however many tokens there may be."""
+    guide = Guide(new_matcher(form_of(examiner, grammar='start: ("a" | "b") start').grammar, trie), table, Form("", 8))
+    num_searches = 0
+    for count in range(2000):
+        before = guide._next_look
+        guide.look_ahead(8000 - count)
+        num_searches += guide._next_look != before
+        guide.consume_tokens(TOKENIZER.encode("a"))
+    assert not guide.is_tight and num_searches < 10
+
+
 # ---------------------------------------------------------------- patterns of functions
 
 

@@ -69,8 +69,10 @@ _above_0 = _number(float, "above 0", lambda value: value > 0)
 
 def _file(text: str) -> pathlib.Path:
     path = pathlib.Path(text)
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: the folder does not exist, or this is a folder")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
+    if not (folder := path.absolute().parent).is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: there is no folder {folder}")
     return path
 
 

@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from nanovllm.lab.course.build import build, compare, find_lectures, find_root, read_lectures, write
-from nanovllm.lab.course.copies import FOLDER, copy_lectures
+from nanovllm.lab.course.build import build, compare, find_lectures, find_root, read_lectures, refuse_edited, write
+from nanovllm.lab.course.copies import FOLDER, copy_lectures, edited_copies
+from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
 from nanovllm.lab.course.stages import write_stage
@@ -47,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     mode, check = command.add_mutually_exclusive_group(), "write nothing; show differences, and exit 1 if there are any"
     mode.add_argument("--check", action="store_true", help=check)
     mode.add_argument("--pull", action="store_true", help="carry edits made in modules back into the lectures' cells")
+    mode.add_argument(
+        "--overwrite", action="store_true", help="write modules that were edited, too: the edits are lost"
+    )
 
     command = add(_run, "execute lectures and save them normalised")
     command.add_argument("lectures", nargs="*", metavar="LECTURE")
@@ -83,8 +87,14 @@ def _build(root: Path, options: argparse.Namespace) -> int:
         sys.stdout.write("".join(found))
         return 1 if found else 0
     built = build(root, read_lectures(root, options.lectures))
+    last = LastBuilt(root)
+    if not options.overwrite:
+        refuse_edited(root, built, last)
     changed = write(root, built)
+    last.store({module.path: module.text for module in built})
     print(*(f"wrote {path}" for path in changed), f"{len(built) - len(changed)} modules were up to date", sep="\n")
+    for name in edited_copies(root):
+        print(f"{FOLDER}/{name} is your copy, and modules are built from notebooks/{name}: make your change there")
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.lab.course.copies import FOLDER
 from nanovllm.lab.course.fold import MARKER, Module, fold
+from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import PACKAGE, CourseError, Lecture, read_lecture
 
 # Sorted and used imports, no empty TYPE_CHECKING block; F821 finds names that only the notebook knows.
@@ -152,9 +153,20 @@ def differences(current: dict[str, str], modules: Iterable[Module]) -> list[str]
 
 
 def compare(root: Path, names: Sequence[str]) -> list[str]:
-    """Differences between the modules and what lectures build; of all lectures for no name, with modules that none builds."""
+    """Differences between the modules and what lectures build, each followed by what to do about it.
+
+    Args:
+        names: lectures; for none all of them, and then modules that no lecture builds are named, too.
+    """
     built = build(root, read_lectures(root, names))
-    return differences(current_texts(root, built), built) + ([] if names else orphans(root, built))
+    current = current_texts(root, built)
+    last = LastBuilt(root)
+    found = []
+    for module in built:
+        for difference in differences(current, [module]):
+            before = current.get(module.path, "")
+            found += [difference, last.advice(module.path, current=before, built=module.text)]
+    return found + ([] if names else orphans(root, built))
 
 
 def orphans(root: Path, modules: Iterable[Module]) -> list[str]:
@@ -172,6 +184,24 @@ def builder(text: str) -> str | None:
     pattern = "^" + re.escape(MARKER).replace(r"\{\}", "(.*)") + "$"
     match = re.search(pattern, text, re.MULTILINE)
     return match[1] if match else None
+
+
+def refuse_edited(root: Path, modules: Iterable[Module], last: LastBuilt) -> None:
+    """Check that writing the modules overwrites no edits.
+
+    Raises:
+        CourseError: modules were edited since lectures built them; it names them and what to do.
+    """
+    current = current_texts(root, modules)
+    different = [m for m in modules if m.path in current and current[m.path] != m.text and builder(current[m.path])]
+    edited = [module.path for module in different if not last.has(module.path, current[module.path])]
+    if edited:
+        raise CourseError(
+            "These modules were edited since lectures built them, and building would lose the edits:\n"
+            + "".join(f"  {path}\n" for path in edited)
+            + "Nothing was written. `python -m nanovllm.lab.course build --pull` carries the edits into the lectures; "
+            "`build --overwrite` discards them."
+        )
 
 
 def write(root: Path, modules: Sequence[Module]) -> list[str]:

@@ -33,6 +33,23 @@ def copy_lectures(root: Path) -> list[str]:
     return older
 
 
+def edited_copies(root: Path) -> list[str]:
+    """Return the names of the working copies in which the learner has changed a cell that a module is built from."""
+    folder = root / FOLDER
+    found = []
+    for original in sorted((folder / _ORIGINALS).glob("*.ipynb")):
+        copy = folder / original.name
+        if copy.exists() and _exported(copy) != _exported(original):
+            found.append(copy.name)
+    return found
+
+
+def _exported(path: Path) -> list[str]:
+    """Return the sources of the cells that modules are built from."""
+    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    return [source for source in sources if source.startswith("#|")]
+
+
 def _text(path: Path) -> object:
     """What an author writes: a notebook's cells without their outputs, which differ from run to run."""
     text = path.read_text(encoding="utf-8")

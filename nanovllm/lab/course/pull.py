@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.lab.course.build import build, current_texts, differences, polish, read_lectures
 from nanovllm.lab.course.fold import Module, quoted
+from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, Source, source_of
 from nanovllm.lab.course.pieces import Piece, cut, label
 
@@ -71,6 +72,7 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
         if current[path] != text:
             (root / path).write_text(text, encoding="utf-8")
             notes.append(f"{path}: sorted and formatted")
+    LastBuilt(root).store({**current, **polished})
     return notes
 
 

@@ -18,7 +18,7 @@ def photograph(url: str) -> bytes:
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 1000})
         page.goto(url)
-        page.get_by_role("button", name="What is the capital of France?").click()
+        page.get_by_role("button", name="What is the capital of Japan?").click()
         expect(page.locator("[data-fact=reason]")).to_be_visible(**PATIENCE)
         expect(page.locator("[data-figure=preempted] b")).not_to_have_text("0", **PATIENCE)
         picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")

@@ -5,11 +5,14 @@ import { button, byId, count, element, seconds, setText, showOne } from "./dom.j
 import { copyButton, prose } from "./prose.js";
 
 const STORE = "nanovllm.chat";
+// Questions that the course model answers right with every setting of the README (tests/server/test_suggestions.py).
 const SUGGESTIONS = [
-  "What is the capital of France?",
-  "Explain in three sentences what a cache is.",
-  "Write a Python function that adds two numbers.",
+  "What is the capital of Japan?",
+  "What is the chemical symbol for water?",
+  "What is the capital of England?",
 ];
+// How they are asked, unless the settings say otherwise: the likeliest tokens, and few of them.
+const SUGGESTED = { temperature: 0, max_tokens: 32 };
 const WELCOME =
   "Ask something, and watch the engine answer: your request gets blocks of the KV pool, grows by one token per step, " +
   "and frees its blocks at the end.";
@@ -62,8 +65,10 @@ export class Chat {
     addEventListener("pagehide", () => this._save());
   }
 
-  /** Ask, and write the answer as it comes; after "edit" in place of the last question and its answer. */
-  async send(text) {
+  /** Ask, and write the answer as it comes; after "edit" in place of the last question and its answer.
+   *
+   * `defaults` are sampling parameters for what the settings leave empty. */
+  async send(text, defaults = {}) {
     if (!text || this.abort) return;
     if (!this.settings.checkValidity()) {
       this._showSettings(true);
@@ -81,7 +86,7 @@ export class Chat {
     this._draw();
     this.list.scrollTop = this.list.scrollHeight;
     try {
-      await this._receive(answer, this.abort.signal);
+      await this._receive(answer, this.abort.signal, defaults);
     } catch (error) {
       if (error.name === "AbortError") answer.reason = "stopped";
       else answer.error = error.message;
@@ -112,12 +117,13 @@ export class Chat {
     byId("toggle-settings").setAttribute("aria-expanded", String(shown));
   }
 
-  async _receive(answer, signal) {
+  async _receive(answer, signal, defaults) {
     const start = performance.now();
     const body = {
       messages: this._conversation(answer),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
+      ...defaults,
       ...this._sampling(),
     };
     const response = await ask("v1/chat/completions", { body, signal });
@@ -259,7 +265,7 @@ export class Chat {
   }
 
   _welcome() {
-    const ideas = SUGGESTIONS.map((text) => button(text, () => this.send(text)));
+    const ideas = SUGGESTIONS.map((text) => button(text, () => this.send(text, SUGGESTED)));
     return element("div", { className: "welcome" },
       element("p", {}, WELCOME),
       element("div", { className: "ideas" }, ...ideas));

@@ -491,3 +491,84 @@ def test_command_line_finds_the_root_upwards(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "wrote nanovllm/pool.py\n0 modules were up to date\n"), done.stderr
     done = subprocess.run([sys.executable, "-m", "nanovllm.lab.course", "--help"], capture_output=True, text=True)
     assert "build" in done.stdout and "run" in done.stdout
+
+
+def block_lecture(value: int) -> list[str]:
+    return [TITLE, OPENING, export(f"size = {value}")]
+
+
+def edit_module(root: Path) -> Path:
+    """Edit the module as somebody does who does not know that a lecture builds it."""
+    module = root / "nanovllm/pool.py"
+    module.write_text(module.read_text().replace("size = 1", "size = 100"))
+    return module
+
+
+def test_build_never_discards_an_edited_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_command = ["--root", str(tmp_path), "build"]
+    make_course(tmp_path, lecture=block_lecture(1))
+    assert main(build_command) == 0
+    module = edit_module(tmp_path)
+    assert main(build_command) == 1
+    complaint = capsys.readouterr().err
+    assert "nanovllm/pool.py" in complaint and "--pull" in complaint and "Nothing was written" in complaint
+    assert "size = 100" in module.read_text()
+    assert main([*build_command, "--overwrite"]) == 0
+    assert "size = 1\n" in module.read_text()
+    edit_module(tmp_path)
+    assert main([*build_command, "--pull"]) == 0
+    assert main(build_command) == 0 and "size = 100" in module.read_text()
+    make_course(tmp_path, lecture=block_lecture(2))
+    assert main(build_command) == 0 and "size = 2" in module.read_text(), "a pull is a build, too"
+
+
+def test_check_says_which_side_was_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_command = ["--root", str(tmp_path), "build", "--check"]
+    make_course(tmp_path, lecture=block_lecture(1))
+    assert main(check_command[:-1]) == 0
+    make_course(tmp_path, lecture=block_lecture(2))
+    assert main(check_command) == 1
+    assert "the lecture was edited: `make build`" in capsys.readouterr().out
+    edit_module(tmp_path)
+    assert main(check_command) == 1
+    assert "both edited" in capsys.readouterr().out
+    make_course(tmp_path, lecture=block_lecture(1))
+    assert main(check_command) == 1
+    assert "the module was edited: `python -m nanovllm.lab.course build --pull`" in capsys.readouterr().out
+
+
+def test_a_commit_says_which_side_was_edited_where_nothing_was_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a fresh clone, and after `git pull`."""
+    command = ["--root", str(tmp_path), "build"]
+    make_course(tmp_path, lecture=block_lecture(1))
+    assert main(command) == 0
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
+    for arguments in (["init", "-q"], ["add", "nanovllm", "notebooks"], ["commit", "-qm", "Pool"]):
+        subprocess.run([*git, *arguments], check=True)
+    (tmp_path / "build/course.json").unlink()
+    make_course(tmp_path, lecture=block_lecture(2))
+    assert main([*command, "--check"]) == 1
+    assert "the lecture was edited" in capsys.readouterr().out
+    edit_module(tmp_path)
+    assert main(command) == 1
+    assert "--pull" in capsys.readouterr().err
+    subprocess.run([*git, "checkout", "-q", "nanovllm"], check=True)
+    assert main(command) == 0
+    assert "size = 2" in (tmp_path / "nanovllm/pool.py").read_text()
+
+
+def test_build_says_that_the_learner_edited_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_course(tmp_path, lecture=block_lecture(1))
+    command = ["--root", str(tmp_path), "build"]
+    assert main(command) == 0 and main(["--root", str(tmp_path), "copy"]) == 0
+    capsys.readouterr()
+    copy = tmp_path / "my_notebooks/lecture.ipynb"
+    copy.write_text(copy.read_text().replace("Paged memory", "My notes"))
+    assert main(command) == 0
+    assert "my_notebooks" not in capsys.readouterr().out, "prose is the learner's own"
+    copy.write_text(copy.read_text().replace("size = 1", "size = 7"))
+    assert main(command) == 0
+    assert "my_notebooks/lecture.ipynb is your copy" in capsys.readouterr().out
+    assert "size = 1\n" in (tmp_path / "nanovllm/pool.py").read_text()

@@ -11,7 +11,7 @@ from nanovllm.lab.course.notebook import read_lecture
 from tests.house import code_lines
 
 ROOT = Path(__file__).parents[3]
-MOST = 400
+MOST = 500
 # Those that still have more. A name may only be removed.
 TOO_LONG: set[str] = set()
 

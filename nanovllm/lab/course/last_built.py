@@ -1,0 +1,56 @@
+"""Tell which side changed since modules and lectures last agreed: the module, its lecture, or both."""
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+# Below the course's root; git does not follow it.
+_RECORD = Path("build", "course.json")
+
+
+class LastBuilt:
+    """Module sources that are known to agree with the lectures: of the last build here, and of the last commit.
+
+    A module whose present text is one of them was not edited since; a lecture that builds one of them was not either.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._digests: dict[str, str] = {}
+        if (root / _RECORD).exists():
+            self._digests = json.loads((root / _RECORD).read_text(encoding="utf-8"))
+
+    def has(self, path: str, text: str) -> bool:
+        """Return whether this was the text of the module, whose path is relative to the root, when both sides agreed."""
+        return self._digests.get(path) == _digest(text) or text == self._committed(path)
+
+    def store(self, texts: Mapping[str, str]) -> None:
+        """Note the source of each module, by path, that agrees with the lectures now."""
+        self._digests |= {path: _digest(text) for path, text in texts.items()}
+        (self._root / _RECORD).parent.mkdir(exist_ok=True)
+        (self._root / _RECORD).write_text(json.dumps(self._digests, indent=1) + "\n", encoding="utf-8")
+
+    def advice(self, path: str, current: str, built: str) -> str:
+        """Return the advice, one sentence, for a module that differs from what its lecture builds."""
+        module_changed = not self.has(path, current)
+        lecture_changed = not self.has(path, built)
+        pull = "`python -m nanovllm.lab.course build --pull` carries the module's edits into the lecture"
+        if module_changed and lecture_changed:
+            return f"{path}: the module and its lecture were both edited: {pull}, where they touch different lines\n"
+        if module_changed:
+            return f"{path}: the module was edited: {pull}\n"
+        return f"{path}: the lecture was edited: `make build` writes the module\n"
+
+    def _committed(self, path: str) -> str | None:
+        """Return a module's text in the last commit; None without git, or if the commit does not have the module."""
+        command = ["git", "-C", str(self._root), "show", f"HEAD:./{path}"]
+        try:
+            return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,284 @@
+"""A process that gets no processor for seconds does not hang, and one that is stopped or hangs is found even so.
+
+The processes here are pinned to one core, which they share with busy loops. A thread of lower priority gets it every second or so,
+for some milliseconds: a silence of SILENCE would be a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from nanovllm.distributed import life_signs, starvation
+from nanovllm.distributed.life_signs import Complaint, Peer, Watch
+from nanovllm.distributed.processes import start_process
+from nanovllm.distributed.standstill import Activity, Call
+from nanovllm.distributed.starvation import RunDelay, ThreadTimes, thread_times
+from tests.distributed.starved import (
+    PROGRAM,
+    beat,
+    compute_in_a_step,
+    hang_in_a_step,
+    have_a_thread_compute_in_a_step,
+    hold_the_lock,
+)
+from tests.distributed.starved import SILENCE_SECONDS as SILENCE
+from tests.server_process import wait_until
+
+pytestmark = pytest.mark.skipif(not thread_times(os.getpid()), reason="this kernel does not count run delay")
+
+NUM_LOOPS = 4
+NUM_BEATS = 5
+# What must be found comes within this time.
+SOON = 5.0
+BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
+
+
+@dataclass
+class BusyCore:
+    """A core that several processes occupy, while they are not paused."""
+
+    number: int
+    loops: list[subprocess.Popen[bytes]]
+
+    def signal(self, number: signal.Signals) -> None:
+        for loop in self.loops:
+            loop.send_signal(number)
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[BusyCore]:
+    number = max(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", BUSY, str(number), str(os.getpid())]
+    core = BusyCore(number, [subprocess.Popen(command) for _ in range(NUM_LOOPS)])
+    core.signal(signal.SIGSTOP)
+    yield core
+    core.signal(signal.SIGKILL)
+    for loop in core.loops:
+        loop.wait()
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
+    monkeypatch.setattr(life_signs, "LOOK_SECONDS", 0.1)
+
+
+# ---------------------------------------------------------------- what their parent finds
+
+
+@pytest.fixture
+def begin(core: BusyCore) -> Iterator[Callable[[Callable[..., None]], Peer]]:
+    """A function that starts a process, and occupies its core from its first heartbeat on."""
+    peers: list[Peer] = []
+
+    def begin(what: Callable[..., None]) -> Peer:
+        process, connection = start_process(["-c", PROGRAM.format(what.__name__)], {})
+        peer = Peer("rank 0", connection=connection, process=process)
+        peers.append(peer)
+        connection.send(core.number)
+        wait_until(lambda: connection.poll(0))
+        peer.drain()
+        core.signal(signal.SIGCONT)
+        peer.expect_heartbeats()
+        return peer
+
+    yield begin
+    core.signal(signal.SIGSTOP)
+    for peer in peers:
+        assert peer.process is not None
+        peer.process.kill()
+        peer.process.wait()
+        peer.connection.close()
+
+
+class Listener:
+    """Watches one process.
+
+    Attributes:
+        num_beats: how many heartbeats have come.
+        longest: the longest time without one, in seconds.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer, self._watch = peer, Watch([peer])
+        self.num_beats, self.longest = 0, 0.0
+
+    def verdict(self) -> Complaint | None:
+        """What is wrong."""
+        return self._watch.look(self._listen, 0.05)
+
+    def _listen(self, timeout: float) -> None:
+        if self._peer.connection.poll(timeout):
+            self.longest = max(self.longest, time.monotonic() - self._peer.heard)
+            self.num_beats += 1
+            self._peer.take(self._peer.connection.recv())
+
+    def complaint(self) -> Complaint:
+        """Wait until something is wrong."""
+        deadline = time.monotonic() + SOON
+        while (verdict := self.verdict()) is None:
+            assert time.monotonic() < deadline, "it hangs"
+        return verdict
+
+    def until_beats(self, count: int) -> None:
+        """Wait for so many heartbeats; nothing may be wrong."""
+        while self.num_beats < count:
+            verdict = self.verdict()
+            assert verdict is None, verdict
+
+
+def test_a_process_that_gets_no_processor_does_not_hang(begin: Callable[..., Peer]) -> None:
+    listener = Listener(begin(beat))
+    listener.until_beats(NUM_BEATS)
+    assert listener.longest > SILENCE, "it has waited for its processor"
+
+
+def test_a_process_without_a_processor_that_is_stopped_is_found(begin: Callable[..., Peer]) -> None:
+    peer = begin(beat)
+    listener = Listener(peer)
+    listener.until_beats(2)
+    assert peer.process is not None
+    peer.process.send_signal(signal.SIGSTOP)
+    assert "hangs: nothing was heard" in listener.complaint().text
+
+
+def test_a_library_that_keeps_the_interpreters_lock_on_a_busy_core_is_found(begin: Callable[..., Peer]) -> None:
+    """The other threads wait for the lock: they wake every 5 ms, and wait for their processor each time."""
+    peer = begin(hold_the_lock)
+    listener = Listener(peer)
+    peer.connection.send("now")
+    assert "hangs: nothing was heard" in listener.complaint().text
+
+
+@pytest.mark.parametrize("what", [compute_in_a_step, have_a_thread_compute_in_a_step])
+def test_a_step_that_gets_no_processor_does_not_hang(
+    begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, what: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 60.0)  # what it says itself matters
+    listener = Listener(begin(what))
+    listener.until_beats(NUM_BEATS)
+
+
+def test_a_step_that_hangs_on_a_busy_core_is_found(begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 60.0)
+    listener = Listener(begin(hang_in_a_step))
+    assert "hangs: for 0.6 seconds it has been at " in listener.complaint().text
+
+
+# ---------------------------------------------------------------- the rules, without processes
+
+
+def delay_after(monkeypatch: pytest.MonkeyPatch, *looks: ThreadTimes | None) -> float:
+    """Run delay of a process with one thread, which has these times, a second apart."""
+    now = 100.0
+    monkeypatch.setattr(starvation.time, "monotonic", lambda: now)
+    threads = [{} if times is None else {7: times} for times in looks]
+    monkeypatch.setattr(starvation, "thread_times", lambda pid: threads.pop(0))
+    run_delay = RunDelay(1)
+    while threads:
+        now += 1.0
+        delay = run_delay.look()
+    return delay
+
+
+@pytest.mark.parametrize(
+    ("looks", "seconds"),
+    [
+        # It has got its processor once.
+        ([ThreadTimes(1.0, 2.0, 30, True), ThreadTimes(1.004, 3.5, 31, False)], 1.5),
+        # It waits: the kernel has not added that yet.
+        ([ThreadTimes(1.0, 2.0, 30, True)] * 4, 3.0),
+        # After it has run.
+        ([*[ThreadTimes(1.0, 2.0, 30, True)] * 2, *[ThreadTimes(1.004, 3.2, 31, True)] * 2], 1.2 + 1.0),
+        # It sleeps or is stopped.
+        ([ThreadTimes(1.0, 2.0, 30, False)] * 4, 0.0),
+        # It has just woken.
+        ([*[ThreadTimes(1.0, 2.0, 30, False)] * 3, ThreadTimes(1.0, 2.0, 30, True)], 1.0),
+        # It runs all the time.
+        ([ThreadTimes(1.0, 2.0, 30, True), ThreadTimes(2.0, 2.0, 30, True)], 0.0),
+        # It computes, and is preempted.
+        ([ThreadTimes(1.0, 2.0, 30, True), ThreadTimes(1.4, 2.6, 130, False)], 0.6),
+        # It wakes often, to look whether a lock is free.
+        ([ThreadTimes(1.0, 2.0, 30, True), ThreadTimes(1.01, 2.6, 130, False)], 0.0),
+        # The kernel does not tell.
+        ([None, None], 0.0),
+    ],
+)
+def test_run_delay_of_a_thread(
+    monkeypatch: pytest.MonkeyPatch, looks: list[ThreadTimes | None], seconds: float
+) -> None:
+    assert delay_after(monkeypatch, *looks) == pytest.approx(seconds)
+
+
+def test_a_thread_that_does_not_count_and_a_process_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    delay_after(monkeypatch, None, None)
+    both = {7: ThreadTimes(1.0, 2.0, 30, True), 8: ThreadTimes(1.0, 2.0, 30, False)}
+    monkeypatch.setattr(starvation, "thread_times", lambda pid: both)
+    now = [200.0]
+    monkeypatch.setattr(starvation.time, "monotonic", lambda: now[0])
+    run_delay, remote = RunDelay(1), RunDelay(None)
+    now[0] += 1
+    assert run_delay.look(besides=7) == remote.look() == 0.0
+    now[0] += 1
+    assert run_delay.look() == 2.0
+
+
+@pytest.mark.parametrize("text", ["0 0 0\n", None])
+def test_kernels_that_do_not_count_tell_nothing(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    def read_text(path: pathlib.Path) -> str:
+        if text is None:
+            raise FileNotFoundError(path)
+        return text if path.name == "schedstat" else "1 (a) b) S 2 3"
+
+    monkeypatch.setattr(pathlib.Path, "read_text", read_text)
+    assert thread_times(os.getpid()) == {}
+
+
+def test_a_rank_that_gets_no_processor_to_take_its_order_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats come, from another thread."""
+    delays = {5: 0.0, 6: 0.0}
+
+    class Delay:
+        def __init__(self, pid: int) -> None:
+            self.pid, self.before = pid, delays[pid]
+
+        def look(self) -> float:
+            return delays[self.pid] - self.before
+
+    monkeypatch.setattr(life_signs, "RunDelay", Delay)
+    monkeypatch.setattr(life_signs, "LOOK_SECONDS", 0.0)
+    peers = [Peer("rank 0"), Peer("rank 1")]
+    now = time.monotonic()
+    call = Call("world", (0, 1), 3, "all_reduce", True)
+    for pid, peer in enumerate(peers, start=5):
+        peer.pid, peer.is_ready = pid, True
+    activities = (
+        {0: Activity(False, 1.0, (call,))},
+        {1: Activity(True, 1.0, (call._replace(number=2, is_inside=False),))},
+    )
+    watch = Watch(peers)
+
+    def verdict(seconds: float) -> Complaint | None:
+        def listen(timeout: float) -> None:
+            for peer, activity in zip(peers, activities, strict=True):
+                peer.take(activity)
+                peer.heard = now + seconds
+
+        return watch.look(listen)
+
+    assert verdict(0.0) is None
+    assert verdict(SILENCE / 2) is None
+    delays[6] = 3 * SILENCE
+    assert verdict(2 * SILENCE) is None
+    assert verdict(3.9 * SILENCE) is None
+    complaint = verdict(4.1 * SILENCE)
+    assert complaint is not None and "been idle while rank 0" in complaint.text
