@@ -7,6 +7,7 @@ import contextlib
 import pathlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -92,6 +93,9 @@ class StagedExecutor(Executor):
         for wait in waits[:-1]:
             assert wait() == ModelRunnerOutput(), "only the last stage samples"
         return waits[-1]
+
+    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(runner, method)(*arguments) for _, runner in self._each()]
 
     def forget_requests(self) -> None:
         for _, runner in self._each():

@@ -17,8 +17,10 @@ SHORT_ENDS = (b'}],:"0123456789tfn-[{', b'}],:0123456789ntf"-[{')
 RANDOM_TRIES = 4
 # Tokens other than the next one on the way to the end that are tried anew, with one search each.
 MAX_SEARCHES = 8
-# Tokens after which a search that found nothing is repeated; the next time, twice as many.
+# Tokens after which a search that found nothing is repeated; the next time, twice as many, but never more than this share of the
+# tokens that are left: a way to the end may be found from another place.
 SEARCH_AGAIN = 16
+SHARE_WITHOUT_SEARCH = 1 / 4
 # The longest way to the end that is looked for, in JSON and in other grammars, whose steps may take milliseconds.
 LONGEST_END_OF_JSON, LONGEST_END = 512, 128
 
@@ -221,9 +223,10 @@ class Guide:
         if self._end is None:
             self._end = self._shortest_end(remaining)
         if self._end is None:
-            self._next_look = self._num_tokens + self._search_again
+            self._next_look = self._num_tokens + min(self._search_again, max(1, int(SHARE_WITHOUT_SEARCH * remaining)))
             self._search_again *= 2
             return
+        self._search_again = SEARCH_AGAIN
         self._last_end = self._end
         cost = self.form.cost_of_beginning
         slack = remaining - len(self._end) - cost

@@ -2,7 +2,7 @@
 
 Offline and served requests pass through the same two classes.
 
-Built by notebooks/18_engine.ipynb, continued by 91: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -237,6 +237,10 @@ class OutputProcessor:
             self._owners.pop(sequence_id, None)
         return [sequence_id for sequence_id, c in state.completions.items() if not c.finished]
 
+    def owner(self, sequence_id: str) -> str | None:
+        """Return the id of the request that a sequence belongs to; None if it has ended or was removed."""
+        return self._owners.get(sequence_id)
+
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
         """Turn the engine's outputs into outputs for the callers.
 
@@ -249,7 +253,7 @@ class OutputProcessor:
         """
         news, stopped = [], []
         for output in outputs:
-            state = self.requests.get(self._owners.get(output.request_id, ""))
+            state = self.requests.get(self.owner(output.request_id) or "")
             if state is None or state.completions[output.request_id].finished:
                 continue  # aborted, or ended by a stop string, while the engine was computing
             news.append(state.update(output))
@@ -258,7 +262,3 @@ class OutputProcessor:
             if news[-1].finished:
                 self.remove(state.request_id)
         return news, stopped
-
-    def owner(self, sequence_id: str) -> str | None:
-        """The id of the request that a sequence belongs to."""
-        return self._owners.get(sequence_id)

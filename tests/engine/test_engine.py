@@ -382,14 +382,14 @@ def test_pieces_join_to_the_whole(llm: LLM) -> None:
 
 def test_an_id_in_use_is_refused_and_disturbs_nobody(llm: LLM) -> None:
     want = [c.token_ids for c in ask(llm, prompt(20), GREEDY.clone(n=2))[0].outputs]
-    llm.engine.add_request("r", prompt(20), GREEDY.clone(n=2))
-    for request_id in ("r", "r-0", "r-1"):
+    llm.engine.add_request("new", prompt(20), GREEDY.clone(n=2))
+    for request_id in ("new", "new-0", "new-1"):
         with pytest.raises(ValueError, match=f"'{request_id}"):
             llm.engine.add_request(request_id, prompt(7), GREEDY)
     collector = OutputCollector()
     while llm.engine.has_unfinished:
         for output in llm.engine.step():
-            assert output.request_id == "r"
+            assert output.request_id == "new"
             collector.add(output)
     assert [c.token_ids for c in collector.result().outputs] == want
     assert_nothing_left(llm)
@@ -768,6 +768,7 @@ def test_parse_bytes(text: str | int, expected: int) -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "eplb_config": '{"step_interval": 100}',
+    "structured_outputs_config": '{"disable_any_whitespace": true}',
     "model": "some/model",
     "tokenizer": "some/tokenizer",
     "served_model_name": "short",

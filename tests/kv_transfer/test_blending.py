@@ -144,7 +144,7 @@ def test_abort_at_any_moment(steps: int, checkpoint: str, expected: list[list[in
     ("extra", "options", "message"),
     [
         ({"recompute_ratio": 0.5}, {}, "'recompute_ratio' is unknown here; there are blend_special_str"),
-        ({"blend_recompute_ratio": 1.5}, {}, "a share from 0 to 1"),
+        ({"blend_recompute_ratio": 1.5}, {}, "blend_recompute_ratio must be from 0 to 1"),
         ({"blend_check_layer": 3}, {}, "one of the model's 3 layers"),
         ({"blend_special_str": ""}, {}, "must not be empty"),
         ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size 1"),

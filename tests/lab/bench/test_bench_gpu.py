@@ -95,7 +95,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["gpu", "--dry-run", "--repeats", "5"], "unrecognized arguments: --repeats 5"),
         (["gpu", "--dry-run", "--block-size", "32"], "unrecognized arguments: --block-size 32"),
         (["gpu", "--dry-run", "--minutes", "0"], "above 0"),
-        (["gpu", "--dry-run", "--json", "/no/such/folder/x"], "no such folder"),
+        (["gpu", "--dry-run", "--json", "/no/such/folder/x"], "there is no folder /no/such/folder"),
         (["latency", "--dry-run"], "unrecognized arguments: --dry-run"),
         (["all", "--minutes", "3"], "unrecognized arguments: --minutes 3"),
     ],
