@@ -194,16 +194,18 @@ class RequestState:
 class OutputProcessor:
     """Routes the engine's outputs to their requests.
 
-    A request may have the id of an earlier one that has ended or was aborted. The engine may still compute that one for a
-    few steps, so `add` gives the new sequences ids of their own: "chat-1", then "chat-1~2". Traces and KV transfers show
-    these.
+    A request may have the id of an earlier one. If that one was aborted or ended by a stop string, the engine may still
+    compute it for a few steps, so `add` gives the new sequences ids of their own: "chat-1", then "chat-1~2". Traces and KV
+    transfers show these.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
         self._owners: dict[str, str] = {}  # sequence id -> request id
-        self._numbers: dict[str, int] = {}  # sequence id -> how many sequences have had it, the latest ids last
+        self._given: dict[str, str] = {}  # id of a sequence that got another one -> the one that it was given
+        # Given id -> how many sequences of that id the front end has ended, the latest ids last.
+        self._num_ended_early: dict[str, int] = {}
 
     def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had it.
@@ -221,12 +223,21 @@ class OutputProcessor:
 
     def _unused_id(self, sequence_id: str) -> str:
         """The id itself or, if an earlier sequence had it, one with a number."""
-        number = self._numbers.pop(sequence_id, 0) + 1
-        self._numbers[sequence_id] = number
-        if len(self._numbers) > MAX_KNOWN_IDS:
-            del self._numbers[next(iter(self._numbers))]
+        number = self._num_ended_early.get(sequence_id, 0) + 1
+        if number == 1:
+            return sequence_id
         # A caller may have used the id with this number, too.
-        return sequence_id if number == 1 else self._unused_id(f"{sequence_id}~{number}")
+        while (unused := f"{sequence_id}~{number}") in self._owners or unused in self._num_ended_early:
+            number += 1
+        self._given[unused] = sequence_id
+        return unused
+
+    def _note_early_end(self, sequence_id: str) -> None:
+        """Note that the engine may still compute a sequence: no later one may have its id."""
+        given = self._given.get(sequence_id, sequence_id)
+        self._num_ended_early[given] = self._num_ended_early.pop(given, 0) + 1
+        if len(self._num_ended_early) > MAX_KNOWN_IDS:
+            del self._num_ended_early[next(iter(self._num_ended_early))]
 
     def remove(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its sequences that have not ended."""
@@ -235,7 +246,12 @@ class OutputProcessor:
             return []
         for sequence_id in state.completions:
             self._owners.pop(sequence_id, None)
-        return [sequence_id for sequence_id, c in state.completions.items() if not c.finished]
+        unfinished = [sequence_id for sequence_id, c in state.completions.items() if not c.finished]
+        for sequence_id in unfinished:
+            self._note_early_end(sequence_id)
+        for sequence_id in state.completions:
+            self._given.pop(sequence_id, None)
+        return unfinished
 
     def owner(self, sequence_id: str) -> str | None:
         """Return the id of the request that a sequence belongs to; None if it has ended or was removed."""
@@ -259,6 +275,9 @@ class OutputProcessor:
             news.append(state.update(output))
             if output.finish_reason is None and state.completions[output.request_id].finished:
                 stopped.append(output.request_id)
+                self._note_early_end(output.request_id)
+            elif output.finish_reason == "abort":  # by the front end, before the engine heard of it
+                self._note_early_end(output.request_id)
             if news[-1].finished:
                 self.remove(state.request_id)
         return news, stopped

@@ -151,14 +151,28 @@ def test_a_reused_id_gets_no_output_of_the_earlier_request() -> None:
     front.add("x", "", [EngineRequest("r~4", [THE], SamplingParams())])
     requests = [EngineRequest("r", [THE], SamplingParams())]
     front.add("r", "", requests)
-    assert requests[0].request_id == "r~4~2", "a caller may use any id, also one with a number"
+    assert requests[0].request_id == "r~5", "a caller may use any id, also one with a number"
+
+
+def test_a_request_that_the_engine_has_ended_leaves_its_id_free() -> None:
+    """Traces show the id that the caller gave, however often it is used: no late token can come."""
+    front = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    for _ in range(3):
+        requests = [EngineRequest("r", [THE], SamplingParams())]
+        front.add("r", "", requests)
+        assert requests[0].request_id == "r"
+        front.process([EngineOutput("r", [CAT], finish_reason="length")])
+        assert front.remove("r") == [] and not front._given
 
 
 def test_the_number_of_known_ids_is_bounded() -> None:
     front = OutputProcessor(Pieces())  # type: ignore[arg-type]
     for i in range(MAX_KNOWN_IDS + 5):
-        front._unused_id(f"r{i}")
-    assert len(front._numbers) == MAX_KNOWN_IDS and front._unused_id(f"r{MAX_KNOWN_IDS}") == f"r{MAX_KNOWN_IDS}~2"
+        front.add(f"r{i}", "", [EngineRequest(f"r{i}", [THE], SamplingParams())])
+        front.remove(f"r{i}")
+    assert len(front._num_ended_early) == MAX_KNOWN_IDS
+    latest = f"r{MAX_KNOWN_IDS}"
+    assert front._unused_id(latest) == f"{latest}~2"
 
 
 def test_the_engine_is_told_of_a_stop_string_once() -> None:
