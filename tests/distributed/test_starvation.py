@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not thread_times(os.getpid()), reason="this kern
 NUM_LOOPS = 4
 NUM_BEATS = 5
 # What must be found comes within this time.
-SOON = 30.0
+SOON = 5.0
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_gets_no_processor_does_not_hang(
     listener.until_beats(NUM_BEATS)
 
 
-@pytest.mark.nightly  # beside four other workers a hang was not named within 30 s: to be looked into
+@pytest.mark.started  # a forked program has a helper process, just older than its step: it would wait for that one
 def test_a_step_that_hangs_on_a_busy_core_is_found(begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 60.0)
     listener = Listener(begin(hang_in_a_step))
