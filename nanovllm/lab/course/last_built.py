@@ -44,7 +44,7 @@ class LastBuilt:
         return f"{path}: the lecture was edited: `make build` writes the module\n"
 
     def merged(self, path: str, current: str, built: str) -> str | None:
-        """Return a module with its own edits and with those of its lecture.
+        """Return a module's source with its own edits and with those of its lecture.
 
         Returns:
             None if both have changed the same lines, or if it is not known what they were before.

@@ -84,7 +84,7 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def _with_edits_of_lectures(modules: Sequence[Module], texts: dict[str, str], last: LastBuilt) -> dict[str, str]:
-    """The modules' texts, by path, with what was edited in their lectures since the two agreed.
+    """The source of each module, by path, with what was edited in their lectures since the two agreed.
 
     Raises:
         CourseError: a module and its lecture differ in lines that both have changed; it names the modules.
