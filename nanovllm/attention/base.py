@@ -1,6 +1,6 @@
 """The interface of attention backends, and the forward context that gives them a step's metadata.
 
-Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """
 
 from __future__ import annotations

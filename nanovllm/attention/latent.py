@@ -4,7 +4,7 @@ Keys and values of every head are products of that vector, the latent, with matr
 them from the cache (naive), or it can apply the matrices to the queries and to the output instead (absorbed). Which one
 is cheaper depends on the number of queries per cached token.
 
-Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/26_latent_attention.ipynb: edit it there.
 """
 
 from __future__ import annotations

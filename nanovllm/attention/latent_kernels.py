@@ -2,7 +2,7 @@
 
 `cache[num_blocks, block_size, rank + rope]` is one layer's cache. Offsets of blocks are in 64 bits.
 
-Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/26_latent_attention.ipynb: edit it there.
 """
 
 from __future__ import annotations

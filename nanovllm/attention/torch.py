@@ -1,6 +1,6 @@
 """The backends whose operators are functions of one module: in plain torch, and compiled for the CPU.
 
-Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """
 
 from __future__ import annotations

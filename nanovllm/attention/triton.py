@@ -1,6 +1,6 @@
 """Paged attention on a GPU, in Triton: chooses kernels and tiles for a batch, and launches them.
 
-Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/15_triton_attention.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options that choose the next token of a request and decide when it ends: plain data, checked when created.
 
-Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/16_sampling.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A step as plain data: what the scheduler asks of the runner, and what the runner returns.
 
-Built by notebooks/13_scheduler.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb and 42: edit it there.
 """
 
 from __future__ import annotations

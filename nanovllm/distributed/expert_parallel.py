@@ -1,6 +1,6 @@
 """Expert parallelism: which rank holds which experts, and how tokens get there (dispatch) and back (combine).
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

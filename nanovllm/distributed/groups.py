@@ -1,6 +1,6 @@
 """The grid of ranks, and its groups, as every rank has them before `process_groups` connects it to others: groups of one.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Expert-parallel load balancing (EPLB): busy experts get replicas, on ranks that are less busy.
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

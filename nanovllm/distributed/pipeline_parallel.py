@@ -1,6 +1,6 @@
 """Pipeline parallelism: each rank holds some of the layers; see `stage_link` for what it sends to the next rank.
 
-Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/23_pipeline_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Connects this process to the other ranks of the grid, and the collectives of a group of several ranks.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there.
 """
 
 from __future__ import annotations

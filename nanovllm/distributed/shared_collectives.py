@@ -3,7 +3,7 @@
 Over a socket each byte is copied into the kernel and out again, and two processes must be woken per step. Here a rank writes its
 part where all ranks can read it, increments its counter, and waits for the counters of the others.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there.
 """
 
 from __future__ import annotations

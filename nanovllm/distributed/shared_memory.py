@@ -1,6 +1,6 @@
 """Memory that processes of one machine share: segments, and a queue of messages in a segment.
 
-Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/20_executor.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sends hidden states from stage to stage of a pipeline.
 
-Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/23_pipeline_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

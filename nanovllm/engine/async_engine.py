@@ -1,6 +1,6 @@
 """The engine for a server: many callers at once, each with a stream of its own, none waiting for another.
 
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/91_llama_server.ipynb: edit it there.
 """
 
 from __future__ import annotations

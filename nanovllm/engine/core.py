@@ -1,6 +1,6 @@
 """The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, not on text.
 
-Built by notebooks/18_engine.ipynb, continued by 23, 25, 31, 42, 43, 91: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb and 23, 25, 31, 42, 43, 91: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Data parallelism: several engines, each in a process of its own, behind the interface of one.
 
-Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/25_data_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

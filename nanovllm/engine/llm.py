@@ -1,6 +1,6 @@
 """Offline inference: `LLM(model).generate(prompts)` runs the whole engine in this process.
 
-Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The front end tokenizes, detokenizes and serves HTTP in another process, under another interpreter lock, so none of this work
 delays a step. The two exchange plain data: msgpack over ZMQ sockets in a private folder.
 
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/91_llama_server.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a caller of the asynchronous engine reads: the outputs of one request as they come, and the times of its events.
 
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/91_llama_server.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An executor whose ranks are processes of this machine.
 
-Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/20_executor.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What executors of ranks in other processes have in common: orders go out and answers come back over one connection per rank,
 and when something fails, the executor finds out which rank is to blame.
 
-Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/20_executor.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The executor starts a Python that calls `main`, with the number of a socket as its argument. The first message on the socket is a
 `WorkerSetup`; answers and heartbeats go back.
 
-Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/20_executor.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A pool of equally large KV blocks: reference counts, and a free list that doubles as the prefix cache.
 
-Built by notebooks/11_paged_memory.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/11_paged_memory.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Block tables: which blocks hold the keys and values of which request, and what a new request can reuse.
 
-Built by notebooks/12_block_tables.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/12_block_tables.ipynb: edit it there.
 """
 
 from __future__ import annotations

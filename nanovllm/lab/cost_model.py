@@ -3,7 +3,7 @@
 The model is that of R. Hockney (1994), used for collectives by R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005).
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layers that every model consists of (linear product, embedding, norm), and where a checkpoint's tensors go.
 
-Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/10_first_tokens.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layers that are divided among ranks, which together compute the whole layer's result (Shoeybi et al. 2019).
 
-Built by notebooks/22_tensor_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/22_tensor_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts in all layers but the first.
 
-Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/26_latent_attention.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): from packed tokens to hidden states.
 
-Built by notebooks/10_first_tokens.ipynb, continued by 23: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/10_first_tokens.ipynb and 23: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loads a model from safetensors files, without holding any weight in memory twice.
 
-Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/10_first_tokens.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and adds up their outputs.
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

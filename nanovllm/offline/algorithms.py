@@ -9,7 +9,7 @@ layer's inputs are `[tokens, in_features]`, and the product is `inputs @ weight.
 - AWQ (Lin et al. 2023, arXiv 2306.00978) rounds to the nearest, but first multiplies the columns of large inputs by a factor, by which the
   layer before divides them, and cuts off outliers.
 
-Built by notebooks/41_quantization.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/41_quantization.ipynb: edit it there.
 """
 
 from __future__ import annotations

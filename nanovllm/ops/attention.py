@@ -1,6 +1,6 @@
 """Attention over the paged cache in plain torch, one sequence at a time: slow, short, and right in any dtype. The oracle.
 
-Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """
 
 from __future__ import annotations

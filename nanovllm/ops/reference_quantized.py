@@ -1,6 +1,6 @@
 """Every operator of `quantized` in plain torch: the fallback where no faster kernel fits, and the oracle for those kernels.
 
-Built by notebooks/41_quantization.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/41_quantization.ipynb: edit it there.
 """
 
 from __future__ import annotations

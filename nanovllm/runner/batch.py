@@ -1,6 +1,6 @@
 """What a step's tensors are made of: a row for each running request, and buffers that never move.
 
-Built by notebooks/17_model_runner.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 """
 
 from __future__ import annotations

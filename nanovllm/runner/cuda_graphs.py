@@ -1,6 +1,6 @@
 """A decode step as one launch: recorded once for a ladder of batch sizes, then padded and replayed; and the warm-up before.
 
-Built by notebooks/40_cuda_graphs.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/40_cuda_graphs.ipynb and 42: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Numbers on their way between host and device, without either waiting for the other.
 
-Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/16_sampling.ipynb: edit it there.
 """
 
 from __future__ import annotations

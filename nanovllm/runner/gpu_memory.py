@@ -1,6 +1,6 @@
 """Measures how much of a GPU's memory is left for the KV pool: runs the largest step, and records two CUDA graphs.
 
-Built by notebooks/40_cuda_graphs.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/40_cuda_graphs.ipynb: edit it there.
 """
 
 from __future__ import annotations

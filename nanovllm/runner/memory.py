@@ -2,7 +2,7 @@
 
 Without a GPU that is simple arithmetic; on a GPU it is not known before the largest step has been run (`gpu_memory.py`).
 
-Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb: edit it there.
 """
 
 from __future__ import annotations

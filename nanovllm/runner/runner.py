@@ -1,6 +1,6 @@
 """Turns a schedule into tensors, runs the model, and samples: the only place that knows both.
 
-Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 40, 42: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb and 19, 22, 23, 25, 26, 31, 40, 42: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples the next tokens from logits, for all requests of a step at once.
 
-Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/16_sampling.ipynb: edit it there.
 """
 
 from __future__ import annotations

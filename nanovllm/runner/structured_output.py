@@ -3,7 +3,7 @@
 Each request has a matcher, which consumes the tokens that were sampled. A thread computes the masks while the model runs: they
 depend on the tokens before the one to be sampled, not on its logits.
 
-Built by notebooks/19_structured_output.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/19_structured_output.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Data parallelism: which engine gets a request, and how engines that share experts step together.
 
-Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/25_data_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What runs in the next step: one token budget, three queues, one rule.
 
-Built by notebooks/13_scheduler.ipynb, continued by 23, 42, 43: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb and 23, 42, 43: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which tokens to draft, and how many: n-grams of a request's own text, and when a drafted token is worth its row.
 
-Built by notebooks/42_speculative_decoding.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/42_speculative_decoding.ipynb: edit it there.
 """
 
 from __future__ import annotations

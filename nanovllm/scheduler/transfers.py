@@ -4,7 +4,7 @@ KV that arrives from elsewhere raises `num_computed_tokens`, like a prefix-cache
 and computes nothing (`Scheduler.receiving`); when it has arrived, the request runs as if it had computed these tokens itself.
 If a peer wants the KV of a request that ends, the scheduler holds the request's blocks until the peer has read them.
 
-Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Offline and served requests pass through the same two classes.
 
-Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ in any order, behind any text. Their cached keys and values are wrong there in t
 
 The result is an approximation. Blocks from the first reused token on must not be found in the prefix cache.
 
-Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/32_kv_sharing.ipynb: edit it there.
 """
 
 from __future__ import annotations

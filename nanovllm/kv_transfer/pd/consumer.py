@@ -1,6 +1,6 @@
 """The side of an engine that takes KV from others: what it has asked for, and how far that has come.
 
-Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The side of an engine that computes KV for others: their orders, and the blocks that it holds for them.
 
-Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ nothing. Blocks that are never loaded are saved in vain, but in the background.
 
 A block that is missing or damaged is not an error: it is computed.
 
-Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/32_kv_sharing.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A key is made of everything that determines the bytes (model, layout, tokens: se
 means the same bytes. Hence an entry is never updated: if it is there, a second writer need not write it, and no reader can get a
 stale block.
 
-Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/32_kv_sharing.ipynb: edit it there.
 """
 
 from __future__ import annotations

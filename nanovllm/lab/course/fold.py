@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture
 from nanovllm.lab.course.pieces import Piece, cut, first_row, label
 
-MARKER = "Built by {}: edit it there, then run `python -m nanovllm.lab.course build`."
+MARKER = "Built by {}: edit it there."
 _COURSE = f"{PACKAGE}.lab.course"
 
 
@@ -33,7 +33,7 @@ class Module:
     def marker(self) -> str:
         """The line of its docstring that names its lecture, and the numbers of those that continue it."""
         later = dict.fromkeys(cell.lecture.split("/")[-1].split("_")[0] for cell in self.cells if cell.extends)
-        return MARKER.format(self.lecture.name + f", continued by {', '.join(later)}" * bool(later))
+        return MARKER.format(self.lecture.name + f" and {', '.join(later)}" * bool(later))
 
     def source(self) -> str:
         """The source of the pieces, neither sorted nor formatted."""

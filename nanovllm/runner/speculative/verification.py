@@ -1,6 +1,6 @@
 """Which drafts are kept: those that the model samples itself; or, if they were drawn, as many as rejection sampling accepts.
 
-Built by notebooks/42_speculative_decoding.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/42_speculative_decoding.ipynb: edit it there.
 """
 
 from __future__ import annotations

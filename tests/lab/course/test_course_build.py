@@ -83,7 +83,7 @@ def test_docstring_names_the_lecture(tmp_path: Path) -> None:
         '''
         """Hands out blocks.
 
-        Built by notebooks/lecture.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+        Built by notebooks/lecture.ipynb: edit it there.
         """
 
         x = 1
@@ -397,7 +397,7 @@ def test_a_later_lecture_continues_a_module(tmp_path: Path, names: list[str]) ->
     make_course(tmp_path, **{"11_paged": [TITLE, OPENING, POOL], "23_more": LATER})
     (item,) = [item for item in build(tmp_path, read_lectures(tmp_path, names)) if item.name == "pool"]
     head, _, text = item.text.partition('build`.\n"""\n')
-    assert "Built by notebooks/11_paged.ipynb, continued by 23: edit it there" in head
+    assert "Built by notebooks/11_paged.ipynb and 23: edit it there" in head
     assert text.lstrip("\n") == expected(
         '''
         import math
