@@ -384,7 +384,7 @@ def test_a_kv_cache_larger_than_the_machine_is_one_line(tiny_model: pathlib.Path
 def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of asyncio's would convert on, and Ctrl-C would wait for it."""
 
-    def fetch() -> pathlib.Path:
+    def fetch(stop: threading.Event | None) -> pathlib.Path:
         assert threading.current_thread() is threading.main_thread()
         raise KeyboardInterrupt
 
