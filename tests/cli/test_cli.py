@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import pathlib
 import pty
@@ -30,6 +31,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.access import bind, free_port
+from nanovllm.trace.trace import Trace
 from tests.server_process import ServerProcess
 
 ENGINE = ["--attention-backend", "torch", "--dtype", "float32", "--num-kv-blocks", "64"]
@@ -390,3 +392,31 @@ def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pyte
 
     monkeypatch.setattr(course_model, "fetch_course_model", fetch)
     assert cli.main(["serve", "--port", "0"]) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("name", ["full", "ctrl-c"])
+def test_half_of_a_converted_trace_is_removed(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: pathlib.Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device") if name == "full" else KeyboardInterrupt
+
+    trace, new = tmp_path / "run.jsonl", tmp_path / "new.json"
+    Trace().save(trace)
+    monkeypatch.setattr(pathlib.Path, "write_text", write)
+    assert cli.main(["trace", str(trace), "--perfetto", str(new)]) == (1 if name == "full" else 130)
+    expected = f"error: {new}: No space left on device: free space on the disk, or name another one"
+    assert capsys.readouterr().err.splitlines() == [f"nanovllm trace: {expected}"] * (name == "full")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
+def test_a_device_is_not_removed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = tmp_path / "device"
+    device.symlink_to("/dev/full")
+    Trace().save(tmp_path / "run.jsonl")
+    assert cli.main(["trace", str(tmp_path / "run.jsonl"), "--perfetto", str(device)]) == 1
+    assert f"error: {device}: No space left on device" in capsys.readouterr().err
+    assert device.is_symlink()
