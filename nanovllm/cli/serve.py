@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
     if config.model == COURSE_MODEL:
-        # Here, Ctrl-C has nothing else to end: asyncio would also wait for a thread that imports the web framework.
+        # Before asyncio, which would wait for the import of the web framework in a thread, too.
         resolve_model(config.model, config.revision)
     asyncio.run(_serve(config, listener, access, flags, seconds))
     return 0

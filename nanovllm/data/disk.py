@@ -1,4 +1,4 @@
-"""Errors of the file system that a user can fix: what the message says, and how a file that is being written is treated."""
+"""Errors of the file system that a user can fix, and the remedy that a message names for each."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# What to do about an error, for a file that the user has named.
+# Remedies for a file that the user has named.
 REMEDIES = {
     errno.ENOENT: "does the folder exist?",
     errno.ENOTDIR: "name a folder",
@@ -16,7 +16,7 @@ REMEDIES = {
     errno.ENOSPC: "free space on the disk, or name another one",
     errno.EDQUOT: "free space on the disk, or name another one",
 }
-# The same for the files that nanovllm keeps for itself.
+# The remedy for the files that nanovllm keeps for itself.
 HOME_REMEDY = "set NANOVLLM_HOME to a folder with enough space that you may write to, or free space on the disk"
 
 
@@ -32,8 +32,10 @@ def full_disk(path: str | Path) -> OSError:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Remove a file that could not be written to its end, and name it in errors that name no file. `path` may also be the
-    folder of the files that are written, which is not removed.
+    """Remove a file that was written in part only, and name it in errors that name no file.
+
+    Args:
+        path: the file, or the folder of several files, which is not removed.
 
     Raises:
         OSError: as raised inside, with a file name.

@@ -247,7 +247,7 @@ def test_interrupted_conversion_leaves_nothing(
     assert (fetch_course_model() / "config.json").is_file()
 
 
-# A child process whose work takes for ever, and so does that of a process which it has started, as pip is.
+# A child process that never ends, with a process that it has started, as it starts pip.
 ENDLESS = """
 import subprocess, sys, threading, time
 from pathlib import Path

@@ -488,7 +488,7 @@ def test_building_with_a_compiler_that_fails_is_reported_once(tmp_path):
     assert "/bin/false" in result.stderr
 
 
-# Fails as the assembler and the linker do on a full disk, which is told to each by another line among others.
+# Fails as the assembler and the linker do on a full disk.
 FULL_DISK = """#!/bin/sh
 case "$*" in
 *-dM*) exec "{compiler}" "$@" ;;

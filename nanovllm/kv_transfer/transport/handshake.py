@@ -71,7 +71,8 @@ def secret() -> bytes:
 def _make_secret(path: Path) -> None:
     """Write a random secret into a new file, which appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Mode 0600 from the start. Without a buffer, as closing it would fail once more on a full disk, and leave the file.
+    # Mode 0600 from the start. Without a buffer: closing it would fail again on a full disk, and
+    # leave the file.
     with tempfile.NamedTemporaryFile(dir=path.parent, buffering=0) as file:
         file.write(os.urandom(32).hex().encode())
         with contextlib.suppress(FileExistsError):  # another process was faster: use its file
