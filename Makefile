@@ -6,10 +6,9 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 COMMA := ,
 
-# Fail and name the variable to set if the server could not listen on the port.
-require_free_port = $(BIN)/python -c "import socket; family = socket.getaddrinfo('$(HOST)', $(PORT))[0][0]; \
-	socket.create_server(('$(HOST)', $(PORT)), family=family).close()" 2>/dev/null \
-	|| { echo "$(HOST):$(PORT) cannot be listened on: is another server there? Choose another port: make $@ PORT=8001"; exit 1; }
+# Fail and name the variable to set if another server listens on the port. Whatever else is wrong, the server says itself.
+require_free_port = if $(BIN)/python -c "import socket; socket.create_connection(('$(HOST)', $(PORT)), timeout=1)" 2>/dev/null; \
+	then echo "another server listens on $(HOST):$(PORT): choose another port, such as make $@ PORT=8001"; exit 1; fi
 
 .PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers clients neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
@@ -63,9 +62,12 @@ demo: $(VENV)/serving  ## the same with a pool that is soon full, and bursts of 
 chat: $(VENV)/serving  ## talk to the course model in the terminal
 	$(BIN)/nanovllm chat $(ARGS)
 
+# Jupyter wants to be told that it is meant to run as root, which is usual in a container.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
 lab: $(VENV)/lectures  ## open JupyterLab at your copy of the tour; all lectures are beside it
 	@$(BIN)/python -m nanovllm.lab.course copy
-	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
+	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
 
 lint: $(VENV)/installed  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .

@@ -7,12 +7,14 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,6 +40,10 @@ _TEXT_PART = re.compile(r"^(model\.)?language_model\.")
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.")
 # Rows per comparison.
 _ROWS = 4096
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that lacks files or tensors, or has tensors of the wrong shape."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -140,6 +146,26 @@ def with_embedding(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         yield name, tensor
     if head is not None and not has_embedding:
         yield EMBEDDING, head
+
+
+@contextlib.contextmanager
+def open_tensors(file: Path) -> Iterator[safe_open]:
+    """Open a safetensors file, memory-mapped, for tensors on the CPU.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        PermissionError: this user may not read it.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except FileNotFoundError as error:
+        if not file.exists():
+            raise
+        # safetensors says that a file is not there if it cannot open it, whatever the reason.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file)) from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:

@@ -5,13 +5,14 @@ import os
 import re
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
-from nanovllm.data.flags import Flags, Tokens
+from nanovllm.data.flags import Flags, Tokens, token_count
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsConfig
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
 
 COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
+# What vLLM's users write for the longest context for which there is memory, which is what None means here.
+LONGEST = ("auto", "-1", -1)
+QUANTIZATION_ALIASES: dict[str, Literal["awq", "gptq"]] = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
+
+
+def context_length(text: str) -> int | None:
+    """The value of `--max-model-len`: see `token_count`; None for "auto" and "-1".
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    return None if text in LONGEST else token_count(text)
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,8 @@ class EngineConfig(Flags):
     Attributes:
         model: course model, local folder in Hugging Face format, or hub id
         tokenizer: folder or hub id of the tokenizer, if it is not the model's
-        served_model_name: name of the model in the API (default: as given by --model)
+        served_model_name: one or more names of the model in the API, the first of which answers and metrics show
+            (default: as given by --model)
         revision: branch, tag or commit of a hub model (not of a tokenizer that --tokenizer names)
         dtype: data type of weights and KV cache (auto: bfloat16 if the hardware supports it, else float32)
         device: where to run (auto: a GPU if there is one)
@@ -64,7 +78,8 @@ class EngineConfig(Flags):
         load_format: format of the weights. dummy: random weights, to measure speed without a checkpoint
         generation_config: default sampling parameters. auto: from the model's generation_config.json; vllm: vLLM's defaults
         seed: seed of requests that set none, and of dummy weights
-        max_model_len: maximum number of prompt plus output tokens, such as 8192 or 8k (default: the model's)
+        max_model_len: maximum number of prompt plus output tokens, such as 8192 or 8k (default, auto or -1: the model's,
+            or what the KV pool has room for if that is less)
         block_size: tokens per KV block
         num_kv_blocks: number of KV blocks in the pool, regardless of free memory
         kv_cache_memory: size of the KV pool, such as 512MiB, 4GB or a number of bytes
@@ -119,19 +134,22 @@ class EngineConfig(Flags):
 
     model: str = COURSE_MODEL
     tokenizer: str | None = None
-    served_model_name: str | None = None
+    served_model_name: str | Sequence[str] | None = None
     revision: str | None = None
     # As in torch, "half" is another name of float16, and "float" of float32.
     dtype: Literal["auto", "bfloat16", "half", "float16", "float", "float32", "float64"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    quantization: Literal["auto", "gptq", "awq", "compressed-tensors", "w8a8", "w4a8", "w4a16"] = "auto"
+    # vLLM's names with "marlin" ask for a kernel, which is chosen here without being asked.
+    quantization: Literal[
+        "auto", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "w8a8", "w4a8", "w4a16"
+    ] = "auto"
     quantize_head: bool = False
     # vLLM appends how many numbers share a scale, which is always a token's of one head here.
     kv_cache_dtype: Literal["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3", "fp8_per_token_head"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0
-    max_model_len: Tokens = None
+    max_model_len: Annotated[Positive | None, context_length] = None
     block_size: Positive = 16
     num_kv_blocks: Positive | None = None
     kv_cache_memory: str | int | None = None
@@ -181,7 +199,13 @@ class EngineConfig(Flags):
                 setattr(self, name, json.dumps(value))
             elif isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
+        if self.max_model_len in LONGEST:
+            self.max_model_len = None
         check_fields(self)
+        if self.quantization in QUANTIZATION_ALIASES:
+            self.quantization = QUANTIZATION_ALIASES[self.quantization]
+        if self.served_model_name == []:
+            raise ValueError("served_model_name must have one name or more, or be None for the name of the model")
         self._restore_given()
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
@@ -294,6 +318,12 @@ class EngineConfig(Flags):
         """What the header of a trace says of the engine whose steps it has: sizes and policies."""
         names = ("token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
         return {"block_size": self.block_size, "num_blocks": num_blocks} | {name: getattr(self, name) for name in names}
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names under which clients may ask for the model. Answers and metrics show the first."""
+        names = self.served_model_name or self.model
+        return [names] if isinstance(names, str) else list(names)
 
     @property
     def world_size(self) -> int:

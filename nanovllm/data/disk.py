@@ -10,9 +10,9 @@ from pathlib import Path
 REMEDIES = {
     errno.ENOENT: "does the folder exist?",
     errno.ENOTDIR: "name a folder",
-    errno.EACCES: "name a place that you may write",
-    errno.EPERM: "name a place that you may write",
-    errno.EROFS: "name a place that you may write",
+    errno.EACCES: "change its permissions, or name another place",
+    errno.EPERM: "change its permissions, or name another place",
+    errno.EROFS: "name a place that can be written",
     errno.ENOSPC: "free space on the disk, or name another one",
     errno.EDQUOT: "free space on the disk, or name another one",
 }

@@ -48,7 +48,8 @@ class Parser(argparse.ArgumentParser):
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
         """The words with flags as vLLM's command line accepts them, too: `--block_size` for `--block-size`, and
-        `--speculative-config.method ngram` for `--speculative-config '{"method": "ngram"}'`.
+        `--speculative-config.method ngram` for `--speculative-config '{"method": "ngram"}'`. A key with a plus is a list, to
+        which each use of the flag adds its values: `--eplb-config.sizes+ 1,2`.
         """
         known = self._option_string_actions
         respelled: list[str] = []
@@ -70,7 +71,12 @@ class Parser(argparse.ArgumentParser):
                 target = objects.setdefault(flag, {})
                 for key in path[:-1]:
                     target = target.setdefault(key, {})
-                target[path[-1]] = _json_or_text(value if equals else next(rest, ""))
+                text = value if equals else next(rest, "")
+                key = path[-1]
+                if key.endswith("+"):
+                    target.setdefault(key[:-1], []).extend(_json_or_text(each) for each in text.split(","))
+                else:
+                    target[key] = _json_or_text(text)
         return [*(f"{flag}={json.dumps(value)}" for flag, value in objects.items()), *respelled]
 
     def error(self, message: str) -> NoReturn:
@@ -136,6 +142,8 @@ class Flags(Keywords):
                     options |= {"type": kinds[0], "metavar": name.rsplit("_", 1)[-1].upper()}
                 if hint == Sequence[str] and kinds[0] is str:  # the flag may be repeated
                     options |= {"action": "append", "default": []}
+                if hint == str | Sequence[str] | None:
+                    options["nargs"] = "+"
             parser.add_argument("--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()), **options)
 
     @classmethod
@@ -155,8 +163,14 @@ class Flags(Keywords):
         words = []
         for f in self.flags():
             value, flag = getattr(self, f.name), f.name.replace("_", "-")
-            if value != f.default:
-                words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+            if value == f.default:
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{flag}")
+            elif isinstance(value, list):
+                words += [f"--{flag}", *value]
+            else:
+                words.append(f"--{flag}={value}")
         return words
 
 

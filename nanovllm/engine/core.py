@@ -64,7 +64,7 @@ class EngineCore:
             self.executor.close()
             raise
         self._open_books(num_blocks, num_host_blocks)
-        settings = {"model": config.served_model_name or config.model} | self.trace_settings
+        settings = {"model": config.model_names[0]} | self.trace_settings
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
         self.trace = trace

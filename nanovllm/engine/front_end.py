@@ -55,11 +55,11 @@ class FrontEnd:
         self._texts: RequestTexts | None = None
         self.num_preparing, self._closing = 0, False
         self._reader: asyncio.Task[None] | None = None
-        self.name = config.served_model_name or config.model
+        self.name = config.model_names[0]
         create = EngineClient
         with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
             create = load("nanovllm.engine.data_rank:DataRank", "several processes")
-        self._client = create(dataclasses.replace(config, model=str(folder), served_model_name=self.name), {})
+        self._client = create(dataclasses.replace(config, model=str(folder), served_model_name=config.model_names), {})
         self._arrival = asyncio.Event()  # of a report
         asyncio.get_running_loop().add_reader(self._client.reports.fileno(), self._arrival.set)
 

@@ -63,17 +63,16 @@ class DataParallelCore(WatchedProcesses):
         self.engines = self.ranks
         self.config, self.trace, self._blocking = config, trace, blocking
         folder = resolve_model(config.model, config.revision)
-        name = config.served_model_name or config.model
         has_experts = ModelConfig.from_pretrained(folder).moe is not None
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
         self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
         self._poller = zmq.Poller()
-        self._start(dataclasses.replace(config, model=str(folder), served_model_name=name))
+        self._start(dataclasses.replace(config, model=str(folder), served_model_name=config.model_names))
         blocks = min(rank.trace_settings["num_blocks"] for rank in self.ranks)
         capacity = blocks if config.enable_prefix_caching else 0
         self.router = Router(len(self.ranks), config.block_size, capacity)
         if trace is not None:
-            trace.settings |= self.ranks[0].trace_settings | {"model": name}
+            trace.settings |= self.ranks[0].trace_settings | {"model": config.model_names[0]}
             self.ranks[0].watch(trace.record)
 
     def _start(self, config: EngineConfig) -> None:

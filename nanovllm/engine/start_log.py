@@ -31,7 +31,7 @@ def describe(config: EngineConfig, model: ModelConfig, executor: Executor, num_b
     if config.max_request_tokens < config.max_model_len:
         context += f", of which the KV cache has room for {config.max_request_tokens}"
     return [
-        f"{name}: model {config.served_model_name or config.model} ({model.architecture}), "
+        f"{name}: model {config.model_names[0]} ({model.architecture}), "
         f"dtype {rank['dtype']}, quantization {quantization_name(model.quantization)}, "
         f"device {rank['device']}{ranks}, attention backend {rank['attention_backend']}",
         f"{name}: KV cache of {num_blocks} blocks of {config.block_size} tokens "

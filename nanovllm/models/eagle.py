@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanovllm.attention.base import Rotary
@@ -26,13 +25,13 @@ from nanovllm.checkpoint.files import (
     described,
     read_json,
 )
-from nanovllm.checkpoint.weights import weight_files
+from nanovllm.checkpoint.weights import open_tensors, weight_files
 from nanovllm.data.parts import load
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
 from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
-from nanovllm.models.loader import CheckpointError, load_weights
+from nanovllm.models.loader import load_weights
 from nanovllm.ops.device import weight_memory
 
 # What config.json calls a head with the layer of this architecture. Some files name the target's architecture.
@@ -300,12 +299,9 @@ def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors of a head, under EAGLE-3's own names."""
     raw, found = read_json(path / "config.json"), dict[str, Tensor]()
     for file in [path] if path.is_file() else weight_files(path):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                if path.is_file():
-                    raw = json.loads((tensors.metadata() or {}).get("config", "{}"))
-                found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+        with open_tensors(file) as tensors:
+            if path.is_file():
+                raw = json.loads((tensors.metadata() or {}).get("config", "{}"))
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in found}
     return raw, {new: found[name] for name, new in names.items() if new not in UNUSED}

@@ -12,11 +12,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.checkpoint.headers import check_memory
-from nanovllm.checkpoint.weights import has_own_head, standard_tensors, weight_files, with_embedding
+from nanovllm.checkpoint.weights import (
+    CheckpointError,
+    has_own_head,
+    open_tensors,
+    standard_tensors,
+    weight_files,
+    with_embedding,
+)
 from nanovllm.data.parts import load
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -25,29 +31,22 @@ from nanovllm.ops.device import weight_memory
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that lacks files or tensors, or has tensors of the wrong shape."""
-
-
 def checkpoint_tensors(folder: pathlib.Path, only_shapes: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied. With `only_shapes`, yield meta
     tensors, by the files' headers. The names are standard ones, see `standard_tensors`.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError, PermissionError: see `open_tensors`.
         ModelFileError: see `weight_files`.
     """
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (a safe_open handle is not a dictionary)
-                    if only_shapes:
-                        tensor = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
-                    else:
-                        tensor = tensors.get_tensor(name)
-                    yield from standard_tensors(name, tensor)
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+        with open_tensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (a safe_open handle is not a dictionary)
+                if only_shapes:
+                    tensor = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+                else:
+                    tensor = tensors.get_tensor(name)
+                yield from standard_tensors(name, tensor)
 
 
 def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:

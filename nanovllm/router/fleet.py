@@ -183,7 +183,7 @@ async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: so
         for process, backend in zip(fleet, backends, strict=True):
             backend.name = process.name
             backend.on_silence = process.end_silent
-        name = config.served_model_name or config.model
+        name = config.model_names[0]
         router = RouterServer(backends, listener, access, name, arguments.metrics_prefix)
         await router.route(*(process.keep_alive() for process in fleet))
     finally:

@@ -44,7 +44,7 @@ def create_app(
     schemas = app.openapi()["components"]["schemas"]
     for schema in schemas.values():
         if "model" in schema["properties"]:
-            schema["properties"]["model"] = {"enum": [engine.name, None], "default": None}
+            schema["properties"]["model"] = {"enum": [*engine.config.model_names, None], "default": None}
     schemas |= responses.schemas()
     return app
 
@@ -104,17 +104,27 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
 def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
     """The model, the KV that others can fetch, the version, health and metrics. As in /tokenize, `max_model_len` counts what a request can have: the
     context length, or the KV pool if that is smaller."""
-    entry = {"id": engine.name, "created": int(time.time()), "root": engine.config.model, "parent": None}
-    entry |= {"object": "model", "max_model_len": engine.limits.max_request_tokens, "owned_by": "nanovllm"}
+    entries = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "nanovllm",
+            "root": engine.config.model,
+            "parent": None,
+            "max_model_len": engine.limits.max_request_tokens,
+        }
+        for name in engine.config.model_names
+    }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": list(entries.values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         check_model(engine, name)
-        return entry
+        return entries[name]
 
     @app.get("/kv_transfer")
     async def kv_transfer() -> dict[str, Any]:

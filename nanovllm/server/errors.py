@@ -94,6 +94,10 @@ def blaming_client(prompt: str = "prompt") -> Iterator[None]:
         raise APIError(400, str(error), getattr(error, "place", field and field[1])) from error
 
 
+# Types of parts of a message that are no text, as clients of OpenAI's API and of vLLM's send them.
+MEDIA = re.compile(r"^(input_)?(image|audio|video|file)(_url|_embeds|_pil)?$")
+
+
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     """What is wrong with a request's body, from pydantic's list of reasons: (message, param)."""
     first = error.errors()[0]
@@ -107,6 +111,8 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     about = [e for e in error.errors()[:20] if str(e["loc"][1]) == top]
     about = [e for e in about if e["type"] == "literal_error" and e["loc"][-1] == "type"] or about
     reasons = dict.fromkeys(e["msg"] for e in about)
+    if MEDIA.search(str(about[0].get("input"))) and about[0]["loc"][-1] == "type":
+        reasons = {"models of this server read text only": None}
     levels = zip(*(e["loc"][1:] for e in about), strict=False)
     where = ".".join(str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
     where = re.sub(r"\.[^.]*[A-Z][^.]*", "", where)  # without classes of ours, such as list[TextPart]

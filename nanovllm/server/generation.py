@@ -257,8 +257,9 @@ def without_line_breaks(json: bytes) -> bytes:
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:
     """Refuse the name of a model that is not served; no name at all means the model that is."""
-    if name not in (None, engine.name):
-        message = f"the model {name!r} does not exist; this server has {engine.name!r}"
+    if name is not None and name not in engine.config.model_names:
+        served = " and ".join(repr(each) for each in engine.config.model_names)
+        message = f"the model {name!r} does not exist; this server has {served}"
         raise APIError(404, message, "model", "model_not_found")
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint import weights
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.text.tokenizer import Tokenizer
@@ -248,3 +249,19 @@ def test_every_file_may_name_ends_of_a_text(tmp_path: pathlib.Path) -> None:
             else:
                 assert out.token_ids == free[:count]
                 assert (out.finish_reason, out.stop_reason) == ("length" if count == 24 else "stop", None)
+
+
+def test_weights_that_this_user_may_not_read_are_there(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors calls them missing."""
+    file = tmp_path / "model.safetensors"
+    file.touch()
+
+    def refuse(name: pathlib.Path, **_: object) -> None:
+        raise FileNotFoundError(f"No such file or directory: {name}")
+
+    monkeypatch.setattr(weights, "safe_open", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"), weights.open_tensors(file):
+        pass
+    file.unlink()
+    with pytest.raises(FileNotFoundError), weights.open_tensors(file):
+        pass

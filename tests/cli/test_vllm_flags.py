@@ -25,7 +25,7 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         "deepseek-ai/DeepSeek-R1 --trust-remote-code --served-model-name r1 --tensor-parallel-size 8 "
         "--pipeline-parallel-size 2 --distributed-executor-backend ray --uvicorn-log-level warning",
         ["--trust-remote-code", "--uvicorn-log-level"],
-        {"served_model_name": "r1", "tensor_parallel_size": 8, "pipeline_parallel_size": 2},
+        {"served_model_name": ["r1"], "tensor_parallel_size": 8, "pipeline_parallel_size": 2},
     ),
     (
         "Qwen/Qwen3-30B-A3B -tp 4 -ep --enable-eplb --eplb-config.window_size 100 --eplb-config.step_interval=200",
@@ -60,6 +60,17 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         "--model mistralai/Mistral-7B-Instruct-v0.3 --cudagraph-capture-sizes 1 2 4 --api-server-count=2 --block-size 32",
         ["--cudagraph-capture-sizes", "--api-server-count"],
         {"model": "mistralai/Mistral-7B-Instruct-v0.3", "block_size": 32},
+    ),
+    (
+        "Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --served-model-name qwen qwen2.5 --max-model-len auto",
+        [],
+        {"quantization": "awq", "served_model_name": ["qwen", "qwen2.5"], "max_model_len": None},
+    ),
+    (
+        "Qwen/Qwen3-8B -q gptq_marlin --max-model-len -1 "
+        "--compilation-config.cudagraph_capture_sizes+ 1,2 --compilation-config.cudagraph_capture_sizes+=4",
+        ["--compilation-config"],
+        {"quantization": "gptq", "max_model_len": None},
     ),
     (
         "facebook/opt-125m --num-gpu-blocks-override 100 --no-enable-log-requests --no-trust-remote-code",

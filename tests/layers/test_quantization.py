@@ -15,13 +15,14 @@ from torch import Tensor
 from nanovllm import LLM, ops
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.quantization import QuantizationConfig
+from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import read_model_config
 from nanovllm.kv_transfer.factory import kv_identity
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.quantization import W8A8, W8A16, QuantizedWeight, Scheme
-from nanovllm.models.loader import CheckpointError, load_model
+from nanovllm.models.loader import load_model
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens

@@ -15,6 +15,7 @@ from nanovllm import LLM
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import Grid, GroupCoordinator, get_tp_group
 from nanovllm.executor.grid import check_tensor_parallel
@@ -32,7 +33,7 @@ from nanovllm.layers.tensor_parallel import (
 )
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.loader import CheckpointError, checkpoint_tensors, load_model, load_weights
+from nanovllm.models.loader import checkpoint_tensors, load_model, load_weights
 from tests import oracle
 from tests.oracle import TINY, VARIANTS, greedy, greedy_choices, make_checkpoint, reference_model, reference_tokens
 

@@ -27,6 +27,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nanovllm import LLM, ops
 from nanovllm.checkpoint.files import Fields
+from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import groups
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
@@ -45,7 +46,7 @@ from nanovllm.executor.grid import check_grid
 from nanovllm.lab.course.greedy import GreedyLoop
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
-from nanovllm.models.loader import CheckpointError, checkpoint_tensors, load_model
+from nanovllm.models.loader import checkpoint_tensors, load_model
 from nanovllm.models.moe import Experts, MoE, Router
 from nanovllm.models.moe_config import MoEConfig
 from tests.examples import examples

@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.lab.bench.local import SHAPES, TINY
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import rotary_frequencies, rotary_table
-from nanovllm.models.loader import CheckpointError, build_model, checkpoint_tensors, load_model, load_weights
+from nanovllm.models.loader import build_model, checkpoint_tensors, load_model, load_weights
 from tests.oracle import make_checkpoint
 
 LINEAR: dict[str, Any] = TINY | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}

@@ -183,7 +183,7 @@ def test_a_file_to_calibrate_on_and_the_command(originals: Any, tmp_path: pathli
         (SafetensorError("I/O error: Input/output error (os error 5)"), "OSError"),
         (
             PermissionError(13, "Permission denied", "there"),
-            "there: Permission denied: name a place that you may write",
+            "there: Permission denied: change its permissions, or name another place",
         ),
         (KeyboardInterrupt(), ""),
     ],

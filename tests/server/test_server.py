@@ -703,8 +703,20 @@ def strict(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("strict")
     model = shutil.copytree(tiny_model, folder / "model")
     (model / "generation_config.json").write_text('{"temperature": 0}')
-    with ServerProcess(model, folder, "--strict") as running:
+    with ServerProcess(model, folder, "--strict", "--served-model-name", "tiny", "other/name") as running:
         yield running
+
+
+def test_a_model_has_several_names(strict: ServerProcess) -> None:
+    body = {"prompt": "abc", "max_tokens": 1}
+    assert [entry["id"] for entry in strict.get("/v1/models").json()["data"]] == ["tiny", "other/name"]
+    assert strict.get("/v1/models/other/name").json()["id"] == "other/name"
+    for name in ("tiny", "other/name", None):
+        answer = strict.post("/v1/completions", body | {"model": name})
+        assert answer.json()["model"] == "tiny"
+    message = strict.post("/v1/completions", body | {"model": "third"}).json()["error"]["message"]
+    assert message == "the model 'third' does not exist; this server has 'tiny' and 'other/name'"
+    assert 'model_name="tiny"' in strict.get("/metrics").text
 
 
 def test_a_request_without_temperature_has_the_models(strict: ServerProcess, server: ServerProcess) -> None:

@@ -162,7 +162,12 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
-        "messages.0.content.1.type: Input should be 'text'",
+        "messages.0.content.1.type: models of this server read text only",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "poem", "text": "x"}]}]},
+        "messages.0.content.0.type: Input should be 'text'",
         "messages",
     ),
     (

@@ -1,13 +1,13 @@
 """Tell which side changed since modules and lectures last agreed: the module, its lecture, or both."""
 
-import hashlib
 import json
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 # Below the course's root; git does not follow it.
-_RECORD = Path("build", "course.json")
+_RECORD = Path("build", "course_modules.json")
 
 
 class LastBuilt:
@@ -18,19 +18,19 @@ class LastBuilt:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._digests: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
         if (root / _RECORD).exists():
-            self._digests = json.loads((root / _RECORD).read_text(encoding="utf-8"))
+            self._texts = json.loads((root / _RECORD).read_text(encoding="utf-8"))
 
     def has(self, path: str, text: str) -> bool:
         """Return whether this was the text of the module, whose path is relative to the root, when both sides agreed."""
-        return self._digests.get(path) == _digest(text) or text == self._committed(path)
+        return text in (self._texts.get(path), self._committed(path))
 
     def store(self, texts: Mapping[str, str]) -> None:
         """Note the source of each module, by path, that agrees with the lectures now."""
-        self._digests |= {path: _digest(text) for path, text in texts.items()}
+        self._texts |= texts
         (self._root / _RECORD).parent.mkdir(exist_ok=True)
-        (self._root / _RECORD).write_text(json.dumps(self._digests, indent=1) + "\n", encoding="utf-8")
+        (self._root / _RECORD).write_text(json.dumps(self._texts, indent=1) + "\n", encoding="utf-8")
 
     def advice(self, path: str, current: str, built: str) -> str:
         """Return the advice, one sentence, for a module that differs from what its lecture builds."""
@@ -43,6 +43,29 @@ class LastBuilt:
             return f"{path}: the module was edited: {pull}\n"
         return f"{path}: the lecture was edited: `make build` writes the module\n"
 
+    def merged(self, path: str, current: str, built: str) -> str | None:
+        """Return a module's source with its own edits and with those of its lecture.
+
+        Returns:
+            None if both have changed the same lines, or if it is not known what they were before.
+        """
+        if self.has(path, built):
+            return current
+        if self.has(path, current):
+            return built
+        before = self._texts.get(path) or self._committed(path)
+        if before is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("module", "before", "lecture")]
+            for file, text in zip(files, (current, before, built), strict=True):
+                file.write_text(text, encoding="utf-8")
+            command = ["git", "merge-file", "--stdout", *map(str, files)]
+            try:
+                return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+            except (OSError, subprocess.CalledProcessError):
+                return None
+
     def _committed(self, path: str) -> str | None:
         """Return a module's text in the last commit; None without git, or if the commit does not have the module."""
         command = ["git", "-C", str(self._root), "show", f"HEAD:./{path}"]
@@ -50,7 +73,3 @@ class LastBuilt:
             return subprocess.run(command, capture_output=True, check=True).stdout.decode()
         except (OSError, subprocess.CalledProcessError):
             return None
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -44,6 +44,7 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
     """Change the cells of lectures, all of them for no name, so that they build the present modules.
 
     The modules are sorted and formatted first. Lectures are written only if they then build all of their modules exactly.
+    Edits of a lecture that was not built since stay: the module gets them, too.
 
     Returns:
         One message per change.
@@ -52,7 +53,8 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
         CourseError: some of the edit cannot be carried back; it names the rest. Nothing is written then.
     """
     modules = build(root, read_lectures(root, names))
-    current = current_texts(root, modules)
+    on_disk = current_texts(root, modules)
+    current = _with_edits_of_lectures(modules, on_disk, LastBuilt(root))
     notes = [f"{module.path}: not there yet; build it" for module in modules if module.path not in current]
     edited = [m for m in modules if m.path in current and current[m.path] != m.text]
     polished, problems = polish(root, {module.path: current[module.path] for module in edited})
@@ -69,11 +71,37 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     notes += [f"{name}: changed cell {number}" for name, number in sorted(edits.changes)]
     for path, text in polished.items():
-        if current[path] != text:
+        if on_disk[path] != text:
             (root / path).write_text(text, encoding="utf-8")
-            notes.append(f"{path}: sorted and formatted")
+            what = "sorted and formatted" if on_disk[path] == current[path] else "has the lecture's edits, too"
+            notes.append(f"{path}: {what}")
+    for path, text in current.items():
+        if path not in polished and on_disk[path] != text:
+            (root / path).write_text(text, encoding="utf-8")
+            notes.append(f"{path}: has the lecture's edits")
     LastBuilt(root).store({**current, **polished})
     return notes
+
+
+def _with_edits_of_lectures(modules: Sequence[Module], texts: dict[str, str], last: LastBuilt) -> dict[str, str]:
+    """The source of each module, by path, with what was edited in their lectures since the two agreed.
+
+    Raises:
+        CourseError: a module and its lecture differ in lines that both have changed; it names the modules.
+    """
+    built = {module.path: module.text for module in modules}
+    merged = {
+        path: text if text == built[path] else last.merged(path, text, built[path]) for path, text in texts.items()
+    }
+    torn = [path for path, text in merged.items() if text is None]
+    if torn:
+        raise CourseError(
+            "These modules and their lectures have both changed the same lines:\n"
+            + "".join(f"  {path}\n" for path in torn)
+            + "Nothing was written. `python -m nanovllm.lab.course build --check` shows the lines: make both sides equal "
+            "there, and pull again."
+        )
+    return {path: text for path, text in merged.items() if text is not None}
 
 
 def _verify(root: Path, names: Sequence[str], data: dict[Path, Any], wanted: dict[str, str]) -> None:

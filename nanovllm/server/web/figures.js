@@ -90,7 +90,7 @@ export class FigureRow {
     const swapped = now.swapped ? `, ${now.swapped} swapped` : "";
     const working = now.stepSeconds !== undefined;
     this._set("running", String(now.running), `${now.waiting} waiting${swapped}`);
-    this._set("rate", short(now.sampled), `${short(now.computed)} tokens incl. prefill`);
+    this._set("rate", short(now.sampled), `${short(now.computed)} with prefill`);
     byId("figures").classList.toggle("with-drafts", now.acceptance !== undefined);
     if (now.acceptance !== undefined) this._set("drafts", now.acceptance.toFixed(2), "tokens/verification");
     this._set("kv", percent(share), `${now.held.toLocaleString("en")} of ${count(now.blocks, "block")}`);

@@ -547,7 +547,7 @@ def test_a_commit_says_which_side_was_edited_where_nothing_was_built(
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
     for arguments in (["init", "-q"], ["add", "nanovllm", "notebooks"], ["commit", "-qm", "Pool"]):
         subprocess.run([*git, *arguments], check=True)
-    (tmp_path / "build/course.json").unlink()
+    (tmp_path / "build/course_modules.json").unlink()
     make_course(tmp_path, lecture=block_lecture(2))
     assert main([*command, "--check"]) == 1
     assert "the lecture was edited" in capsys.readouterr().out

@@ -276,6 +276,39 @@ def test_what_cannot_be_carried_is_told_and_nothing_is_written(
     assert (notebook, module) == (course.notebook.read_bytes(), course.module.read_bytes())
 
 
+def edit_lecture(course: Course, old: str, new: str) -> None:
+    text = course.notebook.read_text()
+    assert text.count(old) == 1, text
+    course.notebook.write_text(text.replace(old, new))
+
+
+def test_edits_of_both_sides_are_kept(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_lecture(course, "self.free.popleft()", "self.free.popleft() + 0")
+    course.edit("LIMIT = 3", "LIMIT = 5")
+    assert course("build", "--pull") == 0
+    assert "nanovllm/pool.py: has the lecture's edits, too" in capsys.readouterr().out
+    assert course("build", "--check") == 0
+    assert all(edit in course.module.read_text() for edit in ("LIMIT = 5", "popleft() + 0"))
+    assert any("LIMIT = 5" in cell for cell in course.cells()) and "popleft() + 0" in course.cells()[5]
+
+
+def test_a_pull_leaves_the_edits_of_a_lecture(course: Course) -> None:
+    edit_lecture(course, "LIMIT = 3", "LIMIT = 5")
+    assert course("build", "--pull") == 0
+    assert course("build", "--check") == 0
+    assert "LIMIT = 5" in course.module.read_text() and "LIMIT = 5" in course.cells()[3]
+
+
+def test_edits_of_the_same_line_are_not_lost(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_lecture(course, "LIMIT = 3", "LIMIT = 5")
+    course.edit("LIMIT = 3", "LIMIT = 7")
+    before = course.notebook.read_bytes(), course.module.read_bytes()
+    assert course("build", "--pull") == 1
+    complaint = capsys.readouterr().err
+    assert "  nanovllm/pool.py\n" in complaint and "both changed the same lines" in complaint
+    assert before == (course.notebook.read_bytes(), course.module.read_bytes())
+
+
 NAMES = st.sampled_from(["alpha", "beta", "gamma", "delta"])
 MEMBERS = st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), min_size=1, max_size=4, unique_by=lambda m: m[0])
 
