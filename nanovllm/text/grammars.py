@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -364,7 +365,8 @@ class GrammarProcess(LimitedProcess):
             is_new = self._running is None
             process, connection = super().start()
             if is_new:
-                connection.send(self.setup)
+                with contextlib.suppress(OSError):  # it has died already, which `ask` will find
+                    connection.send(self.setup)
             return process, connection
 
 

@@ -381,6 +381,15 @@ def test_a_kv_cache_larger_than_the_machine_is_one_line(tiny_model: pathlib.Path
     words = ["--kv-cache-memory", "900TB", "--device", "cpu"]
     line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
     assert "kv_cache_memory (838190.3 GiB) exceeds the machine's memory" in line and "lower it" in line
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "100000000000"), 2)
+    assert re.search(r"num_kv_blocks \(.* GiB\) exceeds the machine's memory", line) and "lower it" in line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_settings_that_need_more_memory_than_there_is_are_one_line(tiny_model: pathlib.Path, ranks: int) -> None:
+    words = ["--max-num-seqs", "1000000000000", "--max-num-batched-tokens", "1000000000000", "-tp", str(ranks)]
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "64", *words), 2)
+    assert "there is not enough memory (Unable to allocate" in line and "lower num_kv_blocks" in line
 
 
 def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
