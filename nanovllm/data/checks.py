@@ -47,7 +47,7 @@ def check_fields(settings: Any) -> None:
 
 
 def users_mistake(error: BaseException) -> str | None:
-    """What the user can mend if an engine fails with this error while it starts; None for an error of the engine's own."""
+    """Return what the user can change if an engine fails with this error while it starts; None for an error of the engine itself."""
     if isinstance(error, MemoryError):
         return (
             f"there is not enough memory ({error}): lower num_kv_blocks, swap_space, max_num_seqs or "

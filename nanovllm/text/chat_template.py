@@ -96,7 +96,7 @@ class LimitedProcess:
         return answer
 
     def _await_answer(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
-        """Return when an answer, or the end of the process, can be read. A process that somebody has stopped is killed: stopped, it
+        """Return when an answer, or the end of the process, can be read. A stopped process is killed: it
         uses no CPU time, and would never reach its limit."""
         while not connection.poll(STOPPED_SECONDS):
             if is_stopped(process.pid):
