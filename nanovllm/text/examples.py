@@ -1,6 +1,6 @@
 """Short strings that match regular expressions.
 
-A grammar tells which byte may come next, and not how far its end is: after `x`, the expression `.*abc` allows the same bytes as
+A grammar tells which byte may come next, and not how many more are needed: after `x`, the expression `.*abc` allows the same bytes as
 before. An example shows the way.
 """
 
