@@ -47,7 +47,10 @@ def resolve_model(name: str, revision: str | None = None, stop: threading.Event 
     if folder.is_dir():
         return _checked_folder(folder)
     if folder.is_file():
-        raise ModelNotFoundError(f"model {name!r} is a file; give the folder that holds config.json and the weights")
+        gguf = ", as safetensors: GGUF files are not read" if folder.suffix == ".gguf" else ""
+        raise ModelNotFoundError(
+            f"model {name!r} is a file; give the folder that holds config.json and the weights{gguf}"
+        )
     if name.startswith(("~", ".")) or folder.is_absolute() or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path to the model")
     return _download_from_hub(name, revision)

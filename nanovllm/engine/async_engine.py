@@ -87,7 +87,9 @@ class AsyncEngine(FrontEnd):
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.of, config)
                 ready, *_ = await engine._next_reports()
             except BaseException:
-                await engine.shutdown()
+                # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process alone.
+                engine._stop_listening()
+                engine._client.shutdown(seconds=0)
                 raise
         except ValueError as error:
             raise EngineStartError(str(error)) from error
