@@ -506,7 +506,7 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelNotFoundError, match="GGUF"):
         resolve_model(str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="is a file; .*GGUF files are not read"):
+    with pytest.raises(ModelNotFoundError, match=r"is a file; .*GGUF files are not read"):
         resolve_model(str(tmp_path / "model.gguf"))
     for name in (str(tmp_path / "missing"), "./missing", "~/missing", "a/b/c"):
         with pytest.raises(ModelNotFoundError, match="no folder"):
