@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pathlib
 import subprocess
 import sys
@@ -53,6 +54,15 @@ def fork_server() -> None:
 
     forkserver.ensure_running()
     forking.start_origin()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands that run in this process set the level of the log."""
+    logger = logging.getLogger("nanovllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

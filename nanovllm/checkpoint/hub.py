@@ -1,6 +1,7 @@
 """Finds or fetches a model: a name, a folder or a hub id becomes a local folder in Hugging Face format."""
 
 import os
+import threading
 from pathlib import Path
 
 from nanovllm.data.config import COURSE_MODEL
@@ -28,24 +29,28 @@ def nanovllm_home() -> Path:
     return Path(os.environ.get("NANOVLLM_HOME") or "~/.cache/nanovllm").expanduser()
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
+def resolve_model(name: str, revision: str | None = None, stop: threading.Event | None = None) -> Path:
     """The local folder of a model in Hugging Face format, fetched first if necessary.
 
     Args:
         name: `smollm2-135m` (the course model), a local folder, or a Hugging Face hub id ("org/model").
         revision: branch, tag or commit of a hub id; ignored for the other two.
+        stop: ends the conversion of the course model soon after it is set, in another thread.
 
     Raises:
         ModelNotFoundError: there is no such model, it is not in Hugging Face format, or it cannot be fetched.
     """
     if name == COURSE_MODEL:
         feature = f"{COURSE_MODEL}, which is shipped as a GGUF file,"
-        return load("nanovllm.checkpoint.course_model:fetch_course_model", feature)()
+        return load("nanovllm.checkpoint.course_model:fetch_course_model", feature)(stop)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked_folder(folder)
     if folder.is_file():
-        raise ModelNotFoundError(f"model {name!r} is a file; give the folder that holds config.json and the weights")
+        gguf = ", as safetensors: GGUF files are not read" if folder.suffix == ".gguf" else ""
+        raise ModelNotFoundError(
+            f"model {name!r} is a file; give the folder that holds config.json and the weights{gguf}"
+        )
     if name.startswith(("~", ".")) or folder.is_absolute() or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path to the model")
     return _download_from_hub(name, revision)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanovllm.checkpoint.files import ModelFileError, shard_names
+from nanovllm.data.disk import full_disk, is_full
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -177,6 +178,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         file.unlink(missing_ok=True)
-        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
-        raise OSError(number, str(error), str(file)) from error
+        if is_full(str(error)):
+            raise full_disk(file) from error
+        raise OSError(errno.EIO, str(error), str(file)) from error
     file.chmod(0o644)  # safetensors makes it unreadable to other users

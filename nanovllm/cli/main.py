@@ -1,12 +1,12 @@
 """The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes show at once."""
 
-import errno
 import signal
 import sys
 from collections.abc import Sequence
 
 import nanovllm
 from nanovllm.checkpoint.hub import ModelNotFoundError
+from nanovllm.data.disk import REMEDIES
 from nanovllm.data.flags import Parser, ServerError, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
@@ -28,17 +28,6 @@ COMMANDS = {
     "kernels": ("compile the GPU kernels, and show their registers, shared memory and spills", "nanovllm.lab.kernels"),
 }
 
-# Errors of the file system that a user can fix, and how.
-DISK_ERRORS = {
-    errno.ENOENT: "does the folder exist?",
-    errno.ENOTDIR: "name a folder",
-    errno.EACCES: "change its permissions, or name another place",
-    errno.EPERM: "change its permissions, or name another place",
-    errno.EROFS: "name a place that can be written",
-    errno.ENOSPC: "free space on the disk, or name another one",
-    errno.EDQUOT: "free space on the disk, or name another one",
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 2 for what the user can mend, 1 for an engine or a server that has failed."""
@@ -57,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in REMEDIES:
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"nanovllm {name}: error: {where}{error.strerror}: {DISK_ERRORS[error.errno]}", file=sys.stderr)
+        # A copy names the file that it reads first, and then the one that it writes.
+        file = error.filename if error.filename2 is None else error.filename2
+        where = f"{file}: " if file else ""
+        print(f"nanovllm {name}: error: {where}{error.strerror}: {REMEDIES[error.errno]}", file=sys.stderr)
         return 1
     except (EngineStartError, MissingPartError, ModelNotFoundError, UsageError, EngineDeadError, ServerError) as error:
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)

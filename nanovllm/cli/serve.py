@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
     if config.model == COURSE_MODEL:
-        # Here Ctrl-C ends the conversion immediately; asyncio would wait for the end of a thread.
+        # Before asyncio, which would wait for the import of the web framework in a thread, too.
         resolve_model(config.model, config.revision)
     asyncio.run(_serve(config, listener, access, flags, seconds))
     return 0

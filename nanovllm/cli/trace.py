@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+from nanovllm.data.disk import writing
 from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
 from nanovllm.trace.format import require_sizes
@@ -93,12 +94,12 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.gif is not None:
             require_sizes(trace.settings, arguments.trace)
     if arguments.perfetto is not None:
-        with mistakes(arguments.perfetto):
+        with writing(arguments.perfetto):
             trace.to_perfetto(arguments.perfetto)
         print(f"{arguments.perfetto}: open it in https://ui.perfetto.dev")
     if arguments.gif is not None:
         content = animation(trace, arguments.view or VIEWS[0], arguments.steps)
-        with mistakes(arguments.gif):
+        with writing(arguments.gif):
             arguments.gif.write_bytes(content)
         print(f"{arguments.gif}: {len(content) / 1e6:.1f} MB")
     if arguments.perfetto is None and arguments.gif is None:

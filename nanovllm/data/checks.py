@@ -46,6 +46,17 @@ def check_fields(settings: Any) -> None:
         raise ValueError(f"{name} must be {expected}, got {reprlib.repr(getattr(settings, name))}") from None
 
 
+def users_mistake(error: BaseException) -> str | None:
+    """Return what the user can change if an engine fails with this error while it starts; None for an error of the engine itself."""
+    if isinstance(error, MemoryError):
+        return (
+            f"there is not enough memory ({error}): lower num_kv_blocks, swap_space, max_num_seqs or "
+            "max_num_batched_tokens, whichever is large"
+        )
+    is_lost_peer = isinstance(error, ConnectionError)
+    return str(error) if isinstance(error, ValueError | OSError) and not is_lost_peer else None
+
+
 def did_you_mean(word: str, known: Iterable[str], written: Mapping[str, str] | None = None) -> str:
     """The end of a message about an unknown word: "; did you mean port?", or "" if no known word resembles it.
 

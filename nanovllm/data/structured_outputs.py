@@ -38,12 +38,15 @@ class Form:
         grammar: in the form that llguidance reads.
         cost_of_beginning: how many tokens one token can add to the shortest way to the end, as an estimate.
         has_open_objects: JSON whose keys the model may choose; none may come twice in an object.
+        examples: short strings that match the regular expressions in the grammar, as they are written in the output. A search for a
+            short end tries them: an expression such as `.*abc` does not show which bytes complete a match.
         free_text_before: see `StructuredOutputsParams`.
     """
 
     grammar: str
     cost_of_beginning: int
     has_open_objects: bool = False
+    examples: tuple[str, ...] = ()
     free_text_before: str = ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -74,7 +75,11 @@ class AsyncEngine(FrontEnd):
             EngineDeadError: the process ended while it was starting.
         """
         # Downloaded here, where the user sees the progress and can interrupt it.
-        folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
+        stop = threading.Event()
+        try:
+            folder = await asyncio.to_thread(resolve_model, config.model, config.revision, stop)
+        finally:  # Ctrl-C cancels this task, but not the thread
+            stop.set()
         try:  # settings that do not fit are refused here, and not after seconds in a process that imports torch first
             read_model_config(config, folder)
             engine = cls(config, folder)
@@ -82,7 +87,9 @@ class AsyncEngine(FrontEnd):
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.of, config)
                 ready, *_ = await engine._next_reports()
             except BaseException:
-                await engine.shutdown()
+                # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process alone.
+                engine._stop_listening()
+                engine._client.shutdown(seconds=0)
                 raise
         except ValueError as error:
             raise EngineStartError(str(error)) from error

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import zmq
 
+from nanovllm.data.checks import users_mistake
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
@@ -207,12 +208,13 @@ def run_engine(config: EngineConfig, command_address: str, report_address: str, 
         gc.freeze()  # the garbage collector need not visit the model between steps
         EngineLoop(core, commands, reports, parent_sentinel).run()
     except Exception as error:
+        signal.signal(STOP_STARTING, signal.SIG_IGN)  # it is ending anyway
         # Before this process ends, it reports every error to its parent. An error that the user can mend needs no traceback.
-        user_error = core is None and isinstance(error, ValueError | OSError)
-        if not user_error:
+        mistake = users_mistake(error) if core is None else None
+        if mistake is None:
             logger.exception("the engine failed")
-        reason = str(error) if user_error else f"{type(error).__name__}: {error}"
-        fatal = Report(time=time.monotonic(), fatal=reason, user_error=user_error)
+        reason = f"{type(error).__name__}: {error}" if mistake is None else mistake
+        fatal = Report(time=time.monotonic(), fatal=reason, user_error=mistake is not None)
         reports.send(msgspec.msgpack.encode(fatal))
         sys.exit(1)
     finally:

@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nanovllm.data.checks import users_mistake
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import at_rest, in_step
 from nanovllm.distributed.groups import get_pp_group, get_tp_group
@@ -56,8 +57,8 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
         return False  # the executor is gone
     except Exception as error:
         # Until the first step, the user can mend what the message names, but not the loss of another rank.
-        is_users = is_starting and isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError)
-        complaint = Complaint(True, str(error)) if is_users else Complaint.of_error()
+        mistake = users_mistake(error) if is_starting else None
+        complaint = Complaint.of_error() if mistake is None else Complaint(True, mistake)
         mouth.say(lambda: complaint)
         if setup.init_method == "env://":  # torchrun may end rank 0 before it reports this
             logger.error("rank %d: %s", setup.rank, complaint.text)

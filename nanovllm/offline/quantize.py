@@ -18,6 +18,7 @@ from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_c
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.weights import save_tensors
+from nanovllm.data.disk import writing
 from nanovllm.layers.basic import Layer, Linear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -71,7 +72,8 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
     raw = read_json(folder / "config.json") | {"quantization_config": settings_of(recipe), "quantized_from": origin}
     raw["tie_word_embeddings"] = config.tie_word_embeddings and not recipe.quantize_head
     try:
-        _write(folder, out, tensors, raw)
+        with writing(out):
+            _write(folder, out, tensors, raw)
     except BaseException:  # Ctrl-C, too: half a checkpoint is of no use, and would be in the way of the next attempt
         shutil.rmtree(out, ignore_errors=True)
         raise

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from nanovllm.data.disk import HOME_REMEDY, full_disk, is_full
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +68,9 @@ def load_library(
         if not target.exists():
             logger.info("compiling %s, once, into %s", what, target)
             _compile(compiler, flags, sources, target, what)
+    except OSError as error:
+        raise BuildError(f"{target.parent}: {error.strerror or error}; {HOME_REMEDY}") from error
+    try:
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(str(error)) from error
@@ -87,9 +92,21 @@ def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], targe
 
 
 def _run(command: list[str], folder: str | None = None) -> str:
+    """Run a compiler, in a folder that also gets its temporary files, and return what it prints.
+
+    Raises:
+        BuildError: it failed.
+        OSError: the disk is full.
+    """
+    # In English: the message is searched for the reason.
+    variables = os.environ | {"LC_ALL": "C"} | ({} if folder is None else {"TMPDIR": folder})
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=300).stdout
+        return subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, text=True, check=True, timeout=300
+        ).stdout
     except subprocess.CalledProcessError as error:
+        if folder is not None and is_full(error.stderr):
+            raise full_disk(folder) from error
         raise BuildError(f"{' '.join(command)} failed: {error.stderr.strip()[:500]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(str(error)) from error

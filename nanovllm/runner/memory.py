@@ -33,19 +33,16 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
         runner: its weights are loaded, and its caches are not made yet.
 
     Raises:
-        ValueError: `kv_cache_memory` is more than the machine has; or not one block fits: "no KV block of 4096 bytes fits into 100 bytes", and which settings help:
-            `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
+        ValueError: `num_kv_blocks` or `kv_cache_memory` is more than the machine has; or not one block fits: "no KV block of
+            4096 bytes fits into 100 bytes", and which settings help: `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
     """
     config, size = runner.config, runner.bytes_per_block
     if config.num_kv_blocks is not None:
+        _check_host_memory(runner, "num_kv_blocks", config.num_kv_blocks * size)
         return config.num_kv_blocks
     if config.kv_cache_memory is not None:
         free = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
-        total = psutil.virtual_memory().total
-        if runner.device.type == "cpu" and free > total:
-            raise ValueError(
-                f"kv_cache_memory ({free / 2**30:.1f} GiB) exceeds the machine's memory ({total / 2**30:.1f} GiB): lower it"
-            )
+        _check_host_memory(runner, "kv_cache_memory", free)
         count = free // size
     else:
         free = free_memory(runner)
@@ -55,6 +52,16 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
         found = f"no KV block of {size} bytes fits into {max(0, free)} bytes"
         raise ValueError(f"{found}: raise kv_cache_memory or gpu_memory_utilization, or lower block_size")
     return count
+
+
+def _check_host_memory(runner: ModelRunner, setting: str, num_bytes: int) -> None:
+    """Refuse a KV pool on a CPU that is larger than the machine's memory; a GPU says itself what it has."""
+    total = psutil.virtual_memory().total
+    if runner.device.type == "cpu" and num_bytes > total:
+        gib = 2**30
+        raise ValueError(
+            f"{setting} ({num_bytes / gib:.1f} GiB) exceeds the machine's memory ({total / gib:.1f} GiB): lower it"
+        )
 
 
 def free_memory(runner: ModelRunner) -> int:

@@ -16,13 +16,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanovllm.distributed.processes import start_process
+from nanovllm.distributed.processes import is_stopped, start_process
 
 # CPU time, so that other load on the machine does not count. A chat of a megabyte takes milliseconds.
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
 # An exiting process gets this time before it is killed, so that its exit code is the true one.
 END_SECONDS = 1.0
+# After so long without an answer it is asked whether the process was stopped.
+STOPPED_SECONDS = 1.0
 OUT_OF_MEMORY = 12  # the process's exit code
 # The folder from which this package is imported.
 PACKAGE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -73,6 +75,7 @@ class LimitedProcess:
                 process, connection = self.start()
                 try:
                     connection.send(question)
+                    self._await_answer(process, connection)
                     answer, error = connection.recv()
                     break
                 except BaseException as failure:  # after Ctrl-C, too: the next question would receive this answer
@@ -91,6 +94,13 @@ class LimitedProcess:
         if error:
             raise ValueError(error)
         return answer
+
+    def _await_answer(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        """Return when an answer, or the end of the process, can be read. A stopped process is killed: it
+        uses no CPU time, and would never reach its limit."""
+        while not connection.poll(STOPPED_SECONDS):
+            if is_stopped(process.pid):
+                process.kill()
 
     def _forget_if_dead(self) -> None:
         """Drop a process that has died while no question was asked: no question is the reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -21,7 +22,16 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from nanovllm.data.structured_outputs import OPTIONS, Form, GrammarError, StructuredOutputsParams
 from nanovllm.text.chat_template import LimitedProcess, answer_questions
-from nanovllm.text.schemas import MAX_WORDS, SPELLING, Preparation, Sizes, has_open_objects, without
+from nanovllm.text.examples import shortest_match
+from nanovllm.text.schemas import (
+    MAX_WORDS,
+    SPELLING,
+    Preparation,
+    Sizes,
+    examples_of_patterns,
+    has_open_objects,
+    without,
+)
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -278,13 +288,18 @@ class Examiner:
             reason += f"; {EXAMPLES}"
         if reason:
             return None, "", reason
-        is_open, cost = False, COST_OF_BEGINNING
+        is_open = False
+        cost = COST_OF_BEGINNING
+        examples: list[str | None] = []
+        if params.regex is not None:
+            examples.append(shortest_match(params.regex))
         for schema in embedded_schemas(params.grammar or ""):
             sizes = Sizes(schema)
             whole = min(sizes.sizes["#"], LONGEST_GRAMMAR)
             cost = max(cost, COST_OF_BEGINNING + int(whole), sizes.cost_of_beginning())
             is_open = is_open or has_open_objects(schema)
-        return Form(grammar, cost, is_open), "", ""
+            examples += examples_of_patterns(schema)
+        return Form(grammar, cost, is_open, tuple(filter(None, examples))), "", ""
 
     def _examine_schema(self, params: StructuredOutputsParams, lenient: bool) -> Finding:
         schema = params.json if params.field == "json" else {"type": "object"}
@@ -303,7 +318,10 @@ class Examiner:
         if reason:
             return None, path, reason
         grammar = of_schema(prepared, lenient, whitespace)
-        return Form(grammar, sizes.cost_of_beginning(), has_open_objects(prepared)), "", ""
+        form = Form(
+            grammar, sizes.cost_of_beginning(), has_open_objects(prepared), tuple(examples_of_patterns(prepared))
+        )
+        return form, "", ""
 
     def _is_known_anew(self, pattern: str) -> bool:
         """Whether the regex engine can parse a pattern."""
@@ -364,7 +382,8 @@ class GrammarProcess(LimitedProcess):
             is_new = self._running is None
             process, connection = super().start()
             if is_new:
-                connection.send(self.setup)
+                with contextlib.suppress(OSError):  # it has died already, which `ask` will find
+                    connection.send(self.setup)
             return process, connection
 
 

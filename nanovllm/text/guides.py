@@ -319,6 +319,8 @@ class Guide:
             token = int(of_byte[byte])
             if token >= 0 and self.matcher.validate_tokens([token]) == 1 and self._can_read(token):
                 return [token]
+        if example := self._example():
+            return example
         allowed = self._allowed_bytes()
         known.add(allowed)
         choices = [byte for byte in allowed if chr(byte).isalnum()] or [*allowed]
@@ -331,6 +333,23 @@ class Guide:
                 if after.is_accepting() or ahead._allowed_bytes() not in known:
                     return [int(of_byte[byte])]
         return [int(of_byte[draw(choices)])] if choices else []
+
+    def _example(self) -> list[int]:
+        """The shortest rest of an example, as tokens of one byte, after which the string or the output can end; none if there is none."""
+        quote = b'"' if self.keys.in_string else b""
+        found: list[list[int]] = []
+        for example in self.form.examples:
+            written = example.encode()
+            for start in range(len(written)):
+                tokens = [int(self.table.of_byte[byte]) for byte in written[start:] + quote]
+                fits = -1 not in tokens and self.matcher.validate_tokens(tokens) == len(tokens)
+                if fits and (quote or self._accepts_after(tokens)):
+                    found.append(tokens)
+        return min(found, key=len, default=[])
+
+    def _accepts_after(self, tokens: list[int]) -> bool:
+        after = self.matcher.deep_copy()
+        return after.consume_tokens(tokens) and after.is_accepting()
 
     def _allowed_bytes(self) -> bytes:
         """The printable ASCII characters that may come next, as single tokens; other bytes only if there is none."""

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nanovllm.text.examples import shortest_match
+
 Schema = dict[str, Any]
 
 # How strings may be spelled. Without "\\/" and "\\u0061", a key has one spelling, so that none comes twice.
@@ -56,6 +58,8 @@ ANY_REFERENCE = {"$ref": f"#/$defs/{ANY}"}
 JSON_TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Characters that a string with a format or an unusual pattern needs, as an estimate.
 UNKNOWN_LENGTH = 30
+# Patterns for which an example is looked for.
+MAX_PATTERNS = 16
 MAX_WORDS = 32
 
 
@@ -445,6 +449,17 @@ class Sizes:
         owner = self.parts.get("#" + "/".join(keys[:-2]))
         required = as_list(owner.get("required")) if isinstance(owner, dict) else []
         return keys[-2] != "allOf" and not (keys[-2] == "properties" and pointer_keys("#/" + keys[-1])[0] in required)
+
+
+def examples_of_patterns(schema: Any) -> list[str]:
+    """Return short strings that match the patterns in a schema, as they are written between the quotes of JSON."""
+    patterns: list[str] = []
+    for _, part in parts_of(schema):
+        if isinstance(part, dict):
+            patterns += [part["pattern"]] if isinstance(part.get("pattern"), str) else []
+            patterns += part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
+    found = {shortest_match(pattern): None for pattern in patterns[:MAX_PATTERNS]}
+    return [json.dumps(example, ensure_ascii=False)[1:-1] for example in found if example]
 
 
 def string_length(schema: Schema) -> float:

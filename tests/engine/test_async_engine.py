@@ -26,8 +26,10 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.distributed import life_signs
+from nanovllm.engine import data_rank
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.client import EngineClient
+from nanovllm.engine.data_rank import DataRank
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError, RequestRefusedError
 from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
@@ -125,6 +127,28 @@ async def test_closing_the_iterator_frees_the_blocks(engine: AsyncEngine) -> Non
     await answer.aclose()
     await until(lambda: is_empty(engine))
     assert engine.stats.num_steps - steps <= engine_faults.NUM_PATIENT_TOKENS + 1, "it ran on to its end"
+
+
+async def test_a_start_that_is_cancelled_twice_leaves_no_process(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does: asyncio cancels the main task, and then all tasks that are left."""
+    clients: list[EngineClient] = []
+
+    class Noted(DataRank):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            clients.append(self)
+
+    monkeypatch.setattr(data_rank, "DataRank", Noted)
+    starting = asyncio.create_task(AsyncEngine.start(config(tiny_model)))
+    await until(lambda: bool(clients))
+    for _ in range(2):
+        starting.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert clients[0].process.poll() is not None
 
 
 async def test_cancelling_the_reader_frees_the_blocks(engine: AsyncEngine) -> None:

@@ -626,7 +626,7 @@ BAD_SETTINGS = [
     *[
         (name, value)
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks")
-        for value in (0, -1, 2.0, True, "8")
+        for value in (0, -2, 2.0, True, "8")
     ],
     *[("max_num_waiting", value) for value in (-1, 0.5, "0")],
     *[("long_prefill_token_threshold", value) for value in (-1, None)],
@@ -771,7 +771,7 @@ OTHER_VALUES: dict[str, Any] = {
     "structured_outputs_config": '{"disable_any_whitespace": true}',
     "model": "some/model",
     "tokenizer": "some/tokenizer",
-    "served_model_name": "short",
+    "served_model_name": ["short", "long"],
     "revision": "main",
     "seed": -4,
     "max_model_len": 333,
@@ -812,7 +812,7 @@ def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
     else:
         choices = EngineConfig.choices().get(field.name)
         value = choices[-1] if choices else OTHER_VALUES[field.name]
-        arguments = [f"{flag}={value}"]
+        arguments = [flag, *value] if isinstance(value, list) else [f"{flag}={value}"]
     assert value != field.default
     companions = COMPANIONS.get(field.name, [])
     arguments += ["--" + name.replace("_", "-") for name in companions]

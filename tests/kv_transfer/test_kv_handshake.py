@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pathlib
@@ -272,6 +273,27 @@ def test_many_who_make_it_at_once_get_the_same(home):
     for thread in threads:
         thread.join()
     assert len(found) == 8 and len(set(found)) == 1
+
+
+@pytest.mark.parametrize("full_at", ["write", "link"])
+def test_a_full_disk_is_named_and_leaves_no_secret(home, full_at, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if full_at == "link":
+        monkeypatch.setattr(os, "link", fail)
+    else:
+        monkeypatch.setattr(handshake.os, "urandom", fail)  # which is called where the file is written
+    with pytest.raises(ValueError, match=r"kv_secret, could not be written: No space left .*; set NANOVLLM_HOME"):
+        secret()
+    assert os.listdir(home) == []
+
+
+def test_a_home_that_is_a_file_is_named(home, monkeypatch):
+    (home / "file").touch()
+    monkeypatch.setenv("NANOVLLM_HOME", str(home / "file"))
+    with pytest.raises(ValueError, match=r"file/kv_secret, could not be written: .*; set NANOVLLM_HOME"):
+        secret()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -216,6 +218,35 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
         assert main(words) == (1 if message else 130)
         lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
         assert len(lines) == bool(message) and all(message in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
+def test_a_disk_that_is_full_is_that_of_the_new_folder(
+    file: str,
+    originals: Any,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An error of a copy names the file that it reads first, and one of writing names none."""
+    new = tmp_path / "new"
+
+    def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    def write(path: pathlib.Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if file == "tokenizer.json":
+        monkeypatch.setattr(shutil, "copyfile", copy)
+    else:
+        monkeypatch.setattr(pathlib.Path, "write_text", write)
+    assert main(["quantize", str(originals("llama")), "--group-size", "32", "--method", "rtn", "--out", str(new)]) == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert f"error: {new}" in line and line.endswith(
+        "No space left on device: free space on the disk, or name another one"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -488,6 +488,34 @@ def test_building_with_a_compiler_that_fails_is_reported_once(tmp_path):
     assert "/bin/false" in result.stderr
 
 
+# Fails as the assembler and the linker do on a full disk.
+FULL_DISK = """#!/bin/sh
+case "$*" in
+*-dM*) exec "{compiler}" "$@" ;;
+*{stage}*)
+    touch "$TMPDIR/half.s"
+    echo "/tmp/x.s: Fatal error: can't write 5 bytes to section .text of x.o: 'No space left on device'" >&2
+    echo "/tmp/x.s: Fatal error: x.o: No such file or directory" >&2
+    exit 1 ;;
+esac
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("stage", ["-c", "-shared"])
+def test_building_on_a_full_disk_names_the_folder_and_leaves_nothing(tmp_path, stage):
+    compiler, home = tmp_path / "compiler", tmp_path / "home"
+    compiler.write_text(FULL_DISK.format(compiler=find_compiler(), stage=stage))
+    compiler.chmod(0o755)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    result = run_python(REPORT, home, CXX=str(compiler), TMPDIR=str(elsewhere))
+    assert (result.returncode, result.stdout) == (0, "torch\n")
+    [line] = [line for line in result.stderr.splitlines() if not line.startswith("INFO")]
+    assert f"{home / 'native'}: No space left on device; set NANOVLLM_HOME to a folder" in line
+    assert list((home / "native").iterdir()) == list(elsewhere.iterdir()) == []
+
+
 # Compiles nothing, and "links" a library that is there already, as soon as the other process has come so far, too.
 COMPILER = """#!/bin/sh
 case "$*" in

@@ -110,6 +110,15 @@ def test_a_process_that_is_killed_is_asked_again_once() -> None:
     assert twice.ask("{{ messages[0].content }}", MESSAGES, {}) == "Hi"
 
 
+def test_a_process_that_somebody_has_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.text.chat_template.STOPPED_SECONDS", 0.1)
+    process = LimitedProcess()
+    stopped, _ = process.start()
+    stopped.send_signal(signal.SIGSTOP)
+    assert process.ask("{{ messages[0].content }}", MESSAGES, {}) == "Hi"
+    assert stopped.poll() == -signal.SIGKILL
+
+
 def test_a_verdict_is_not_tried_again() -> None:
     process = Killed(0)
     with pytest.raises(ValueError, match="memory"):

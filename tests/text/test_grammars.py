@@ -21,6 +21,8 @@ from tokenizers.normalizers import NFC, Lowercase, Prepend, Replace, Sequence
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsParams
+from nanovllm.distributed.processes import start_process
+from nanovllm.text import chat_template
 from nanovllm.text.chat_template import HelperProcessError
 from nanovllm.text.grammars import GrammarChecker, describe, find_fault, new_matcher, of_schema, to_grammar, token_trie
 from nanovllm.text.processor import InputProcessor
@@ -301,7 +303,7 @@ def test_places_are_short() -> None:
     assert len(GrammarError("json." + "x" * 10**6, "bad").place) < 1000
 
 
-def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict() -> None:
+def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     checker = GrammarChecker(TOKENIZER, 259, [])
     fine, other = StructuredOutputsParams(choice=["yes"]), StructuredOutputsParams(choice=["no"])
     checker.check(fine)
@@ -315,6 +317,25 @@ def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict() -> N
         process.kill()
         process.wait(60)
         return process, connection
+
+    with monkeypatch.context() as patch:
+        num_started = 0
+
+        def dies_at_first(*arguments: Any) -> Any:
+            nonlocal num_started
+            num_started += 1
+            process, connection = start_process(*arguments)
+            if num_started == 1:  # before it has got the vocabulary
+                process.kill()
+                process.wait(60)
+            return process, connection
+
+        patch.setattr(chat_template, "start_process", dies_at_first)
+        process, _ = checker._process.start()
+        process.kill()
+        process.wait(60)
+        checker.check(StructuredOutputsParams(choice=["maybe"]))
+        assert num_started == 2
 
     third, start = StructuredOutputsParams(choice=["perhaps"]), checker._process.start
     checker._process.start = killed  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -207,6 +208,27 @@ def random_text(form: Form, table: TokenTable, trie: LLTokenizer, seed: int, lim
         output += table.spelled[token]
         assert guide.consume_tokens([token])
     raise AssertionError(f"{output!r} does not end")
+
+
+# Expressions that allow the same bytes wherever one is in a string.
+UNANCHORED = ["abc", "(?i)abc", r"@x", r"[\w-.]+@x", r"end\d{2}$", r"(foo|barbaz)!", r"é\"", r"[\w-\.]+@x"]
+
+
+@pytest.mark.parametrize("pattern", UNANCHORED)
+def test_a_string_with_an_unanchored_pattern_ends(
+    pattern: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}, "required": ["x"]}
+    form = form_of(examiner, json=schema)
+    for seed in range(8):
+        value = json.loads(random_text(form, table, trie, seed, limit=60))
+        assert re.search(pattern.replace(r"\w-", r"-\w"), value["x"])
+
+
+def test_a_regular_expression_ends(examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
+    form = form_of(examiner, regex=r"(.|\n)*abc")
+    for seed in range(8):
+        assert random_text(form, table, trie, seed, limit=60).endswith("abc")
 
 
 # What to ask for, and the words of the refusal.

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from nanovllm.data.disk import HOME_REMEDY
 from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.pieces import check_same
@@ -47,23 +48,35 @@ def secret() -> bytes:
     which is made once (~/.cache/nanovllm/kv_secret, or under `NANOVLLM_HOME` if that is set).
 
     Raises:
-        ValueError: the secret is too short, or other users can read the file.
+        ValueError: the secret is too short, other users can read the file, or it cannot be written.
     """
     if (given := os.environ.get("NANOVLLM_KV_SECRET")) is not None:
         return _long_enough(given.encode(), "NANOVLLM_KV_SECRET")
     path = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm") / "kv_secret"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # mode 0600 from the start
-            file.write(os.urandom(32).hex().encode())
-            file.flush()
-            with contextlib.suppress(FileExistsError):  # another process was faster: use its file
-                os.link(file.name, path)
+        try:
+            _make_secret(path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ValueError(
+                f"the secret of KV transfer, {path}, could not be written: {reason}; {HOME_REMEDY}"
+            ) from error
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.geteuid():
             raise ValueError(f"{path} can be read by others: remove it (a new one is made), or chmod 600 and chown it")
         return _long_enough(file.read(), str(path))
+
+
+def _make_secret(path: Path) -> None:
+    """Write a random secret into a new file, which appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Mode 0600 from the start. Without a buffer: closing it would fail again on a full disk, and
+    # leave the file.
+    with tempfile.NamedTemporaryFile(dir=path.parent, buffering=0) as file:
+        file.write(os.urandom(32).hex().encode())
+        with contextlib.suppress(FileExistsError):  # another process was faster: use its file
+            os.link(file.name, path)
 
 
 def _long_enough(value: bytes, name: str) -> bytes:
