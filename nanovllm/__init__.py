@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
     from nanovllm.engine.llm import LLM
 
-# Our kernels have threads of their own (ops/cpu_threads.h); torch's, which OpenMP starts for the few operators that it computes in a
-# step, would spin after each of them, on the processors that ours need. OpenMP reads this when torch is first imported.
+# Our kernels have threads of their own (ops/cpu_threads.h); torch's, which OpenMP starts for the
+# few operators that it computes in a step, would spin after each of them, on the processors that
+# ours need. OpenMP reads this when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"

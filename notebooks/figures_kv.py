@@ -11,13 +11,22 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from nanovllm.lab.viz import PoolState, RequestColors, percentile, request_ids, style, timeline_spans
+from nanovllm.lab.viz import (
+    PoolState,
+    RequestColors,
+    percentile,
+    request_ids,
+    style,
+    timeline_spans,
+)
 from nanovllm.lab.viz.data import Span
 from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, pale, request_color
 from nanovllm.trace.trace import Trace
 
 
-def draw_crossing(producer: PoolState, consumer: PoolState, moved: Sequence[tuple[int, int]], title: str) -> Figure:
+def draw_crossing(
+    producer: PoolState, consumer: PoolState, moved: Sequence[tuple[int, int]], title: str
+) -> Figure:
     """Two pools, one above the other, and the pairs of blocks (there, here) that cross from one to the other."""
     figure, ax = plt.subplots(figsize=(9, 2.4))
     for y, name, state in ((0.0, "producer", producer), (2.6, "consumer", consumer)):
@@ -25,9 +34,21 @@ def draw_crossing(producer: PoolState, consumer: PoolState, moved: Sequence[tupl
         for block in range(state.num_blocks):
             box(ax, block, y, 0.84, 0.84)
             ax.add_patch(
-                plt.Rectangle((block, y), 0.84 * state.filled(block) / state.block_size, 0.84, color=PALETTE[0])
+                plt.Rectangle(
+                    (block, y),
+                    0.84 * state.filled(block) / state.block_size,
+                    0.84,
+                    color=PALETTE[0],
+                )
             )
-            ax.text(block + 0.42, y + (1.4 if y else -0.2), str(block), ha="center", fontsize=9, color=MUTED)
+            ax.text(
+                block + 0.42,
+                y + (1.4 if y else -0.2),
+                str(block),
+                ha="center",
+                fontsize=9,
+                color=MUTED,
+            )
     for there, here in moved:
         arrow(ax, (there + 0.42, 0.9), (here + 0.42, 2.54))
     ax.set(xlim=(-2.4, producer.num_blocks), ylim=(4.2, -0.9), aspect="equal", title=title)
@@ -59,24 +80,43 @@ def draw_stages(next_stage: Mapping[tuple[str, str], str]) -> Figure:
     figure, ax = plt.subplots(figsize=(9, 3.6))
     for stage, (x, y) in places.items():
         fill = FAINT if stage in ends else pale(PALETTE[0])
-        ax.text(x, y, stage, ha="center", va="center", bbox={"boxstyle": "round,pad=0.5", "fc": fill, "ec": MUTED})
+        ax.text(
+            x,
+            y,
+            stage,
+            ha="center",
+            va="center",
+            bbox={"boxstyle": "round,pad=0.5", "fc": fill, "ec": MUTED},
+        )
     for (stage, following), names in events.items():
         (x, y), (to_x, to_y) = places[stage], places[following]
-        bend = -0.42 if column[following] - column[stage] > 2 else 0.0  # over the boxes between them
-        look = {"arrowstyle": "-|>", "color": INK, "connectionstyle": f"arc3,rad={bend}", "shrinkA": 0, "shrinkB": 0}
+        bend = (
+            -0.42 if column[following] - column[stage] > 2 else 0.0
+        )  # over the boxes between them
+        look = {
+            "arrowstyle": "-|>",
+            "color": INK,
+            "connectionstyle": f"arc3,rad={bend}",
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         middle = ((x + to_x) / 2, (y + to_y) / 2 + (bend / 2 * (to_x - x) - 0.26 if bend else 0))
         if stage == following:
             look["connectionstyle"] = "arc3,rad=1.6"
             ax.annotate("", (x + 0.3, y + 0.26), (x - 0.3, y + 0.26), arrowprops=look)
             middle = (x, y + 0.75)
         else:
-            edge, to_edge = (0.2 + 0.035 * len(name) for name in (stage, following))  # half a box, and a little
+            edge, to_edge = (
+                0.2 + 0.035 * len(name) for name in (stage, following)
+            )  # half a box, and a little
             start, end = (x + edge, y), (to_x - to_edge, to_y)
             if bend:
                 start, end = (x + 0.2, y - 0.26), (to_x - 0.1, to_y - 0.26)
             ax.annotate("", end, start, arrowprops=look)
         label = {"ha": "center", "va": "center", "fontsize": 10, "style": "italic"}
-        ax.text(*middle, "\n".join(names), **label, bbox={"fc": BACKGROUND, "ec": "none", "pad": 1.5})
+        ax.text(
+            *middle, "\n".join(names), **label, bbox={"fc": BACKGROUND, "ec": "none", "pad": 1.5}
+        )
     ax.set(xlim=(-0.8, 2.6 * max(column.values()) + 0.8), ylim=(1.6, -2.2))
     ax.axis("off")
     return figure
@@ -91,7 +131,11 @@ class Clocked:
 
     def spans(self, since: float = 0.0) -> list[Span]:
         """What its requests computed, in seconds since a moment on the shared clock."""
-        spans = [s for s in timeline_spans(self.trace, "time", merge=False) if s.kind in ("prefill", "decode")]
+        spans = [
+            s
+            for s in timeline_spans(self.trace, "time", merge=False)
+            if s.kind in ("prefill", "decode")
+        ]
         for span in spans:
             span.begin, span.end = span.begin + self.began - since, span.end + self.began - since
         return spans
@@ -110,7 +154,9 @@ def transfers_between(
     return {here: (ends[there], starts[here]) for here, there in fetched.items()}
 
 
-def draw_engines(engines: Mapping[str, Clocked], since: float, fetched: Mapping[str, str]) -> Figure:
+def draw_engines(
+    engines: Mapping[str, Clocked], since: float, fetched: Mapping[str, str]
+) -> Figure:
     """The timelines of a producer and a consumer on one clock, which says 0 at `since`; `fetched` as above."""
     rows = {name: request_ids(clocked.trace) for name, clocked in engines.items()}
     owner = {there: here for here, there in fetched.items()}
@@ -120,13 +166,21 @@ def draw_engines(engines: Mapping[str, Clocked], since: float, fetched: Mapping[
     figure, both = plt.subplots(2, 1, sharex=True, figsize=size, height_ratios=heights)
     arrivals = transfers_between(*engines.values(), fetched, since)
     for ax, (name, clocked) in zip(both, engines.items(), strict=True):
-        spans = [(span.request_id, span.kind, span.begin, span.end) for span in clocked.spans(since)]
+        spans = [
+            (span.request_id, span.kind, span.begin, span.end) for span in clocked.spans(since)
+        ]
         if ax is both[-1]:
             spans += [(request_id, "transferred", *span) for request_id, span in arrivals.items()]
         for request_id, kind, begin, end in spans:
             look = style.mark_style(kind, colors[owner.get(request_id, request_id)])
-            ax.add_patch(plt.Rectangle((begin, rows[name].index(request_id) - 0.33), end - begin, 0.66, **look))
-        ax.set_yticks(range(len(rows[name])), [f"for {owner[r]}" if r in owner else r for r in rows[name]])
+            ax.add_patch(
+                plt.Rectangle(
+                    (begin, rows[name].index(request_id) - 0.33), end - begin, 0.66, **look
+                )
+            )
+        ax.set_yticks(
+            range(len(rows[name])), [f"for {owner[r]}" if r in owner else r for r in rows[name]]
+        )
         ax.set(ylim=(len(rows[name]) - 0.5, -0.5), title=name)
     last = max(span.end for clocked in engines.values() for span in clocked.spans(since))
     both[-1].set(xlabel="seconds", xlim=(0, 1.02 * last))
@@ -150,7 +204,13 @@ def draw_gaps(gaps: Mapping[str, Sequence[float]], title: str) -> Figure:
         ax.plot(values, [row] * len(values), "|", color=color, markersize=13, alpha=0.5)
         ax.plot(percentile(values, 50), row, "o", color=color, markeredgecolor=INK)
         ax.plot(percentile(values, 99), row, "D", color=color, markeredgecolor=INK)
-        ax.text(percentile(values, 99), row - 0.3, f"{1000 * percentile(values, 99):.0f} ms", ha="center", fontsize=9)
+        ax.text(
+            percentile(values, 99),
+            row - 0.3,
+            f"{1000 * percentile(values, 99):.0f} ms",
+            ha="center",
+            fontsize=9,
+        )
     ax.set_yticks(range(len(gaps)), list(gaps))
     ax.set(xlabel=label, xscale="log", title=title, ylim=(len(gaps) - 0.5, -0.75))
     ax.margins(x=0.1)  # for the values above the diamonds
@@ -171,11 +231,20 @@ def draw_lengths(
     every = {name: (lengths, seconds) for name, seconds in lines.items()}
     curves(ax, every, title=title, xlabel="tokens of the prefix", ylabel="seconds")
     for row, (name, points) in enumerate(measured.items()):
-        ax.plot(*zip(*points, strict=True), "o", color=request_color(row), label=None if name in lines else name)
+        ax.plot(
+            *zip(*points, strict=True),
+            "o",
+            color=request_color(row),
+            label=None if name in lines else name,
+        )
     for length in crossings:
         if lengths[0] < length < lengths[-1]:
             ax.axvline(length, color=MUTED, linewidth=1, linestyle=":")
-    ticks = [2**k for k in range(4, 20, 2 if lengths[-1] > 8192 else 1) if lengths[0] <= 2**k <= lengths[-1]]
+    ticks = [
+        2**k
+        for k in range(4, 20, 2 if lengths[-1] > 8192 else 1)
+        if lengths[0] <= 2**k <= lengths[-1]
+    ]
     ax.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else n for n in ticks])
     ax.xaxis.set_minor_formatter(NullFormatter())
     if ax.get_ylim()[1] < 100 * ax.get_ylim()[0]:
@@ -188,9 +257,20 @@ def draw_split(shares: Mapping[str, Sequence[float]], num_engines: int, title: s
     figure, ax = plt.subplots(figsize=(9, 3.4))
     splits = range(1, num_engines)
     lines = {name: (splits, values) for name, values in shares.items()}
-    curves(ax, lines, "o-", xscale="linear", yscale="linear", ylabel="requests per second", title=title, ylim=(0, None))
+    curves(
+        ax,
+        lines,
+        "o-",
+        xscale="linear",
+        yscale="linear",
+        ylabel="requests per second",
+        title=title,
+        ylim=(0, None),
+    )
     for values in shares.values():
-        ax.plot(1 + int(np.argmax(values)), max(values), "o", color=INK, markersize=13, fillstyle="none")
+        ax.plot(
+            1 + int(np.argmax(values)), max(values), "o", color=INK, markersize=13, fillstyle="none"
+        )
     ax.set_xticks(splits, [f"{p}P {num_engines - p}D" for p in splits])
     figure.legend(loc="outside lower center", ncols=len(shares))
     return figure
@@ -199,7 +279,9 @@ def draw_split(shares: Mapping[str, Sequence[float]], num_engines: int, title: s
 # ---------------------------------------------------------------- lecture 32
 
 
-def draw_places(places: Mapping[str, Sequence[str]], moves: Mapping[str, Sequence[tuple]], title: str) -> Figure:
+def draw_places(
+    places: Mapping[str, Sequence[str]], moves: Mapping[str, Sequence[tuple]], title: str
+) -> Figure:
     """Places one below the other, with the blocks in their slots ("A0" is block 0 of text A; a second line in a slot says
     what it held before), and how blocks move.
 
@@ -211,22 +293,47 @@ def draw_places(places: Mapping[str, Sequence[str]], moves: Mapping[str, Sequenc
     for name, slots in places.items():
         ax.text(-0.35, rows[name] + 0.42, name, ha="right", va="center", fontweight="bold")
         for slot, block in enumerate(slots):
-            box(ax, slot, rows[name], 0.84, 0.84, block, pale(PALETTE["ABC".index(block[0])]) if block else BACKGROUND)
+            box(
+                ax,
+                slot,
+                rows[name],
+                0.84,
+                0.84,
+                block,
+                pale(PALETTE["ABC".index(block[0])]) if block else BACKGROUND,
+            )
     for style_, (kind, pairs) in zip(("-", "--", ":")[: len(moves)], moves.items(), strict=True):
         ax.plot([], [], style_, color=INK, label=kind)
         for (above, here), (below, there) in pairs:
             down = rows[below] > rows[above]
-            start, end = rows[above] + (0.88 if down else -0.04), rows[below] + (-0.04 if down else 0.88)
-            look = {"arrowstyle": "-|>", "color": INK, "linestyle": style_, "shrinkA": 0, "shrinkB": 0}
+            start, end = (
+                rows[above] + (0.88 if down else -0.04),
+                rows[below] + (-0.04 if down else 0.88),
+            )
+            look = {
+                "arrowstyle": "-|>",
+                "color": INK,
+                "linestyle": style_,
+                "shrinkA": 0,
+                "shrinkB": 0,
+            }
             ax.annotate("", (there + 0.42, end), (here + 0.42, start), arrowprops=look)
     figure.legend(loc="outside lower center", ncols=3)
-    ax.set(xlim=(-3.2, max(map(len, places.values()))), ylim=(1.75 * len(places), -0.2), aspect="equal", title=title)
+    ax.set(
+        xlim=(-3.2, max(map(len, places.values()))),
+        ylim=(1.75 * len(places), -0.2),
+        aspect="equal",
+        title=title,
+    )
     ax.axis("off")
     return figure
 
 
 def draw_presence(
-    presence: Mapping[str, np.ndarray], asked: Sequence[int], served: Sequence[Mapping[str, float]], title: str
+    presence: Mapping[str, np.ndarray],
+    asked: Sequence[int],
+    served: Sequence[Mapping[str, float]],
+    title: str,
 ) -> Figure:
     """Which document is where, question by question.
 
@@ -255,7 +362,9 @@ def draw_presence(
     return figure
 
 
-def draw_deviation(deviation: np.ndarray, bounds: Sequence[int], selected: Sequence[int], title: str) -> Figure:
+def draw_deviation(
+    deviation: np.ndarray, bounds: Sequence[int], selected: Sequence[int], title: str
+) -> Figure:
     """How far reused keys and values are from fresh ones, token by token and layer by layer, and which tokens a blend chose.
 
     Args:
@@ -263,8 +372,16 @@ def draw_deviation(deviation: np.ndarray, bounds: Sequence[int], selected: Seque
         bounds: where each chunk begins, and the end of the last.
     """
     rows = np.linspace(1, len(deviation) - 1, 8).round().astype(int)
-    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, height_ratios=[3, 1.2], figsize=(9, 3.9))
-    image = upper.imshow(np.log10(np.maximum(deviation[rows], 1e-4)), aspect="auto", cmap="magma_r", vmin=-3, vmax=0.5)
+    figure, (upper, lower) = plt.subplots(
+        2, 1, sharex=True, height_ratios=[3, 1.2], figsize=(9, 3.9)
+    )
+    image = upper.imshow(
+        np.log10(np.maximum(deviation[rows], 1e-4)),
+        aspect="auto",
+        cmap="magma_r",
+        vmin=-3,
+        vmax=0.5,
+    )
     figure.colorbar(image, ax=upper, pad=0.01, label="deviation, log₁₀")
     upper.set_yticks(range(len(rows)), [f"layer {row}" for row in rows], fontsize=9)
     colors = np.where(np.isin(np.arange(len(deviation[1])), selected), PALETTE[1], MUTED)
@@ -293,7 +410,12 @@ def draw_trade(
         quality: name to shares and the values of `label` there.
     """
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.3))
-    linear = {"xscale": "linear", "yscale": "linear", "ylim": (0, None), "xlabel": "share of tokens that are computed"}
+    linear = {
+        "xscale": "linear",
+        "yscale": "linear",
+        "ylim": (0, None),
+        "xlabel": "share of tokens that are computed",
+    }
     curves(
         axes[0],
         {name: (ratios, v) for name, v in seconds.items()},

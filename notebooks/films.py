@@ -10,7 +10,10 @@ from films_parallel import bubble, lock_step, ring, shared_memory, shuffle
 
 from nanovllm.lab.viz import use_style
 
-FILMS = {f"{make.__name__}.gif": make for make in (ring, shared_memory, bubble, shuffle, lock_step, fetch)}
+FILMS = {
+    f"{make.__name__}.gif": make
+    for make in (ring, shared_memory, bubble, shuffle, lock_step, fetch)
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python notebooks/films.py", description=__doc__)

@@ -41,7 +41,9 @@ class Fetching:
 
     def __init__(self, folder: str) -> None:
         self.record: list[dict[str, Any]] = []
-        self.producer, self.consumer = (self._engine(folder, role) for role in ("kv_producer", "kv_consumer"))
+        self.producer, self.consumer = (
+            self._engine(folder, role) for role in ("kv_producer", "kv_consumer")
+        )
         # Before, each has served another request, so that the free blocks of the two lie elsewhere.
         for engine, count in ((self.producer, 26), (self.consumer, 14)):
             engine.add_request(_ask("other", [5 + 3 * i for i in range(count)], 1))
@@ -52,9 +54,21 @@ class Fetching:
 
     def _engine(self, folder: str, role: str) -> EngineCore:
         transfer = {"kv_connector": "local", "kv_role": role}
-        options = {"dtype": "float32", "device": "cpu", "num_kv_blocks": NUM_BLOCKS, "block_size": 4, "max_num_seqs": 4}
+        options = {
+            "dtype": "float32",
+            "device": "cpu",
+            "num_kv_blocks": NUM_BLOCKS,
+            "block_size": 4,
+            "max_num_seqs": 4,
+        }
         budget = 10 if role == "kv_producer" else 64
-        config = EngineConfig(folder, load_format="dummy", kv_transfer_config=transfer, max_num_batched_tokens=budget, **options)
+        config = EngineConfig(
+            folder,
+            load_format="dummy",
+            kv_transfer_config=transfer,
+            max_num_batched_tokens=budget,
+            **options,
+        )
         return EngineCore(config)
 
     def until(self, engine: EngineCore, condition: Callable[[], bool]) -> list[Any]:
@@ -70,8 +84,18 @@ class Fetching:
         there, here = self._blocks(self.producer), self._blocks(self.consumer)
         arrived = [self._arrived(*pair) for pair in zip(self.table, here["table"], strict=False)]
         fetches = list(self.consumer.connector.fetches.values())
-        here |= {"arrived": arrived, "stage": fetches[0].stage if fetches else "asked" if event in ("Claim", "Prefill") else "", "tokens": self.num_tokens}
-        self.record.append({"event": event, "message": [who, whom, text], "producer": there, "consumer": here})
+        here |= {
+            "arrived": arrived,
+            "stage": fetches[0].stage
+            if fetches
+            else "asked"
+            if event in ("Claim", "Prefill")
+            else "",
+            "tokens": self.num_tokens,
+        }
+        self.record.append(
+            {"event": event, "message": [who, whom, text], "producer": there, "consumer": here}
+        )
 
     def _blocks(self, engine: EngineCore) -> dict[str, Any]:
         manager, requests = engine.manager, engine.scheduler.requests
@@ -79,14 +103,27 @@ class Fetching:
         table = list(manager.tables.get(name) or manager.held.get(name) or [])
         if engine is self.producer:
             self.table = table or self.table
-        num_computed = requests[name].num_computed_tokens if name in requests else len(PROMPT) if table else 0
-        cached = [block for block, name in enumerate(manager.pool.block_hashes) if name and not manager.pool.ref_counts[block]]
-        return {"table": table, "computed": num_computed, "held": name in manager.held, "cached": cached}
+        num_computed = (
+            requests[name].num_computed_tokens if name in requests else len(PROMPT) if table else 0
+        )
+        cached = [
+            block
+            for block, name in enumerate(manager.pool.block_hashes)
+            if name and not manager.pool.ref_counts[block]
+        ]
+        return {
+            "table": table,
+            "computed": num_computed,
+            "held": name in manager.held,
+            "cached": cached,
+        }
 
     def _arrived(self, there: int, here: int) -> int:
         """How many tokens of a consumer's block have the producer's keys and values, in all layers."""
         pairs = zip(self.producer.runner.kv_caches, self.consumer.runner.kv_caches, strict=True)
-        same = [((a[there] == b[here]) & (a[there] != 0)).all(-1).flatten(0, 1).all(0) for a, b in pairs]
+        same = [
+            ((a[there] == b[here]) & (a[there] != 0)).all(-1).flatten(0, 1).all(0) for a, b in pairs
+        ]
         return sum(all(bool(layer[token]) for layer in same) for token in range(4))
 
     def watched(self) -> ExitStack:
@@ -114,11 +151,20 @@ class Fetching:
         while self.producer.has_unfinished or not before:  # an order may be on its way
             said += self.producer.step()
             there, is_pushed = self._blocks(self.producer), bool(self.consumer.connector.fetches)
-            while is_pushed and sum(self._arrived(*pair) for pair in zip(self.table, self._here(), strict=False)) < there["computed"]:
+            while (
+                is_pushed
+                and sum(
+                    self._arrived(*pair) for pair in zip(self.table, self._here(), strict=False)
+                )
+                < there["computed"]
+            ):
                 time.sleep(0.001)
             if there["computed"] > before:
                 before = there["computed"]
-                self.note(f"computed {before}", *(("producer", "consumer", "blocks") if is_pushed else ("", "", "")))
+                self.note(
+                    f"computed {before}",
+                    *(("producer", "consumer", "blocks") if is_pushed else ("", "", "")),
+                )
             assert time.monotonic() < deadline, "it never came to that"
         return said
 
@@ -151,10 +197,17 @@ class Fetching:
         """The router asks the consumer, which orders the prompt from the producer, and has it pushed."""
         (place,) = self.producer.limits.kv_transfer
         address = [place["kv_host"], place["kv_port"]]
-        transfer = {"do_remote_prefill": True, "prefill_addresses": [address], "kv_direction": "push"}
+        transfer = {
+            "do_remote_prefill": True,
+            "prefill_addresses": [address],
+            "kv_direction": "push",
+        }
         self.consumer.add_request(_ask("answer", PROMPT, 8, transfer))
         self.note("sent", "router", "consumer", "prompt,\nwhom to ask")
-        self.until(self.consumer, lambda: any(f.stage == "moving" for f in self.consumer.connector.fetches.values()))
+        self.until(
+            self.consumer,
+            lambda: any(f.stage == "moving" for f in self.consumer.connector.fetches.values()),
+        )
         self.compute()
         self.first_token()
         self.give_back()
@@ -203,8 +256,17 @@ def fetch() -> Reel:
     ]
     assert len(words) == len(record), [event["event"] for event in record]
     ways = {"prefill_first": "prefill first, pull", "decode_first": "decode first, push"}
-    beats = told([i for i in range(len(record)) if i != 2], dict(enumerate(words)))  # without the second chunk
-    return Reel("Prefill here, decode there: one request", record, beats, _draw, 3.8, lambda i: ways[record[i]["way"]])
+    beats = told(
+        [i for i in range(len(record)) if i != 2], dict(enumerate(words))
+    )  # without the second chunk
+    return Reel(
+        "Prefill here, decode there: one request",
+        record,
+        beats,
+        _draw,
+        3.8,
+        lambda i: ways[record[i]["way"]],
+    )
 
 
 def _draw(ax: Axes, record: Any, number: int) -> None:
@@ -227,20 +289,35 @@ def _draw(ax: Axes, record: Any, number: int) -> None:
         corner = corner if who == "router" else corner[::-1]
         ax.plot(*zip(*corner[:2], strict=True), color=INK, linewidth=1.4)
         arrow(ax, corner[1], corner[2])
-        ax.text(engine + (1 if engine > 50 else -1), 7, text, ha="left" if engine > 50 else "right", va="center", fontsize=11)
+        ax.text(
+            engine + (1 if engine > 50 else -1),
+            7,
+            text,
+            ha="left" if engine > 50 else "right",
+            va="center",
+            fontsize=11,
+        )
     else:
         left, right = 43.4, 56.6
         arrow(ax, (left, 25) if x < end else (right, 25), (right, 25) if x < end else (left, 25))
         ax.text(50, 24, text, ha="center", va="bottom", fontsize=11)
 
 
-def _draw_engine(ax: Axes, x: float, name: str, state: Any, table: list[int], arrived: dict[int, int]) -> None:
+def _draw_engine(
+    ax: Axes, x: float, name: str, state: Any, table: list[int], arrived: dict[int, int]
+) -> None:
     """An engine: what its request does, its block table, and its pool."""
     color, wide, high = request_color(0), 4.4, 4.4
     ax.add_patch(Rectangle((x, 11.4), 42.2, 27, facecolor=BACKGROUND, edgecolor=INK, linewidth=1.2))
     ax.text(x + 1.5, 13.9, name, va="center", fontsize=12.5, fontweight="bold")
     if name == "producer":
-        doing = "holds the blocks" if state["held"] else f"computed {state['computed']} of {len(PROMPT)}" if table else "idle"
+        doing = (
+            "holds the blocks"
+            if state["held"]
+            else f"computed {state['computed']} of {len(PROMPT)}"
+            if table
+            else "idle"
+        )
     else:
         doing = f"waits: {state['stage']}" if state["stage"] else "runs" if table else "idle"
         doing += f", sampled {state['tokens']}" if state["tokens"] else ""
@@ -251,8 +328,12 @@ def _draw_engine(ax: Axes, x: float, name: str, state: Any, table: list[int], ar
         kinds = ["cached"] * 4 if block in state["cached"] else ["free"] * 4  # of its four tokens
         if block in table:
             first = 4 * table.index(block)
-            num_filled = arrived[block] if block in arrived else min(4, max(0, state["computed"] - first))
-            kinds = ["transferred" if block in arrived else "prefill"] * num_filled + ["free"] * (4 - num_filled)
+            num_filled = (
+                arrived[block] if block in arrived else min(4, max(0, state["computed"] - first))
+            )
+            kinds = ["transferred" if block in arrived else "prefill"] * num_filled + ["free"] * (
+                4 - num_filled
+            )
             if arrived and state["computed"] == len(PROMPT) == first + num_filled:
                 kinds[num_filled - 1] = "prefill"  # the last token was computed here
         for token, kind in enumerate(kinds):
@@ -261,4 +342,12 @@ def _draw_engine(ax: Axes, x: float, name: str, state: Any, table: list[int], ar
             ax.add_patch(Rectangle(at, wide / 2, high / 2, **look))
         edge = color if block in table else FAINT
         ax.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=edge, linewidth=1.4))
-        ax.text(left + wide / 2, top + high + 1.3, str(block), ha="center", va="center", fontsize=9, color=MUTED)
+        ax.text(
+            left + wide / 2,
+            top + high + 1.3,
+            str(block),
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=MUTED,
+        )

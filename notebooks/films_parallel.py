@@ -31,29 +31,62 @@ from nanovllm.distributed.stage_link import StageLink
 from nanovllm.engine.core import EngineCore
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.lab.course.ranks import run_ranks
-from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, ink_on, mark_style, mix, pale, request_color
+from nanovllm.lab.viz.style import (
+    BACKGROUND,
+    FAINT,
+    INK,
+    MUTED,
+    PALETTE,
+    ink_on,
+    mark_style,
+    mix,
+    pale,
+    request_color,
+)
 from nanovllm.scheduler.data_parallel import rank_config
 from nanovllm.scheduler.scheduler import Scheduler
 
 
-def tile(ax: Axes, x: float, y: float, width: float, height: float, text: Any, fill: str = BACKGROUND) -> None:
+def tile(
+    ax: Axes, x: float, y: float, width: float, height: float, text: Any, fill: str = BACKGROUND
+) -> None:
     """A filled rectangle with a text in its middle, in the size that a film needs."""
     ax.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=MUTED, linewidth=0.8))
-    ax.text(x + width / 2, y + height / 2, str(text), ha="center", va="center", fontsize=11, color=ink_on(fill))
+    ax.text(
+        x + width / 2,
+        y + height / 2,
+        str(text),
+        ha="center",
+        va="center",
+        fontsize=11,
+        color=ink_on(fill),
+    )
 
 
 # ---------------------------------------------------------------- lecture 21
 
 
-def numbers(ax: Axes, x: float, y: float, width: float, height: float, value: int, is_whole: bool = False) -> None:
+def numbers(
+    ax: Axes, x: float, y: float, width: float, height: float, value: int, is_whole: bool = False
+) -> None:
     """A number of lecture 21: its digit at the place r is a piece of rank r, in that rank's colour; a sum has several."""
     digits = [(rank, digit) for rank, digit in enumerate(reversed(str(value))) if digit != "0"]
     for i, (rank, _) in enumerate(digits):
         each = width / len(digits)
-        ax.add_patch(Rectangle((x + i * each, y), each, height, facecolor=PALETTE[rank], edgecolor="none"))
-    look = {"fill": False, "edgecolor": INK if is_whole else BACKGROUND, "linewidth": 2 if is_whole else 0.8}
+        ax.add_patch(
+            Rectangle((x + i * each, y), each, height, facecolor=PALETTE[rank], edgecolor="none")
+        )
+    look = {
+        "fill": False,
+        "edgecolor": INK if is_whole else BACKGROUND,
+        "linewidth": 2 if is_whole else 0.8,
+    }
     ax.add_patch(Rectangle((x, y), width, height, **look))
-    piece = {"ha": "center", "va": "center", "bbox": {"facecolor": BACKGROUND, "pad": 1.2, "linewidth": 0}}
+    piece = {
+        "ha": "center",
+        "va": "center",
+        "bbox": {"facecolor": BACKGROUND, "pad": 1.2, "linewidth": 0},
+    }
     ax.text(x + width / 2, y + height / 2, digits[0][1], fontsize=10, **piece)
 
 
@@ -94,7 +127,16 @@ def ring() -> Reel:
         whole = [sum(10**rank * (piece + 1) for rank in range(n)) for piece in range(n)]
         for rank in range(n):
             x = 17 + 21 * rank
-            ax.text(x + 5.5, 1.5, f"rank {rank}", ha="center", va="center", fontsize=12, fontweight="bold", color=PALETTE[rank])
+            ax.text(
+                x + 5.5,
+                1.5,
+                f"rank {rank}",
+                ha="center",
+                va="center",
+                fontsize=12,
+                fontweight="bold",
+                color=PALETTE[rank],
+            )
             sent, pieces = record[rank][step]
             for piece, value in enumerate(pieces):
                 numbers(ax, x, 4.4 + 9.6 * piece, 11, 7.4, value, value == whole[piece])
@@ -107,7 +149,14 @@ def ring() -> Reel:
             ax.text(0, 8.1 + 9.6 * piece, f"piece {'ABCD'[piece]}", va="center", fontsize=11)
 
     beats = told(range(2 * n - 1), words)
-    return Reel("All-reduce around a ring", record, beats, draw, 4.0, lambda step: f"step {step} of 6" if step else "before")
+    return Reel(
+        "All-reduce around a ring",
+        record,
+        beats,
+        draw,
+        4.0,
+        lambda step: f"step {step} of 6" if step else "before",
+    )
 
 
 def in_shared_memory(orders: Sequence[Sequence[int]]) -> list[Any]:
@@ -130,9 +179,13 @@ def in_shared_memory(orders: Sequence[Sequence[int]]) -> list[Any]:
         halves = []
         for half in (0, 1):
             starts = [segment.payload + (half * n + member) * PART_BYTES for member in range(n)]
-            halves.append([segment.data[start : start + 8 * n].cast("q").tolist() for start in starts])
+            halves.append(
+                [segment.data[start : start + 8 * n].cast("q").tolist() for start in starts]
+            )
         results = group.all_gather_object(result)
-        record.append([number, rank, [segment.count(member) for member in range(n)], halves, results])
+        record.append(
+            [number, rank, [segment.count(member) for member in range(n)], halves, results]
+        )
         group.barrier()
 
     note(0, None, None)
@@ -178,20 +231,36 @@ def shared_memory() -> Reel:
         rows = [5, 12.2, 20, 26.8, 37]
         for name, y in zip(names, rows, strict=True):
             ax.text(0, y + 2, name, va="center", fontsize=11)
-        ax.add_patch(Rectangle((14.6, 11), 85, 22.4, facecolor="#f3f3f3", edgecolor="none", zorder=0))
+        ax.add_patch(
+            Rectangle((14.6, 11), 85, 22.4, facecolor="#f3f3f3", edgecolor="none", zorder=0)
+        )
         ax.text(0, 17.6, "shared memory", va="center", fontsize=10, color=MUTED)
         for rank in range(n):
             x, side = 16 + 21.5 * rank, 4.2
-            ax.text(x + 2 * side, 2, f"rank {rank}", ha="center", va="center", fontsize=12, fontweight="bold", color=PALETTE[rank])
+            ax.text(
+                x + 2 * side,
+                2,
+                f"rank {rank}",
+                ha="center",
+                va="center",
+                fontsize=12,
+                fontweight="bold",
+                color=PALETTE[rank],
+            )
             ax.text(x + 2 * side, rows[1] + 2, counts[rank], ha="center", va="center", fontsize=13)
             for piece in range(n):
                 at = x + side * piece
                 numbers(ax, at, rows[0], side, 4.4, 10**rank * (piece + 1 + n * number))
-                for half, y in ((1, rows[2]), (0, rows[3])):  # an odd count is in the second half of the segment
+                for half, y in (
+                    (1, rows[2]),
+                    (0, rows[3]),
+                ):  # an odd count is in the second half of the segment
                     if value := halves[half][rank][piece]:
                         numbers(ax, at, y, side, 4.4, value)
                     else:
-                        ax.add_patch(Rectangle((at, y), side, 4.4, facecolor=BACKGROUND, edgecolor=FAINT))
+                        ax.add_patch(
+                            Rectangle((at, y), side, 4.4, facecolor=BACKGROUND, edgecolor=FAINT)
+                        )
                 if results[rank]:
                     numbers(ax, at, rows[4], side, 4.4, results[rank][piece], is_whole=True)
             middle, y = x + 2 * side, rows[2 + number]
@@ -201,12 +270,29 @@ def shared_memory() -> Reel:
                     look = {"color": MUTED, "linewidth": 0.8, "zorder": 0.5}
                     ax.plot([start[0], middle], [start[1], 36.4], **look)
             elif counts[rank] == number + 1:
-                ax.text(middle, rows[4] + 2.2, "waits", ha="center", va="center", fontsize=11, color=MUTED)
+                ax.text(
+                    middle,
+                    rows[4] + 2.2,
+                    "waits",
+                    ha="center",
+                    va="center",
+                    fontsize=11,
+                    color=MUTED,
+                )
             if rank == came:
-                ax.add_patch(Rectangle((x, y), 4 * side, 4.4, fill=False, edgecolor=INK, linewidth=2))
+                ax.add_patch(
+                    Rectangle((x, y), 4 * side, 4.4, fill=False, edgecolor=INK, linewidth=2)
+                )
 
     beats = told(range(len(record)), words)
-    return Reel("All-reduce in shared memory", record, beats, draw, 4.0, lambda moment: f"sum {1 + record[moment][0]}")
+    return Reel(
+        "All-reduce in shared memory",
+        record,
+        beats,
+        draw,
+        4.0,
+        lambda moment: f"sum {1 + record[moment][0]}",
+    )
 
 
 # ---------------------------------------------------------------- lecture 23
@@ -229,14 +315,18 @@ def plan_steps(lengths: Mapping[str, int], alone: int, stages: int) -> list[dict
         while arriving and (len(arriving) == len(lengths) or known >= alone):
             name, number = arriving.pop(0), len(lengths) - len(arriving)
             params = SamplingParams(max_tokens=lengths[name], ignore_eos=True)
-            scheduler.add_request(Request(EngineRequest(name, [100 * number + i for i in range(4)], params), number))
+            scheduler.add_request(
+                Request(EngineRequest(name, [100 * number + i for i in range(4)], params), number)
+            )
         if not (plan := scheduler.schedule()).empty:
             in_flight.append(plan)
             shares = [[share.request_id, share.start, share.num_tokens] for share in plan.requests]
             steps.append({"shares": shares, "known": known})
         if plan.empty or len(in_flight) == stages:  # wait for the oldest
             done, known = in_flight.popleft(), known + 1
-            sampled = {share.request_id: SampledToken(7) for share in done.requests if share.samples}
+            sampled = {
+                share.request_id: SampledToken(7) for share in done.requests if share.samples
+            }
             scheduler.update_from_output(done, ModelRunnerOutput(sampled))
     return steps
 
@@ -274,7 +364,10 @@ def bubble() -> Reel:
     """Three stages, one request and then three: where stages wait."""
     lengths, alone = {"A": 5, "B": 3, "C": 3}, 2
     steps = plan_steps(lengths, alone, 3)
-    stages = [{tick: number for tick, number in spans} for spans in run_ranks(carry_out, Grid(pipeline=3), steps)]
+    stages = [
+        {tick: number for tick, number in spans}
+        for spans in run_ranks(carry_out, Grid(pipeline=3), steps)
+    ]
     ticks = 1 + max(max(spans) for spans in stages)
     idle = 3 * ticks - sum(map(len, stages))
     names = ["".join(name for name, *_ in step["shares"]) for step in steps]
@@ -291,11 +384,14 @@ def bubble() -> Reel:
         first_b - 1: "B and C have arrived. A's token 5 is known, so that A gets the first step.",
         first_b: "The scheduler does not wait for A's next token: the next step is B's prompt. Two steps are in flight.",
         full: "C's prompt follows. Three steps are in flight, one on each stage: the pipeline is full, and no stage is idle.",
-        full + 1: "A's token 6 is known, and A gets the next step. The token has taken 3 ticks, as before: "
+        full
+        + 1: "A's token 6 is known, and A gets the next step. The token has taken 3 ticks, as before: "
         "a pipeline does not lower latency.",
-        full + 2: "Then B, then C, then A again. As long as three requests run, the pipeline stays full.",
+        full
+        + 2: "Then B, then C, then A again. As long as three requests run, the pipeline stays full.",
         drain: "Stage 0 has no step left to begin: the pipeline drains, and the grey comes back stage by stage.",
-        ticks - 1: f"{idle} of {3 * ticks} cells were idle: while A was alone, while the pipeline filled, and while it drained. "
+        ticks
+        - 1: f"{idle} of {3 * ticks} cells were idle: while A was alone, while the pipeline filled, and while it drained. "
         "A longer run adds full columns only.",
     }
 
@@ -303,29 +399,62 @@ def bubble() -> Reel:
         ax.set(xlim=(0, 100), ylim=(46, 0))
         for number, spans in enumerate(stages):
             x, layers = 22 + 27 * number, layer_range(30, 3, number)
-            ax.text(x + 9, 0.6, f"stage {number}: layers {layers.start}–{layers.stop - 1}", ha="center", va="top", fontsize=11.5)
-            ax.add_patch(Rectangle((x, 3.6), 18, 12, facecolor=BACKGROUND, edgecolor=INK, linewidth=1.2))
+            ax.text(
+                x + 9,
+                0.6,
+                f"stage {number}: layers {layers.start}–{layers.stop - 1}",
+                ha="center",
+                va="top",
+                fontsize=11.5,
+            )
+            ax.add_patch(
+                Rectangle((x, 3.6), 18, 12, facecolor=BACKGROUND, edgecolor=INK, linewidth=1.2)
+            )
             if tick in spans:
                 _draw_step(ax, (x + 1.2, 4.8, 15.6, 9.6), steps[spans[tick]], 12)
                 if tick + 1 < ticks and number < 2:
                     arrow(ax, (x + 18.2, 9.6), (x + 26.8, 9.6))
-                    ax.text(x + 22.5, 8.8, "hidden\nstates", ha="center", va="bottom", fontsize=9, color=MUTED)
+                    ax.text(
+                        x + 22.5,
+                        8.8,
+                        "hidden\nstates",
+                        ha="center",
+                        va="bottom",
+                        fontsize=9,
+                        color=MUTED,
+                    )
             else:
                 ax.text(x + 9, 9.6, "idle", ha="center", va="center", fontsize=12, color=MUTED)
         for row, (name, wanted) in enumerate(lengths.items()):
-            sampled = sum(done < tick + 1 for done, number in stages[2].items() if names[number] == name)
+            sampled = sum(
+                done < tick + 1 for done, number in stages[2].items() if names[number] == name
+            )
             arrived = name == "A" or tick >= first_b - 1
             y = 4 + 4.1 * row
             if arrived:
-                ax.text(0, y + 1.4, name, va="center", fontsize=12, fontweight="bold", color=request_color(row))
+                ax.text(
+                    0,
+                    y + 1.4,
+                    name,
+                    va="center",
+                    fontsize=12,
+                    fontweight="bold",
+                    color=request_color(row),
+                )
                 for token in range(wanted):
-                    look = mark_style("decode", request_color(row)) if token < sampled else mark_style("free", FAINT)
+                    look = (
+                        mark_style("decode", request_color(row))
+                        if token < sampled
+                        else mark_style("free", FAINT)
+                    )
                     ax.add_patch(Rectangle((2.6 + 2.8 * token, y), 2.2, 2.8, **look))
         ax.text(0, 0.6, "tokens sampled", va="top", fontsize=11.5)
         if tick in stages[2]:
             ax.plot([85, 85, 9], [15.8, 19.4, 19.4], color=INK, linewidth=1.2)
             arrow(ax, (9, 19.4), (9, 16.6))
-            ax.text(52, 18.9, "the sampled token", ha="center", va="bottom", fontsize=10, color=MUTED)
+            ax.text(
+                52, 18.9, "the sampled token", ha="center", va="bottom", fontsize=10, color=MUTED
+            )
         cell = 86 / ticks
         for number, spans in enumerate(stages):
             y = 23.5 + 6 * number
@@ -338,28 +467,56 @@ def bubble() -> Reel:
                     ax.add_patch(Rectangle(at[:2], *at[2:], facecolor="#e9e9e9", edgecolor="none"))
         shown = 3 * (tick + 1)
         waiting = shown - sum(each <= tick for spans in stages for each in spans)
-        ax.text(9, 43.6, f"grey: idle, {waiting} of {shown} so far ({waiting / shown:.0%})", va="center", fontsize=11.5)
-        ax.text(95, 43.6, "one column per tick", va="center", ha="right", fontsize=11.5, color=MUTED)
+        ax.text(
+            9,
+            43.6,
+            f"grey: idle, {waiting} of {shown} so far ({waiting / shown:.0%})",
+            va="center",
+            fontsize=11.5,
+        )
+        ax.text(
+            95, 43.6, "one column per tick", va="center", ha="right", fontsize=11.5, color=MUTED
+        )
 
     title = "Three stages of a model: one request, then three"
     return Reel(title, record, told(range(ticks), words), draw, 4.2, lambda tick: f"tick {tick}")
 
 
-def _draw_step(ax: Axes, at: tuple[float, ...], step: Mapping[str, Any], size: float, brief: bool = False) -> None:
+def _draw_step(
+    ax: Axes, at: tuple[float, ...], step: Mapping[str, Any], size: float, brief: bool = False
+) -> None:
     """The shares of a step in a rectangle (left, top, width, height), side by side."""
     x, y, width, height = at
     width /= len(step["shares"])
     for i, (name, start, _) in enumerate(step["shares"]):
         kind = "prefill" if start == 0 else "decode"
-        ax.add_patch(Rectangle((x + i * width, y), width, height, **mark_style(kind, request_color("ABCDEF".index(name)))))
+        ax.add_patch(
+            Rectangle(
+                (x + i * width, y),
+                width,
+                height,
+                **mark_style(kind, request_color("ABCDEF".index(name))),
+            )
+        )
         text = name if brief else f"{name}\n{'prompt' if start == 0 else f'token {start}'}"
         color = BACKGROUND if kind == "prefill" else INK
-        ax.text(x + (i + 0.5) * width, y + height / 2, text, ha="center", va="center", fontsize=size, color=color)
+        ax.text(
+            x + (i + 0.5) * width,
+            y + height / 2,
+            text,
+            ha="center",
+            va="center",
+            fontsize=size,
+            color=color,
+        )
 
 
 # ---------------------------------------------------------------- lecture 24
 
-ROUTINGS = [[[0, 1], [0, 2], [3, 2]], [[0, 3], [0, 1], [0, 2]]]  # for each rank, the experts of its tokens
+ROUTINGS = [
+    [[0, 1], [0, 2], [3, 2]],
+    [[0, 3], [0, 1], [0, 2]],
+]  # for each rank, the experts of its tokens
 
 
 def dispatch_and_combine(routings: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
@@ -388,10 +545,21 @@ def dispatch_and_combine(routings: Sequence[Sequence[Sequence[int]]]) -> dict[st
 
 def shuffle() -> Reel:
     """Dispatch and combine on two ranks with two experts each."""
-    record = {"routings": ROUTINGS, "ranks": run_ranks(dispatch_and_combine, Grid(tensor=2), ROUTINGS)}
+    record = {
+        "routings": ROUTINGS,
+        "ranks": run_ranks(dispatch_and_combine, Grid(tensor=2), ROUTINGS),
+    }
     ranks = record["ranks"]
-    num_leave = sum(count for rank, seen in enumerate(ranks) for other, count in enumerate(seen["sent"]) if other != rank)
-    num_rows, num_visits = sum(sum(seen["sent"]) for seen in ranks), sum(len(t) for tokens in ROUTINGS for t in tokens)
+    num_leave = sum(
+        count
+        for rank, seen in enumerate(ranks)
+        for other, count in enumerate(seen["sent"])
+        if other != rank
+    )
+    num_rows, num_visits = (
+        sum(sum(seen["sent"]) for seen in ranks),
+        sum(len(t) for tokens in ROUTINGS for t in tokens),
+    )
     words = {
         0: "Each rank has three tokens (here each is one number). The router has chosen two experts for each token.",
         1: "Each rank counts the rows that it has for each rank. a1 needs both ranks; b1 needs experts 0 and 1, but rank 0 only.",
@@ -407,7 +575,13 @@ def shuffle() -> Reel:
         f"{num_leave} of which left their rank.",
     }
     beats = told(range(len(words)), words)
-    return Reel("Dispatch and combine: tokens go to their experts, and back", record, beats, _draw_shuffle, 4.4)
+    return Reel(
+        "Dispatch and combine: tokens go to their experts, and back",
+        record,
+        beats,
+        _draw_shuffle,
+        4.4,
+    )
 
 
 def _draw_shuffle(ax: Axes, record: Any, moment: int) -> None:
@@ -415,37 +589,83 @@ def _draw_shuffle(ax: Axes, record: Any, moment: int) -> None:
     ranks = record["ranks"]
     lane, row_height = 22.0, 3.3
     names = [[f"{'ab'[rank]}{i}" for i in range(len(seen["x"]))] for rank, seen in enumerate(ranks)]
-    arrived: list[list[tuple[int, int]]] = []  # for each rank, the source rank and token of each row
+    arrived: list[
+        list[tuple[int, int]]
+    ] = []  # for each rank, the source rank and token of each row
     for target in range(2):
         arrived.append([])
         for source, seen in enumerate(ranks):
             begin = sum(seen["sent"][:target])
-            arrived[-1] += [(source, token) for token in seen["tokens"][begin : begin + seen["sent"][target]]]
+            arrived[-1] += [
+                (source, token) for token in seen["tokens"][begin : begin + seen["sent"][target]]
+            ]
     for rank, seen in enumerate(ranks):
         top = 1.5 + lane * rank
-        ax.add_patch(Rectangle((0, top - 1), 100, lane - 1.6, facecolor="#f6f6f6", edgecolor="none", zorder=0))
-        ax.text(1, top + 0.8, f"rank {rank}", va="center", fontsize=12, fontweight="bold", color=PALETTE[rank])
+        ax.add_patch(
+            Rectangle(
+                (0, top - 1), 100, lane - 1.6, facecolor="#f6f6f6", edgecolor="none", zorder=0
+            )
+        )
+        ax.text(
+            1,
+            top + 0.8,
+            f"rank {rank}",
+            va="center",
+            fontsize=12,
+            fontweight="bold",
+            color=PALETTE[rank],
+        )
         for token, chosen in enumerate(record["routings"][rank]):
             y = top + 3.4 + 5.2 * token
             text = f"{names[rank][token]} = {seen['x'][token]:.0f} → {chosen[0]}, {chosen[1]}"
             tile(ax, 1, y, 15.5, 4, text, pale(PALETTE[rank]))
             if moment == 9:
-                parts = [value for value, sent in zip(seen["back"], seen["tokens"], strict=True) if sent == token]
+                parts = [
+                    value
+                    for value, sent in zip(seen["back"], seen["tokens"], strict=True)
+                    if sent == token
+                ]
                 total = " + ".join(f"{part:.0f}" for part in parts)
-                text = f"{total} = {seen['out'][token]:.0f}" if len(parts) > 1 else f"{seen['out'][token]:.0f}"
+                text = (
+                    f"{total} = {seen['out'][token]:.0f}"
+                    if len(parts) > 1
+                    else f"{seen['out'][token]:.0f}"
+                )
                 tile(ax, 18.5, y, 15.5, 4, text, PALETTE[rank])
         if moment in (1, 2):
             for other, count in enumerate(seen["sent"]):
-                tile(ax, 21, top + 4.6 + 7 * other, 17, 4.6, f"{count} for rank {other}", BACKGROUND)
+                tile(
+                    ax, 21, top + 4.6 + 7 * other, 17, 4.6, f"{count} for rank {other}", BACKGROUND
+                )
         if moment == 2:
             for other, count in enumerate(seen["received"]):
-                tile(ax, 46, top + 4.6 + 7 * other, 17, 4.6, f"{count} from rank {other}", pale(PALETTE[other]))
-                arrow(ax, (38.3, 1.5 + lane * other + 4.6 + 7 * rank + 2.3), (45.7, top + 4.6 + 7 * other + 2.3))
+                tile(
+                    ax,
+                    46,
+                    top + 4.6 + 7 * other,
+                    17,
+                    4.6,
+                    f"{count} from rank {other}",
+                    pale(PALETTE[other]),
+                )
+                arrow(
+                    ax,
+                    (38.3, 1.5 + lane * other + 4.6 + 7 * rank + 2.3),
+                    (45.7, top + 4.6 + 7 * other + 2.3),
+                )
         for slot in range(2):
             expert = 2 * rank + slot
             is_busy = moment == 5 + slot
             y = top + 3 + 8.6 * slot
-            tile(ax, 84, y, 14, 6.4, f"expert {expert}\n(× {expert + 1})", mix(PALETTE[2], BACKGROUND, 0.4) if is_busy else BACKGROUND)
+            tile(
+                ax,
+                84,
+                y,
+                14,
+                6.4,
+                f"expert {expert}\n(× {expert + 1})",
+                mix(PALETTE[2], BACKGROUND, 0.4) if is_busy else BACKGROUND,
+            )
         if moment < 3:
             continue
         for number, (source, token) in enumerate(arrived[rank]):
@@ -453,29 +673,57 @@ def _draw_shuffle(ax: Axes, record: Any, moment: int) -> None:
             start = 1.5 + lane * source + 3.4 + 5.2 * token + 2
             name, value = names[source][token], seen["rows"][number]
             visits = [slot for slot in seen["slots"][number] if slot >= 0]
-            products = {slot: seen["products"][number][i] for i, slot in enumerate(seen["slots"][number]) if slot >= 0}
+            products = {
+                slot: seen["products"][number][i]
+                for i, slot in enumerate(seen["slots"][number])
+                if slot >= 0
+            }
             known = [products[slot] for slot in sorted(visits) if moment >= 5 + slot]
             text = f"{name}: {value:.0f}"
             if moment in (5, 6) and known:
                 text = f"{name}: " + " + ".join(f"{each:.0f}" for each in known)
             elif moment >= 7:
                 text = f"{name}: {sum(products.values()):.0f}"
-            tile(ax, 48, y, 13, row_height, text, PALETTE[source] if moment >= 7 else pale(PALETTE[source]))
+            tile(
+                ax,
+                48,
+                y,
+                13,
+                row_height,
+                text,
+                PALETTE[source] if moment >= 7 else pale(PALETTE[source]),
+            )
             middle = y + row_height / 2
             if moment in (3, 8):
-                ends = ((16.8, start), (47.7, middle)) if moment == 3 else ((47.7, middle), (16.8, start))
-                look = {"color": PALETTE[source], "linewidth": 2.4 if source != rank else 1.2, "shrinkA": 0, "shrinkB": 0}
+                ends = (
+                    ((16.8, start), (47.7, middle))
+                    if moment == 3
+                    else ((47.7, middle), (16.8, start))
+                )
+                look = {
+                    "color": PALETTE[source],
+                    "linewidth": 2.4 if source != rank else 1.2,
+                    "shrinkA": 0,
+                    "shrinkB": 0,
+                }
                 ax.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>"} | look)
             if moment == 4:
                 experts = ", ".join(str(2 * rank + slot) for slot in sorted(visits))
                 ax.text(62, middle, f"→ {experts}", va="center", fontsize=11)
             if moment in (5, 6) and moment - 5 in visits:
-                ax.plot([61, 84], [middle, top + 3 + 8.6 * (moment - 5) + 3.2], color=PALETTE[source], linewidth=1.4)
+                ax.plot(
+                    [61, 84],
+                    [middle, top + 3 + 8.6 * (moment - 5) + 3.2],
+                    color=PALETTE[source],
+                    linewidth=1.4,
+                )
 
 
 # ---------------------------------------------------------------- lecture 25
 
-Arrival = tuple[str, int, int, int]  # a request: its name, its engine, the step of the wave before which it comes, its tokens
+Arrival = tuple[
+    str, int, int, int
+]  # a request: its name, its engine, the step of the wave before which it comes, its tokens
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 48,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6,
@@ -496,8 +744,18 @@ def step_together(folder: str, waves: Sequence[Sequence[Arrival]]) -> list[Any]:
     """
     me, n = get_world_group().rank, get_world_group().world_size
     destroy_groups()  # the engine joins its own
-    options = {"num_kv_blocks": 64, "block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    options |= {"load_format": "dummy", "dtype": "float32", "device": "cpu", "enable_expert_parallel": True}
+    options = {
+        "num_kv_blocks": 64,
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    }
+    options |= {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "device": "cpu",
+        "enable_expert_parallel": True,
+    }
     config = EngineConfig(folder, data_parallel_size=n, **options)
     core = EngineCore(rank_config(config, me, f"file://{folder}/meet"))
     record, launch = [], core.executor.launch
@@ -529,7 +787,10 @@ def step_together(folder: str, waves: Sequence[Sequence[Arrival]]) -> list[Any]:
 
 def lock_step() -> Reel:
     """Three engines that share experts: waves, and dummy batches."""
-    script: list[list[Arrival]] = [[("A", 0, 0, 6), ("B", 1, 0, 2), ("C", 1, 0, 3), ("D", 2, 3, 2)], [("E", 1, 0, 2)]]
+    script: list[list[Arrival]] = [
+        [("A", 0, 0, 6), ("B", 1, 0, 2), ("C", 1, 0, 3), ("D", 2, 3, 2)],
+        [("E", 1, 0, 2)],
+    ]
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(MIXTRAL))
         record = run_ranks(step_together, Grid(data=3), folder, script)
@@ -559,7 +820,9 @@ def lock_step() -> Reel:
     def draw(ax: Axes, record: Any, number: int) -> None:
         ax.set(xlim=(0, 100), ylim=(44, 0))
         step = frames[number]
-        done = number - 1 - (number > first) if step is not None else (0 if number == 0 else first) - 1
+        done = (
+            number - 1 - (number > first) if step is not None else (0 if number == 0 else first) - 1
+        )
         for row, engine in enumerate(record):
             y = 1 + 7.4 * row
             ax.text(0, y + 2.6, f"engine {row}", va="center", fontsize=11.5)
@@ -576,7 +839,15 @@ def lock_step() -> Reel:
             tile(ax, 70, y, 7, 5.2, int(unfinished), BACKGROUND)
             arrow(ax, (77.4, y + 2.6), (82.6, y + 2.6))
         if step is not None:
-            tile(ax, 46, 1, 18, 20, f"the experts of\nall engines\n\n{record[0][step][4]} all-to-all\ncalls on each\nengine", pale(PALETTE[4]))
+            tile(
+                ax,
+                46,
+                1,
+                18,
+                20,
+                f"the experts of\nall engines\n\n{record[0][step][4]} all-to-all\ncalls on each\nengine",
+                pale(PALETTE[4]),
+            )
             total_bits = sum(engine[step][2] for engine in record)
             text = f"sum {total_bits}:\nthe wave\n" + ("goes on" if record[0][step][3] else "ends")
             tile(ax, 83, 1, 16, 20, text, pale(PALETTE[1]) if record[0][step][3] else BACKGROUND)
@@ -588,13 +859,24 @@ def lock_step() -> Reel:
             for each in range(done + 1):
                 x = 12 + cell * each + 4 * (each >= first)
                 if engine[each][1]:
-                    _draw_step(ax, (x, y, cell - 0.5, 4), {"shares": engine[each][1]}, 10, brief=True)
+                    _draw_step(
+                        ax, (x, y, cell - 0.5, 4), {"shares": engine[each][1]}, 10, brief=True
+                    )
                 else:
-                    ax.add_patch(Rectangle((x, y), cell - 0.5, 4, facecolor="#e3e3e3", edgecolor="none"))
+                    ax.add_patch(
+                        Rectangle((x, y), cell - 0.5, 4, facecolor="#e3e3e3", edgecolor="none")
+                    )
         ax.text(12, 25.6, "wave 0", va="center", fontsize=10.5, color=MUTED)
         if number > first + 1:
             ax.text(16 + cell * first, 25.6, "wave 1", va="center", fontsize=10.5, color=MUTED)
-        ax.text(12, 42.9, "one column per step; grey: a dummy batch", va="center", fontsize=10.5, color=MUTED)
+        ax.text(
+            12,
+            42.9,
+            "one column per step; grey: a dummy batch",
+            va="center",
+            fontsize=10.5,
+            color=MUTED,
+        )
 
     def corner(number: int) -> str:
         return "paused" if frames[number] is None else f"step {frames[number]}"

@@ -51,7 +51,11 @@ class Reel:
 
     def digest(self) -> str:
         """A hash of the record and the captions, which is written into the file as a comment: a test compares the two."""
-        script = [self.title, self.record, [[beat.state, beat.words, beat.seconds] for beat in self.beats]]
+        script = [
+            self.title,
+            self.record,
+            [[beat.state, beat.words, beat.seconds] for beat in self.beats],
+        ]
         return hashlib.sha256(json.dumps(script).encode()).hexdigest()
 
     def figure(self, beat: Beat) -> Figure:
@@ -60,7 +64,15 @@ class Reel:
         height = self.height + above + below
         figure = Figure(figsize=(9, height), dpi=100, layout="none")
         figure.text(0.02, 1 - 0.13 / height, self.title, fontsize=13, fontweight="bold", va="top")
-        figure.text(0.98, 1 - 0.13 / height, self.corner(beat.state), fontsize=13, color=MUTED, va="top", ha="right")
+        figure.text(
+            0.98,
+            1 - 0.13 / height,
+            self.corner(beat.state),
+            fontsize=13,
+            color=MUTED,
+            va="top",
+            ha="right",
+        )
         ax = figure.add_axes((0.02, below / height, 0.96, self.height / height))
         ax.axis("off")
         self.draw(ax, self.record, beat.state)
@@ -68,8 +80,19 @@ class Reel:
         note.set(xlim=(0, 1), ylim=(0, 1))
         note.axis("off")
         look = {"boxstyle": "round,pad=0,rounding_size=0.01", "mutation_aspect": 12}
-        note.add_patch(FancyBboxPatch((0.001, 0.01), 0.998, 0.98, facecolor="#f3f3f3", edgecolor="none", **look))
-        note.text(0.014, 0.5, "\n".join(textwrap.wrap(beat.words, _LINE)), fontsize=12.5, va="center", linespacing=1.3)
+        note.add_patch(
+            FancyBboxPatch(
+                (0.001, 0.01), 0.998, 0.98, facecolor="#f3f3f3", edgecolor="none", **look
+            )
+        )
+        note.text(
+            0.014,
+            0.5,
+            "\n".join(textwrap.wrap(beat.words, _LINE)),
+            fontsize=12.5,
+            va="center",
+            linespacing=1.3,
+        )
         FigureCanvasAgg(figure).draw()
         return figure
 

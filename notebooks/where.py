@@ -88,7 +88,12 @@ def draw_rooms(ax: Axes, lecture: int) -> None:
     for row, rooms in enumerate(floors):
         width = 6 / len(rooms)
         for column, room in enumerate(rooms):
-            lectures = [n for module, numbers in builders().items() if module.split(".")[0] == room for n in numbers]
+            lectures = [
+                n
+                for module, numbers in builders().items()
+                if module.split(".")[0] == room
+                for n in numbers
+            ]
             box(ax, column * width, row, width - 0.08, 0.9, room, look(lecture, lectures))
     ax.set(xlim=(-0.1, 6.1), ylim=(len(floors), -0.15))
     ax.set_title("the rooms")
@@ -102,7 +107,9 @@ def draw_calls(ax: Axes, lecture: int) -> None:
         lectures = builders().get(module.rstrip("?"), [])
         if module.endswith("?") and lecture not in lectures:
             continue
-        functools.reduce(getattr, name.split("."), importlib.import_module(f"nanovllm.{module.rstrip('?')}"))  # it is there
+        functools.reduce(
+            getattr, name.split("."), importlib.import_module(f"nanovllm.{module.rstrip('?')}")
+        )  # it is there
         depth, fill = (len(line) - len(line.lstrip())) // 4, look(lecture, lectures)
         ax.text(
             0.35 * depth,
@@ -113,9 +120,22 @@ def draw_calls(ax: Axes, lecture: int) -> None:
             fontsize=8.5,
             color=ink_on(fill) if lectures else MUTED,
             fontweight="bold" if lecture in lectures else "normal",
-            bbox={"boxstyle": "square,pad=0.16", "facecolor": fill, "edgecolor": MUTED if lectures else FAINT, "linewidth": 0.6},
+            bbox={
+                "boxstyle": "square,pad=0.16",
+                "facecolor": fill,
+                "edgecolor": MUTED if lectures else FAINT,
+                "linewidth": 0.6,
+            },
         )
-        ax.text(8.6, row, " · ".join(map(str, lectures)), va="center", ha="right", fontsize=8.5, color=INK)
+        ax.text(
+            8.6,
+            row,
+            " · ".join(map(str, lectures)),
+            va="center",
+            ha="right",
+            fontsize=8.5,
+            color=INK,
+        )
         row += 1
     ax.set(xlim=(0, 8.6), ylim=(row - 0.4, -0.6))
     ax.set_title("who calls whom, and the lectures that build it")

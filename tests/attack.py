@@ -1,4 +1,5 @@
-"""Hostile HTTP requests by class, made from a seed; and what an answer to any of them may look like."""
+"""Hostile HTTP requests by class, made from a seed; and what an answer to any of them may look
+like."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from nanovllm.server.protocol import (
     TokenizeRequest,
 )
 
-# How long to wait for an answer, and how long before the client closes its side of a request that is not complete.
+# How long to wait for an answer, and how long before the client closes its side of a request that
+# is not complete.
 ANSWER_SECONDS, PATIENCE = 120, 0.3
 HELLO: Any = [{"role": "user", "content": "hello"}]
 # A body that each route accepts, to begin with.
@@ -37,32 +39,148 @@ ROUTES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 # JSON, and what Python's parser takes for it. Each stands where a field has its value.
 VALUES = (
-    *("null", "true", "false", "0", "-1", "1.5", "1.0", "5", '""', '"x"', '"5"', "[]", "{}", "[[]]", "[null]", '[1, "a"]'),
-    *("NaN", "Infinity", "-Infinity", "1e999", "-1e308", "5e-324", "-0.0", "9" * 40, "-" + "9" * 40),
-    *("2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "18446744073709551616"),
-    *('"\\ud800"', '"\\udfff\\ud800"', '"\\u0000"', '"\\uffff\\ufffe"', '"\U0001f600"', '"' + "x" * 5000 + '"'),
-    *('{"a": 1}', '{"": {}}', '{"1": 1e999}', '{"\\ud800": 1}', '{"-1": 1}', '{"__class__": "os.system"}', '[{"a": []}]'),
-    *("[" * 60 + "]" * 60, '{"a":' * 60 + "1" + "}" * 60, '["\\ud800"]', "[1e999]", "[" + "9" * 40 + "]", '"../../etc/passwd"'),
-)  # fmt: skip
+    *(
+        "null",
+        "true",
+        "false",
+        "0",
+        "-1",
+        "1.5",
+        "1.0",
+        "5",
+        '""',
+        '"x"',
+        '"5"',
+        "[]",
+        "{}",
+        "[[]]",
+        "[null]",
+        '[1, "a"]',
+    ),
+    *(
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "-1e308",
+        "5e-324",
+        "-0.0",
+        "9" * 40,
+        "-" + "9" * 40,
+    ),
+    *(
+        "2147483648",
+        "9223372036854775807",
+        "9223372036854775808",
+        "-9223372036854775809",
+        "18446744073709551616",
+    ),
+    *(
+        '"\\ud800"',
+        '"\\udfff\\ud800"',
+        '"\\u0000"',
+        '"\\uffff\\ufffe"',
+        '"\U0001f600"',
+        '"' + "x" * 5000 + '"',
+    ),
+    *(
+        '{"a": 1}',
+        '{"": {}}',
+        '{"1": 1e999}',
+        '{"\\ud800": 1}',
+        '{"-1": 1}',
+        '{"__class__": "os.system"}',
+        '[{"a": []}]',
+    ),
+    *(
+        "[" * 60 + "]" * 60,
+        '{"a":' * 60 + "1" + "}" * 60,
+        '["\\ud800"]',
+        "[1e999]",
+        "[" + "9" * 40 + "]",
+        '"../../etc/passwd"',
+    ),
+)
 # Python refuses to read it, wherever it is.
 TOO_LONG_NUMBER = "9" * 5000
 DEPTHS = 100, 990, 5_000, 100_000
 PATHS = (
-    "/v1", "/v1/", "/v1/nothing", "/V1/COMPLETIONS", "/v1/completions/", "//v1/completions", "/v1/models/../completions",
-    "/v1/models/%00", "/v1/models/%ff%fe", "/v1/models/" + "x" * 3000, "/v1/models/\u00e9", "/admin", "/debug", "/.env",
-    "/.git/config", "/openapi.json/x", "/trace/x", "/trace?engine=-1", "/trace?engine=9", "/trace?engine=x", "/trace?engine=1e9",
-    "/trace?engine=" + "9" * 5000, "/health?" + "a=b&" * 500, "/%", "/%zz", "/;", "/?", "/metrics/%2e%2e/", "*", "x", "http://",
-    "http://127.0.0.1:1/v1/models", "http://evil.example/v1/completions",
-)  # fmt: skip
+    "/v1",
+    "/v1/",
+    "/v1/nothing",
+    "/V1/COMPLETIONS",
+    "/v1/completions/",
+    "//v1/completions",
+    "/v1/models/../completions",
+    "/v1/models/%00",
+    "/v1/models/%ff%fe",
+    "/v1/models/" + "x" * 3000,
+    "/v1/models/\u00e9",
+    "/admin",
+    "/debug",
+    "/.env",
+    "/.git/config",
+    "/openapi.json/x",
+    "/trace/x",
+    "/trace?engine=-1",
+    "/trace?engine=9",
+    "/trace?engine=x",
+    "/trace?engine=1e9",
+    "/trace?engine=" + "9" * 5000,
+    "/health?" + "a=b&" * 500,
+    "/%",
+    "/%zz",
+    "/;",
+    "/?",
+    "/metrics/%2e%2e/",
+    "*",
+    "x",
+    "http://",
+    "http://127.0.0.1:1/v1/models",
+    "http://evil.example/v1/completions",
+)
 TRAVERSALS = (
-    "../index.html", "..%2findex.html", "%2e%2e%2f%2e%2e%2fpage.py", "..%5c..%5cpage.py", "....//page.py", "%252e%252e%252fpage.py",
-    "/etc/passwd", "%2fetc%2fpasswd", "../../../../../../etc/passwd", "..%c0%af..%c0%afetc/passwd", ".env", "..", ".", "", "%00",
-    "index.html%00.js", "index.html/../../page.py", "x" * 3000 + ".js", "app.js.map", "~root", "page.py", "__init__.py",
-    "file:///etc/passwd", "live.js?../../page.py",
-)  # fmt: skip
+    "../index.html",
+    "..%2findex.html",
+    "%2e%2e%2f%2e%2e%2fpage.py",
+    "..%5c..%5cpage.py",
+    "....//page.py",
+    "%252e%252e%252fpage.py",
+    "/etc/passwd",
+    "%2fetc%2fpasswd",
+    "../../../../../../etc/passwd",
+    "..%c0%af..%c0%afetc/passwd",
+    ".env",
+    "..",
+    ".",
+    "",
+    "%00",
+    "index.html%00.js",
+    "index.html/../../page.py",
+    "x" * 3000 + ".js",
+    "app.js.map",
+    "~root",
+    "page.py",
+    "__init__.py",
+    "file:///etc/passwd",
+    "live.js?../../page.py",
+)
 METHODS = (
-    "DELETE", "PUT", "PATCH", "OPTIONS", "HEAD", "TRACE", "PROPFIND", "GET", "POST", "get", "X" * 300, "BREW", "G\x00T", "CONNECT",
-)  # fmt: skip
+    "DELETE",
+    "PUT",
+    "PATCH",
+    "OPTIONS",
+    "HEAD",
+    "TRACE",
+    "PROPFIND",
+    "GET",
+    "POST",
+    "get",
+    "X" * 300,
+    "BREW",
+    "G\x00T",
+    "CONNECT",
+)
 
 
 @dataclass
@@ -72,9 +190,10 @@ class Attack:
     Attributes:
         data: its bytes, from the request line on.
         field: the field of a JSON body that is wrong, if it is one.
-        ends_early: the client closes its side before it has sent what it announced; it may get no answer.
-        is_http: whether a parser of HTTP has to accept it. That parser's refusal is not JSON, and does not arrive if the server
-            closes the connection before it has read everything.
+        ends_early: the client closes its side before it has sent what it announced; it may get no
+            answer.
+        is_http: whether a parser of HTTP has to accept it. That parser's refusal is not JSON, and
+            does not arrive if the server closes the connection before it has read everything.
     """
 
     data: bytes
@@ -100,7 +219,12 @@ class Attacker:
     key: str = ""
 
     def request(
-        self, method: str, path: str, body: bytes = b"", *headers: str, kind: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *headers: str,
+        kind: str = "application/json",
     ) -> bytes:
         """A well-formed request."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}", "Connection: close", *headers]
@@ -112,7 +236,9 @@ class Attacker:
             lines.append(f"Content-Length: {len(body)}")
         return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape") + body
 
-    def post(self, body: bytes | str, path: str = "", *headers: str, kind: str = "application/json") -> bytes:
+    def post(
+        self, body: bytes | str, path: str = "", *headers: str, kind: str = "application/json"
+    ) -> bytes:
         """A body for any of the routes."""
         raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
         return self.request("POST", path or self.route(), raw, *headers, kind=kind)
@@ -124,7 +250,7 @@ class Attacker:
         """The text of a body that could be right."""
         return json.dumps(ROUTES[path or self.route()][0])
 
-    # ------------------------------------------------------------------------------- classes of attacks
+    # --------------------------------------------------------------------------- classes of attacks
 
     def malformed_json(self) -> Attack:
         """A valid body with bytes changed, removed, added or repeated."""
@@ -132,7 +258,11 @@ class Attacker:
         raw = bytearray(self.valid(path).encode())
         for _ in range(self.rng.randint(1, 4)):
             i, j = sorted(self.rng.choices(range(len(raw) + 1), k=2))
-            piece = self.rng.randbytes(self.rng.randint(0, 4)) if self.rng.random() < 0.5 else b'{}[]",:\\\x00'
+            piece = (
+                self.rng.randbytes(self.rng.randint(0, 4))
+                if self.rng.random() < 0.5
+                else b'{}[]",:\\\x00'
+            )
             raw[i : self.rng.choice([i, i + 1, j])] = self.rng.choice([b"", piece, raw[i:j] * 2])
         return Attack(self.post(bytes(raw), path))
 
@@ -140,10 +270,15 @@ class Attacker:
         """One field of a valid body has a value that it should not have."""
         path = self.route()
         body, model = ROUTES[path]
-        name = self.rng.choice([*model.model_fields, *model.model_fields, *UNSUPPORTED, "user", "metadata"])
+        name = self.rng.choice(
+            [*model.model_fields, *model.model_fields, *UNSUPPORTED, "user", "metadata"]
+        )
         body = {key: value for key, value in body.items() if key != name}
         value = self.rng.choice(VALUES)
-        fields = [*(f'"{key}": {json.dumps(right)}' for key, right in body.items()), f'"{name}": {value}']
+        fields = [
+            *(f'"{key}": {json.dumps(right)}' for key, right in body.items()),
+            f'"{name}": {value}',
+        ]
         return Attack(self.post("{" + ", ".join(fields) + "}", path), field=name)
 
     def wrong_values(self) -> Attack:
@@ -157,7 +292,9 @@ class Attacker:
     def nested(self) -> Attack:
         """Brackets within brackets."""
         depth, path = self.rng.choice(DEPTHS), self.route()
-        opening, closing = self.rng.choice([("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"messages":[', "]}")])
+        opening, closing = self.rng.choice(
+            [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"messages":[', "]}")]
+        )
         deep = opening * depth + "1" + (closing * depth if self.rng.random() < 0.7 else "")
         name = self.rng.choice([*ROUTES[path][1].model_fields, "unknown"])
         return Attack(self.post(self.rng.choice([deep, f'{{"{name}": {deep}}}']), path))
@@ -173,19 +310,26 @@ class Attacker:
                 f"{inner}, {inner}",
                 f'"prompt": {self.rng.choice(VALUES)}, "prompt": "abc"',
                 '"__proto__": {"a": 1}, "constructor": {}, "__init__": 1, "self": 1, "cls": 2',
-                '"model_config": {}, "model_extra": {}, "model_fields": 1, "sampling_params": "x", "PASSED_ON": []',
+                (
+                    '"model_config": {}, "model_extra": {}, "model_fields": 1, "sampling_params":'
+                    ' "x", "PASSED_ON": []'
+                ),
                 f'"{"n" * 100_000}": 1',
                 '"\\ud800": 1',
                 '"": ""',
             ]
         )
-        return Attack(self.post("{" + self.rng.choice([f"{inner}, {extra}", f"{extra}, {inner}"]) + "}", path))
+        return Attack(
+            self.post("{" + self.rng.choice([f"{inner}, {extra}", f"{extra}, {inner}"]) + "}", path)
+        )
 
     def content_type(self) -> Attack:
         """Another type or encoding than the body's, and other encodings."""
         path = self.route()
         text = self.valid(path)
-        raw = self.rng.choice([text.encode(code) for code in ("utf-8", "utf-16", "utf-32-be", "utf-8-sig", "utf-7")])
+        raw = self.rng.choice(
+            [text.encode(code) for code in ("utf-8", "utf-16", "utf-32-be", "utf-8-sig", "utf-7")]
+        )
         raw = self.rng.choice([raw, raw, gzip.compress(raw), gzip.compress(b" " * 2**20)])
         kinds = (
             "",
@@ -237,17 +381,40 @@ class Attacker:
         touch = f"touch {self.canary}"
         texts = (
             f"{{{{ cycler.__init__.__globals__.os.system('{touch}') }}}}",
-            f"{{% for c in ().__class__.__base__.__subclasses__() %}}{{{{ c('{touch}', shell=True) }}}}{{% endfor %}}",
-            f"$({touch})", f"`{touch}`", f"; {touch} ;", f"| {touch}", f"!!python/object/apply:os.system ['{touch}']",
-            f"__import__('os').system('{touch}')", "{0.__class__.__init__.__globals__}", "%(x)s %s %n", "${jndi:ldap://127.0.0.1/a}",
-        )  # fmt: skip
+            (
+                f"{{% for c in ().__class__.__base__.__subclasses__() %}}{{{{ c('{touch}', "
+                "shell=True) }}{% endfor %}"
+            ),
+            f"$({touch})",
+            f"`{touch}`",
+            f"; {touch} ;",
+            f"| {touch}",
+            f"!!python/object/apply:os.system ['{touch}']",
+            f"__import__('os').system('{touch}')",
+            "{0.__class__.__init__.__globals__}",
+            "%(x)s %s %n",
+            "${jndi:ldap://127.0.0.1/a}",
+        )
         text, path = self.rng.choice(texts), self.route()
         if self.rng.random() < 0.2:
             payload = pickle.dumps(
-                type("Run", (), {"__reduce__": lambda _: (exec, (f"open({str(self.canary)!r}, 'w')",))})()
+                type(
+                    "Run",
+                    (),
+                    {"__reduce__": lambda _: (exec, (f"open({str(self.canary)!r}, 'w')",))},
+                )()
             )
             return Attack(self.post(payload, path, kind="application/python-pickle"))
-        names = ("prompt", "stop", "model", "user", "chat_template", "guided_regex", "cache_salt", "kv_transfer_params")
+        names = (
+            "prompt",
+            "stop",
+            "model",
+            "user",
+            "chat_template",
+            "guided_regex",
+            "cache_salt",
+            "kv_transfer_params",
+        )
         body = ROUTES[path][0] | {self.rng.choice(names): text}
         if "messages" in body:
             more = (
@@ -262,10 +429,21 @@ class Attacker:
         head = self.request("POST", self.route(), b"", "Transfer-Encoding: chunked")
         head = head.replace(b"Content-Length: 0\r\n", b"")
         chunks = (
-            b"5\r\n{\"pro", b"ffffffffffffffffffff\r\n{}", b"-5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}", b"2\r\n{}\r\n", b"zz\r\n{}\r\n0\r\n\r\n",
-            b"2;" + b"x" * 100_000 + b"\r\n{}\r\n0\r\n\r\n", b"0x2\r\n{}\r\n0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n", b"0\r\n\r\n", b"\r\n\r\n",
-            b"2\n{}\n0\n\n", b"2\r\n{}\r\n0\r\nContent-Length: 5\r\n\r\n", b"1\r\n{\r\n" * 5000,
-        )  # fmt: skip
+            b'5\r\n{"pro',
+            b"ffffffffffffffffffff\r\n{}",
+            b"-5\r\n{}\r\n0\r\n\r\n",
+            b"2\r\n{}",
+            b"2\r\n{}\r\n",
+            b"zz\r\n{}\r\n0\r\n\r\n",
+            b"2;" + b"x" * 100_000 + b"\r\n{}\r\n0\r\n\r\n",
+            b"0x2\r\n{}\r\n0\r\n\r\n",
+            b"1\r\n{}\r\n0\r\n\r\n",
+            b"0\r\n\r\n",
+            b"\r\n\r\n",
+            b"2\n{}\n0\n\n",
+            b"2\r\n{}\r\n0\r\nContent-Length: 5\r\n\r\n",
+            b"1\r\n{\r\n" * 5000,
+        )
         return Attack(head + self.rng.choice(chunks), ends_early=True, is_http=False)
 
     def smuggled(self) -> Attack:
@@ -273,14 +451,33 @@ class Attacker:
         body = self.valid("/v1/completions").encode()
         inner = b"GET /admin HTTP/1.1\r\nHost: x\r\n\r\n"
         headers = (
-            ["Content-Length: 5"], ["Content-Length: 0"], ["Transfer-Encoding: chunked"], ["Transfer-Encoding: xchunked"],
-            ["Transfer-Encoding: identity, chunked"], ["Transfer-Encoding: chunked", "Transfer-Encoding: x"], ["Content-Length: -1"],
-            ["Content-Length: +5"], ["Content-Length: 1e3"], ["Content-Length: 9" + "9" * 30], ["Content-Length : 5"],
-            [" Content-Length: 5"], ["Transfer-Encoding : chunked"], ["X: y\nContent-Length: 0"], ["X: y\rZ: 1"], ["Host: evil.example"],
-            ["X-Forwarded-For: 1.2.3.4", "X-Forwarded-Host: evil"], ["Upgrade: h2c", "Connection: upgrade, HTTP2-Settings"],
-            ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: x", "Sec-WebSocket-Version: 13"], ["Expect: 100-continue"],
+            ["Content-Length: 5"],
+            ["Content-Length: 0"],
+            ["Transfer-Encoding: chunked"],
+            ["Transfer-Encoding: xchunked"],
+            ["Transfer-Encoding: identity, chunked"],
+            ["Transfer-Encoding: chunked", "Transfer-Encoding: x"],
+            ["Content-Length: -1"],
+            ["Content-Length: +5"],
+            ["Content-Length: 1e3"],
+            ["Content-Length: 9" + "9" * 30],
+            ["Content-Length : 5"],
+            [" Content-Length: 5"],
+            ["Transfer-Encoding : chunked"],
+            ["X: y\nContent-Length: 0"],
+            ["X: y\rZ: 1"],
+            ["Host: evil.example"],
+            ["X-Forwarded-For: 1.2.3.4", "X-Forwarded-Host: evil"],
+            ["Upgrade: h2c", "Connection: upgrade, HTTP2-Settings"],
+            [
+                "Upgrade: websocket",
+                "Connection: Upgrade",
+                "Sec-WebSocket-Key: x",
+                "Sec-WebSocket-Version: 13",
+            ],
+            ["Expect: 100-continue"],
             ["Expect: 200-maybe"],
-        )  # fmt: skip
+        )
         data = self.request("POST", "/v1/completions", body, *self.rng.choice(headers))
         return Attack(data + self.rng.choice([b"", inner]), ends_early=True, is_http=False)
 
@@ -288,11 +485,27 @@ class Attacker:
         """Headers that are too many, too long, or no headers."""
         long = self.rng.choice([1000, 70_000, 1_000_000])
         lines = (
-            ["X: " + "x" * long], [f"X{i}: {i}" for i in range(self.rng.choice([50, 5000]))], ["x" * long + ": 1"], ["Cookie: " + "a=b; " * 1000],
-            ["Authorization: Bearer " + "x" * long], ["Authorization: Basic Og=="], ["Authorization: Bearer"], ["Authorization: \u00e9\u0000"],
-            ["X: \x00"], ["\x00: y"], ["no colon"], [": empty"], ["X:"], ["X: \udcff\udcfe"], ["Range: bytes=0-5,-1,9-"],
-            ["If-None-Match: *"], ["Accept: " + "a/b," * 1000], ["Origin: null"], ["X-Request-Id: " + "x" * 5000], ["X-HTTP-Method-Override: DELETE"],
-        )  # fmt: skip
+            ["X: " + "x" * long],
+            [f"X{i}: {i}" for i in range(self.rng.choice([50, 5000]))],
+            ["x" * long + ": 1"],
+            ["Cookie: " + "a=b; " * 1000],
+            ["Authorization: Bearer " + "x" * long],
+            ["Authorization: Basic Og=="],
+            ["Authorization: Bearer"],
+            ["Authorization: \u00e9\u0000"],
+            ["X: \x00"],
+            ["\x00: y"],
+            ["no colon"],
+            [": empty"],
+            ["X:"],
+            ["X: \udcff\udcfe"],
+            ["Range: bytes=0-5,-1,9-"],
+            ["If-None-Match: *"],
+            ["Accept: " + "a/b," * 1000],
+            ["Origin: null"],
+            ["X-Request-Id: " + "x" * 5000],
+            ["X-HTTP-Method-Override: DELETE"],
+        )
         path = self.rng.choice(["/health", "/v1/models", "/", "/metrics"])
         return Attack(self.request("GET", path, b"", *self.rng.choice(lines)), is_http=False)
 
@@ -313,32 +526,61 @@ class Attacker:
     def no_http(self) -> Attack:
         """Other protocols, and noise."""
         noise = (
-            self.rng.randbytes(self.rng.randint(1, 5000)), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + self.rng.randbytes(500),
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\r\n\r\n", b"\r\n" * 1000, b"GET / HTTP/1.0\r\n\r\n",
-            b"*1\r\n$4\r\nPING\r\n", b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"", b"\x00" * 70_000, b"A" * 200_000,
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 300,
-        )  # fmt: skip
+            self.rng.randbytes(self.rng.randint(1, 5000)),
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + self.rng.randbytes(500),
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET /\r\n\r\n",
+            b"\r\n" * 1000,
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"*1\r\n$4\r\nPING\r\n",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"SSH-2.0-x\r\n",
+            b"",
+            b"\x00" * 70_000,
+            b"A" * 200_000,
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 300,
+        )
         return Attack(self.rng.choice(noise), ends_early=True, is_http=False)
 
     def large(self) -> Attack:
         """Much work for one request: long prompts, many prompts, many answers, many conditions."""
         bodies = (
-            {"prompt": "x" * self.rng.choice([255, 256, 1000, 200_000])}, {"prompt": "abc", "n": 128}, {"prompt": ["a"] * 1024, "max_tokens": 1},
-            {"prompt": ["a"] * 3000}, {"prompt": [1] * 100_000}, {"prompt": "abc", "logit_bias": {str(i): 1 for i in range(320)}},
-            {"prompt": "abc", "stop": ["x" * 1000] * 16, "max_tokens": 200}, {"prompt": "abc", "logprobs": 20, "n": 16, "best_of": 16},
-            {"prompt": "a" * 200, "echo": True, "logprobs": 20, "prompt_logprobs": 20, "n": 4}, {"prompt": "abc", "stop_token_ids": [1] * 1025},
-        )  # fmt: skip
+            {"prompt": "x" * self.rng.choice([255, 256, 1000, 200_000])},
+            {"prompt": "abc", "n": 128},
+            {"prompt": ["a"] * 1024, "max_tokens": 1},
+            {"prompt": ["a"] * 3000},
+            {"prompt": [1] * 100_000},
+            {"prompt": "abc", "logit_bias": {str(i): 1 for i in range(320)}},
+            {"prompt": "abc", "stop": ["x" * 1000] * 16, "max_tokens": 200},
+            {"prompt": "abc", "logprobs": 20, "n": 16, "best_of": 16},
+            {"prompt": "a" * 200, "echo": True, "logprobs": 20, "prompt_logprobs": 20, "n": 4},
+            {"prompt": "abc", "stop_token_ids": [1] * 1025},
+        )
         return Attack(self.post(json.dumps(self.rng.choice(bodies)), "/v1/completions"))
 
 
 CLASSES: dict[str, Callable[[Attacker], Attack]] = {
     each.__name__: each
     for each in (
-        Attacker.malformed_json, Attacker.wrong_value, Attacker.wrong_values, Attacker.nested, Attacker.unknown_or_twice,
-        Attacker.content_type, Attacker.broken_text, Attacker.code, Attacker.chunked, Attacker.smuggled, Attacker.header,
-        Attacker.path, Attacker.traversal, Attacker.no_http, Attacker.large,
+        Attacker.malformed_json,
+        Attacker.wrong_value,
+        Attacker.wrong_values,
+        Attacker.nested,
+        Attacker.unknown_or_twice,
+        Attacker.content_type,
+        Attacker.broken_text,
+        Attacker.code,
+        Attacker.chunked,
+        Attacker.smuggled,
+        Attacker.header,
+        Attacker.path,
+        Attacker.traversal,
+        Attacker.no_http,
+        Attacker.large,
     )
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -394,7 +636,9 @@ def parse_answer(received: bytes, attack: Attack) -> Answer:
         if attack.is_http:
             raise
         content = error.partial
-    return Answer(response.status, content, {name.lower(): value for name, value in response.getheaders()})
+    return Answer(
+        response.status, content, {name.lower(): value for name, value in response.getheaders()}
+    )
 
 
 def what_is_wrong(attack: Attack, answer: Answer) -> str:
@@ -407,16 +651,26 @@ def what_is_wrong(attack: Attack, answer: Answer) -> str:
         return "a server error"
     if attack.data.startswith(b"HEAD "):
         return ""
-    if not attack.is_http and answer.status == 400 and answer.headers["content-type"].startswith("text/plain"):
+    if (
+        not attack.is_http
+        and answer.status == 400
+        and answer.headers["content-type"].startswith("text/plain")
+    ):
         return ""  # uvicorn's own answer to what is not HTTP
     try:
         error = msgspec.json.decode(answer.content)["error"]
     except (msgspec.DecodeError, KeyError, TypeError):
         return "an error without OpenAI's shape"
-    if set(error) != {"message", "type", "param", "code"} or not error["message"] or len(error["message"]) > 2000:
+    if (
+        set(error) != {"message", "type", "param", "code"}
+        or not error["message"]
+        or len(error["message"]) > 2000
+    ):
         return "an error without OpenAI's fields"
     named = error["param"] == attack.field or attack.field in error["message"]
-    if "not valid JSON" in error["message"]:  # the router takes none of Python's additions, such as NaN
+    if (
+        "not valid JSON" in error["message"]
+    ):  # the router takes none of Python's additions, such as NaN
         with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
             msgspec.json.decode(attack.data.partition(b"\r\n\r\n")[2])
             return "a valid body is called invalid"

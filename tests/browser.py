@@ -1,4 +1,5 @@
-"""What tests in a real browser share. A test module says `pytest_plugins = ["tests.browser"]` and asks for `page`.
+"""What tests in a real browser share. A test module says `pytest_plugins = ["tests.browser"]` and
+asks for `page`.
 
 PYTEST_DONT_REWRITE: test modules import this one before pytest sees that it is a plugin.
 """
@@ -18,21 +19,26 @@ import nanovllm
 WEB = pathlib.Path(nanovllm.__file__).parent / "trace" / "web"
 SYSTEM_CHROMIUM = pathlib.Path("/usr/bin/chromium")
 SITE = "http://player.test/"
-# Each page opens two more, for what drops down below the address bar, and they take half a second of a core. The other features
-# are those that playwright disables and that matter here: the browser heeds only the last such list.
-UNWANTED = "WebUIOmniboxPopup WebUIOmniboxAimPopup HttpsUpgrades HttpsFirstBalancedModeAutoEnable PaintHolding MediaRouter OptimizationHints DestroyProfileOnBrowserClose"
+# Each page opens two more, for what drops down below the address bar, and they take half a second
+# of a core. The other features are those that playwright disables and that matter here: the browser
+# heeds only the last such list.
+UNWANTED = (
+    "WebUIOmniboxPopup WebUIOmniboxAimPopup HttpsUpgrades HttpsFirstBalancedModeAutoEnable "
+    "PaintHolding MediaRouter OptimizationHints DestroyProfileOnBrowserClose"
+)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium: the system's, or else playwright's own.
 
-    Of a module, not of the session: as long as playwright runs, no asyncio test can run in this thread. For the same
-    reason a module that uses it has no asyncio tests.
-    """
+    Of a module, not of the session: as long as playwright runs, no asyncio test can run in this
+    thread. For the same reason a module that uses it has no asyncio tests."""
     from playwright.sync_api import Error, sync_playwright
 
-    options: dict[str, Any] = {"args": ["--disable-dev-shm-usage", f"--disable-features={UNWANTED.replace(' ', ',')}"]}
+    options: dict[str, Any] = {
+        "args": ["--disable-dev-shm-usage", f"--disable-features={UNWANTED.replace(' ', ',')}"]
+    }
     if os.geteuid() == 0:
         options["args"].append("--no-sandbox")  # Chromium has no sandbox for root
     if SYSTEM_CHROMIUM.exists():
@@ -48,19 +54,24 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def noise() -> list[str]:
-    """Patterns of the errors that a test expects in the console; a test or a module's own fixture may add some."""
+    """Patterns of the errors that a test expects in the console; a test or a module's own fixture
+    may add some."""
     return []
 
 
 @pytest.fixture
 def page(browser: Any, noise: list[str]) -> Iterator[Any]:
-    """A page of a browser profile of its own. The test fails if a script fails in it or an error stands in its console."""
+    """A page of a browser profile of its own. The test fails if a script fails in it or an error
+    stands in its console."""
     context = browser.new_context(viewport={"width": 1100, "height": 900})
     made = context.new_page()
     made.set_default_timeout(20_000)
     errors: list[str] = []
     made.on("pageerror", lambda error: errors.append(f"{error.message}\n{error.stack}"))
-    made.on("console", lambda message: errors.append(_told(message)) if message.type == "error" else None)
+    made.on(
+        "console",
+        lambda message: errors.append(_told(message)) if message.type == "error" else None,
+    )
     yield made
     context.close()
     left = [error for error in errors if not any(re.search(pattern, error) for pattern in noise)]
@@ -72,8 +83,12 @@ def _told(message: Any) -> str:
 
 
 def open_site(page: Any, body: str = "", head: str = "") -> None:
-    """Open a page of which the web folder's files are at /web/. No server is needed: the browser is answered from here."""
-    document = f'<!doctype html><html lang="en"><head><title>test</title>{head}</head><body>{body}</body></html>'
+    """Open a page of which the web folder's files are at /web/. No server is needed: the browser is
+    answered from here."""
+    document = (
+        "<!doctype html><html"
+        f' lang="en"><head><title>test</title>{head}</head><body>{body}</body></html>'
+    )
 
     def answer(route: Any) -> None:
         path = route.request.url.removeprefix(SITE)

@@ -1,4 +1,5 @@
-"""What several test modules share: a tiny checkpoint, and one running server for all tests that do not hurt it."""
+"""What several test modules share: a tiny checkpoint, and one running server for all tests that do
+not hurt it."""
 
 from __future__ import annotations
 
@@ -17,15 +18,20 @@ from tests import forking
 from tests.examples import examples
 from tests.server_process import ServerProcess
 
-# 39 grammars for a check of addresses in schemas, which no test needs, would be compiled by each worker: a second each.
+# 39 grammars for a check of addresses in schemas, which no test needs, would be compiled by each
+# worker: a second each.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 subprocess.Popen = forking.Popen  # type: ignore[misc]
-# To load the certificates of the world takes each client of httpx 60 ms, and servers of tests have none.
+# To load the certificates of the world takes each client of httpx 60 ms, and servers of tests have
+# none.
 transports = httpx._transports.default
 transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 # On a busy machine an example may take any time.
 settings.register_profile(
-    "untimed", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "untimed",
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
 
@@ -39,7 +45,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     """A server of the tiny model, under the name "tiny"."""
     with ServerProcess(tiny_model, tmp_path_factory.mktemp("server")) as running:
         yield running
@@ -47,7 +55,8 @@ def server(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """The processes that all others are forked from run before a test looks which processes and files it leaves."""
+    """The processes that all others are forked from run before a test looks which processes and
+    files it leaves."""
     from multiprocessing import forkserver
 
     import tests.processes  # noqa: F401 -- says what the server imports

@@ -1,9 +1,10 @@
-"""A runner without a model: its KV cache holds, for each slot, the hash of the prefix that ends there.
+"""A runner without a model: its KV cache holds, for each slot, the hash of the prefix that ends
+there.
 
-So it knows at every step whether each token that attention would read is the right one, whoever wrote it (a step, a copy from
-host memory, another engine), and what it samples depends on the whole prefix: any mistake of scheduler, block tables, prefix
-cache, swapping or transfers either fails here or changes the output.
-"""
+So it knows at every step whether each token that attention would read is the right one, whoever
+wrote it (a step, a copy from host memory, another engine), and what it samples depends on the whole
+prefix: any mistake of scheduler, block tables, prefix cache, swapping or transfers either fails
+here or changes the output."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import random
 from collections.abc import Collection
 from functools import lru_cache
 
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.schedule import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from nanovllm.runner.speculative.verification import keep_accepted
 
 VOCABULARY = 6
@@ -20,7 +26,8 @@ VOCABULARY = 6
 
 @lru_cache(maxsize=200_000)
 def content(prefix: tuple[int, ...], salt: str | None = None) -> bytes:
-    """What the cache should hold for the last token of the prefix, among requests with this cache salt."""
+    """What the cache should hold for the last token of the prefix, among requests with this cache
+    salt."""
     return hashlib.sha256(repr((prefix, salt)).encode()).digest()
 
 
@@ -39,7 +46,9 @@ class ContentRunner:
         self.host: dict[tuple[int, int], bytes] = {}
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
-        self.sampled: dict[str, int] = {}  # request id -> its last token, which may be needed before it is sent
+        self.sampled: dict[
+            str, int
+        ] = {}  # request id -> its last token, which may be needed before it is sent
         self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
         self.drafts: dict[str, list[int]] = {}  # request id -> those of the step
         self.random = random.Random(0)  # draws which drafts are right
@@ -78,7 +87,9 @@ class ContentRunner:
             tokens, end = self.tokens[name], scheduled.start + scheduled.num_tokens
             for position in range(end):
                 found = self.device.get(self._slot(scheduled.request_id, position))
-                assert found == self._content(scheduled.request_id, position), f"wrong content at position {position}"
+                assert found == self._content(scheduled.request_id, position), (
+                    f"wrong content at position {position}"
+                )
             assert scheduled.samples == (1 + len(drafts)) * (end == len(tokens) + len(drafts))
             for place in range(scheduled.samples):
                 self.sampled[name] = next_token([*tokens, *drafts[:place]])
@@ -90,20 +101,29 @@ class ContentRunner:
         return result
 
     def _draft(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[int]:
-        """Some drafts, of which most are right. A model that makes them writes all but the last into the request's blocks."""
+        """Some drafts, of which most are right. A model that makes them writes all but the last
+        into the request's blocks."""
         name, drafts = scheduled.request_id, list[int]()
         end = scheduled.start + scheduled.num_tokens + scheduled.num_drafts
         assert end <= len(self.tables[name]) * self.block_size, "drafts have no slots"
         new = [result.sampled[name], *result.sampled_after.get(name, ())]
         for _ in range(scheduled.num_drafts):
             right = next_token([*self.tokens[name], *(token.token_id for token in new), *drafts])
-            drafts.append(right if self.random.random() < 0.7 else self.random.randrange(VOCABULARY))
+            drafts.append(
+                right if self.random.random() < 0.7 else self.random.randrange(VOCABULARY)
+            )
         return drafts
 
     def receive(
-        self, table: list[int], positions: range, token_ids: list[int], salt: str | None, spoiled: Collection[int] = ()
+        self,
+        table: list[int],
+        positions: range,
+        token_ids: list[int],
+        salt: str | None,
+        spoiled: Collection[int] = (),
     ) -> None:
-        """Content from elsewhere comes into a request's blocks, and garbage into those that are spoiled."""
+        """Content from elsewhere comes into a request's blocks, and garbage into those that are
+        spoiled."""
         for position in positions:
             block, offset = table[position // self.block_size], position % self.block_size
             whole = content(tuple(token_ids[: position + 1]), salt)

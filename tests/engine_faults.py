@@ -12,18 +12,21 @@ from nanovllm.engine import client
 REFUSED_PROMPT = [5, 5, 5]
 FATAL_PROMPT = [6, 6, 6]
 HANGING_PROMPT = [7, 7, 7]
-# A request that ends only when it is aborted, however late that is: after NUM_PATIENT_TOKENS the engine computes no more steps.
+# A request that ends only when it is aborted, however late that is: after NUM_PATIENT_TOKENS the
+# engine computes no more steps.
 PATIENT_PROMPT = [8, 8, 8]
 NUM_PATIENT_TOKENS = 10
 LOAD_SECONDS = 3
 FAULTY, SLOW = (
-    f"from tests import engine_faults; from nanovllm.engine import client; engine_faults.{change}(); client.main()"
+    "from tests import engine_faults; from nanovllm.engine import client; "
+    f"engine_faults.{change}(); client.main()"
     for change in ("make_faulty", "make_slow")
 )
 
 
 def make_faulty() -> None:
-    """Let the engine of this process refuse one prompt, break with another one, hang with a third one, and wait with a fourth one."""
+    """Let the engine of this process refuse one prompt, break with another one, hang with a third
+    one, and wait with a fourth one."""
     from nanovllm.engine.core import EngineCore
 
     add_request, step = EngineCore.add_request, EngineCore.step
@@ -39,8 +42,15 @@ def make_faulty() -> None:
             raise RuntimeError("this prompt is fatal")
         if HANGING_PROMPT in beginnings:
             threading.Event().wait()
-        patient = [request for request in core.scheduler.requests.values() if request.token_ids[:3] == PATIENT_PROMPT]
-        if any(len(request.token_ids) >= len(PATIENT_PROMPT) + NUM_PATIENT_TOKENS for request in patient):
+        patient = [
+            request
+            for request in core.scheduler.requests.values()
+            if request.token_ids[:3] == PATIENT_PROMPT
+        ]
+        if any(
+            len(request.token_ids) >= len(PATIENT_PROMPT) + NUM_PATIENT_TOKENS
+            for request in patient
+        ):
             time.sleep(0.001)
             return []
         return step(core)
@@ -49,7 +59,8 @@ def make_faulty() -> None:
 
 
 def make_slow() -> None:
-    """Let the engine of this process keep the interpreter to itself while it loads: no other thread runs meanwhile."""
+    """Let the engine of this process keep the interpreter to itself while it loads: no other thread
+    runs meanwhile."""
     run_engine = client.run_engine
 
     def run_slowly(*arguments: Any) -> None:

@@ -1,4 +1,5 @@
-"""How many examples a costly property is tested with: a third of them, or all where NANOVLLM_TEST_EXAMPLES is "all"."""
+"""How many examples a costly property is tested with: a third of them, or all where
+NANOVLLM_TEST_EXAMPLES is "all"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A plugin of pytest for the run of the lectures: their kernels are forked from a process that has imported torch."""
+"""A plugin of pytest for the run of the lectures: their kernels are forked from a process that has
+imported torch."""
 
 import sys
 

@@ -1,14 +1,16 @@
-"""Programs of Python that tests start are forked from a process that has imported torch and other libraries.
+"""Programs of Python that tests start are forked from a process that has imported torch and other
+libraries.
 
-A new interpreter takes two seconds of a core to import them, and most tests need less than that. `Popen` starts a program as
-`subprocess.Popen` does: it is a child of the process that asks, has the files that it was given and no others, its own environment, folder,
-session, signals and random numbers, the arguments that `ps` shows, and imports this package itself, from where its environment says.
-It differs from a program that was really started in the libraries that are there already, in the seed of hashes, and in
-`/proc/PID/environ`, which is the origin's.
+A new interpreter takes two seconds of a core to import them, and most tests need less than that.
+`Popen` starts a program as `subprocess.Popen` does: it is a child of the process that asks, has the
+files that it was given and no others, its own environment, folder, session, signals and random
+numbers, the arguments that `ps` shows, and imports this package itself, from where its environment
+says. It differs from a program that was really started in the libraries that are there already, in
+the seed of hashes, and in `/proc/PID/environ`, which is the origin's.
 
-The origin is the process that forks. It clones itself as a sibling, so that the process that asks is the parent, and what it
-has cloned has an origin of its own for the programs that it starts in turn, forked before it has threads.
-"""
+The origin is the process that forks. It clones itself as a sibling, so that the process that asks
+is the parent, and what it has cloned has an origin of its own for the programs that it starts in
+turn, forked before it has threads."""
 
 from __future__ import annotations
 
@@ -37,11 +39,16 @@ from typing import Any, NoReturn
 import psutil
 
 LIBRARIES = (
-    "fastapi fastapi.responses httpx huggingface_hub.constants jinja2 llguidance msgspec numpy prometheus_client psutil rich safetensors.torch tokenizers "
-    "torch torch.distributed transformers transformers.utils.chat_template_utils uvicorn xxhash zmq"
+    "fastapi fastapi.responses httpx huggingface_hub.constants jinja2 llguidance msgspec numpy "
+    "prometheus_client psutil rich safetensors.torch tokenizers torch torch.distributed "
+    "transformers transformers.utils.chat_template_utils uvicorn xxhash zmq"
 )
-# Environment variables that the interpreter and these libraries read once, hence a program with other ones is really started.
-READ_ONCE = "ATEN_ CUDA_ DNNL_ GOMP_ HF_ HOME KMP_ LANG LC_ LD_ MALLOC_ MKL_ NCCL_ OMP_ ONEDNN_ OPENBLAS_ PYTHON TORCH_ TRANSFORMERS_ XDG_"
+# Environment variables that the interpreter and these libraries read once, hence a program with
+# other ones is really started.
+READ_ONCE = (
+    "ATEN_ CUDA_ DNNL_ GOMP_ HF_ HOME KMP_ LANG LC_ LD_ MALLOC_ MKL_ NCCL_ OMP_ ONEDNN_ OPENBLAS_ "
+    "PYTHON TORCH_ TRANSFORMERS_ XDG_"
+)
 READ_LATE = (
     "MALLOC_ARENA_MAX",
     "OMP_WAIT_POLICY",
@@ -77,7 +84,11 @@ class Origin:
     """
 
     def __init__(self, channel: int, environment: Mapping[str, str]) -> None:
-        self.channel, self.environment, self.owner = socket.socket(fileno=channel), read_once(environment), os.getpid()
+        self.channel, self.environment, self.owner = (
+            socket.socket(fileno=channel),
+            read_once(environment),
+            os.getpid(),
+        )
         self.lock = threading.Lock()
 
     def fork(self, order: bytes, files: Sequence[int]) -> int:
@@ -94,7 +105,8 @@ _origin: Origin | None = None
 
 
 def start_origin() -> None:
-    """Start this process's origin, if there is none yet. Where there can be none, programs are really started."""
+    """Start this process's origin, if there is none yet. Where there can be none, programs are
+    really started."""
     global _origin, is_on
     if not is_on or _origin is not None:
         return
@@ -122,24 +134,40 @@ class Popen(Started):  # type: ignore[type-arg]
     """`subprocess.Popen`, but programs of Python are forked."""
 
     def _execute_child(self, *given: Any) -> None:
-        command, executable, preexec, _, pass_fds, folder, environment, _, _, shell, *pipes = given[:16]
+        command, executable, preexec, _, pass_fds, folder, environment, _, _, shell, *pipes = given[
+            :16
+        ]
         new_session, group = given[-2:]
-        words = [os.fsdecode(word) for word in command] if isinstance(command, (list, tuple)) else []
+        words = (
+            [os.fsdecode(word) for word in command] if isinstance(command, (list, tuple)) else []
+        )
         if words[1:2] == ["-Xfrozen_modules=off"]:  # how Jupyter starts a kernel, for its debugger
             del words[1]
         variables = os.environ if environment is None else environment
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
-        if words[1:2] == ["-u"] and "TORCHELASTIC_RUN_ID" in variables:  # how torchrun starts a rank
+        if (
+            words[1:2] == ["-u"] and "TORCHELASTIC_RUN_ID" in variables
+        ):  # how torchrun starts a rank
             del words[1]
             variables["PYTHONUNBUFFERED"] = "1"
         ignored = [number for number in CAUGHT if signal.getsignal(number) is signal.SIG_IGN]
         where = os.path.abspath(folder or ".")
-        order = pickle.dumps((words, variables, where, [0, 1, 2, *pass_fds], ignored, new_session, group))
+        order = pickle.dumps(
+            (words, variables, where, [0, 1, 2, *pass_fds], ignored, new_session, group)
+        )
         fits = os.path.isdir(where) and max(pass_fds, default=0) < HIGH and len(order) < MAX_BYTES
         if fits and is_program(words) and not (executable or preexec or shell):
             start_origin()
-            if is_on and _origin and _origin.owner == os.getpid() and read_once(variables) == _origin.environment:
-                ends = [pipe if pipe >= 0 else number for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+            if (
+                is_on
+                and _origin
+                and _origin.owner == os.getpid()
+                and read_once(variables) == _origin.environment
+            ):
+                ends = [
+                    pipe if pipe >= 0 else number
+                    for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))
+                ]
                 self.pid = _origin.fork(order, [*ends, *pass_fds])
                 self._child_created = True
                 self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -160,12 +188,16 @@ def children(process: psutil.Process, recursive: bool = False) -> list[psutil.Pr
 def read_once(environment: Mapping[str, str]) -> dict[str, str]:
     """Those of the variables that are read once."""
     names, late = tuple(READ_ONCE.split()), READ_LATE
-    return {name: text for name, text in environment.items() if name.startswith(names) and not name.startswith(late)}
+    return {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(names) and not name.startswith(late)
+    }
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """Whether this is a program of Python, without options of the interpreter other than a safe path; and not ruff, which is
-    started in less time than a large process is forked."""
+    """Whether this is a program of Python, without options of the interpreter other than a safe
+    path; and not ruff, which is started in less time than a large process is forked."""
     words = [word for number, word in enumerate(words) if (number, word) != (1, "-P")]
     return (
         len(words) > 1
@@ -176,8 +208,11 @@ def is_program(words: Sequence[str]) -> bool:
 
 
 def main(descriptor: int, libraries: list[str]) -> None:
-    """The origin, which ends when the process ends that gives it orders, and each program that is forked from it."""
-    given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    """The origin, which ends when the process ends that gives it orders, and each program that is
+    forked from it."""
+    given = [
+        os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    ]
     installed = [path for path in sys.path[1:] if path not in given]
     for library in libraries:
         with contextlib.suppress(ImportError):
@@ -205,7 +240,8 @@ def clone(address: int) -> int:
 
 
 def keep_files(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Close all files but these, which get these numbers; the three of the standard streams, if not among them, become empty."""
+    """Close all files but these, which get these numbers; the three of the standard streams, if not
+    among them, become empty."""
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
     os.closerange(0, HIGH)
     os.closerange(2 * HIGH, 2 * HIGH + 1)  # of the program that this process was
@@ -217,7 +253,8 @@ def keep_files(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def wait_for_order(address: int) -> tuple[list[str], dict[str, str], str]:
-    """Clone this process for each order on its channel. Returns in a new process, with what it shall run."""
+    """Clone this process for each order on its channel. Returns in a new process, with what it
+    shall run."""
     global _origin
     for number in CAUGHT:
         signal.signal(number, signal.SIG_IGN)
@@ -235,7 +272,9 @@ def wait_for_order(address: int) -> tuple[list[str], dict[str, str], str]:
             os.setsid()
         if group >= 0:
             os.setpgid(0, group)
-        ours, theirs = (end.detach() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        ours, theirs = (
+            end.detach() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        )
         if os.fork() == 0:  # the origin of the new process
             channel.detach()
             keep_files([theirs], [3])
@@ -243,7 +282,10 @@ def wait_for_order(address: int) -> tuple[list[str], dict[str, str], str]:
             channel = socket.socket(fileno=3)
             continue
         os.chdir(folder)
-        for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}.items():
+        for number, handler in {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+        }.items():
             signal.signal(number, signal.SIG_IGN if number in ignored else handler)
         channel.send(str(os.getpid()).encode())
         channel.detach()
@@ -253,7 +295,8 @@ def wait_for_order(address: int) -> tuple[list[str], dict[str, str], str]:
 
 
 def end(code: int) -> NoReturn:
-    """End this process with this exit code as an interpreter does, but free no objects: that takes longer than the fork."""
+    """End this process with this exit code as an interpreter does, but free no objects: that takes
+    longer than the fork."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -270,11 +313,17 @@ def run(words: list[str], environment: dict[str, str], folder: str, installed: l
     if "MALLOC_ARENA_MAX" in environment:
         ctypes.PyDLL(None).mallopt(M_ARENA_MAX, int(environment["MALLOC_ARENA_MAX"]))
     sys.modules["numpy"].random.seed()
-    sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"  # type: ignore[attr-defined]
+    sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = (
+        environment.get("HF_HUB_OFFLINE") == "1"
+    )  # type: ignore[attr-defined]
     show_arguments(words)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         open_stream(number, name, bool(environment.get("PYTHONUNBUFFERED")))
-    given = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    given = [
+        os.path.abspath(path)
+        for path in environment.get("PYTHONPATH", "").split(os.pathsep)
+        if path
+    ]
     sys.path[:] = [*given, *(path for path in installed if path not in given)]
     importlib.invalidate_caches()
     sys.orig_argv = list(words)
@@ -288,7 +337,9 @@ def run(words: list[str], environment: dict[str, str], folder: str, installed: l
     is_safe = words[1] == "-P"
     kind, *arguments = words[1 + is_safe :]
     if not is_safe:
-        sys.path.insert(0, {"-m": folder, "-c": ""}.get(kind, os.path.dirname(os.path.realpath(kind))))
+        sys.path.insert(
+            0, {"-m": folder, "-c": ""}.get(kind, os.path.dirname(os.path.realpath(kind)))
+        )
     sys.argv[:] = [kind, *(arguments[1:] if kind in ("-m", "-c") else arguments)]
     try:
         if kind == "-m":
@@ -318,7 +369,9 @@ def open_stream(number: int, name: str, unbuffered: bool) -> None:
     old, unbuffered = getattr(sys, name), unbuffered and number > 0
     raw = open(number, "wb" if number else "rb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115 -- it stays open
     by_line = (number == 2 or raw.isatty()) and not unbuffered
-    new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", line_buffering=by_line, write_through=unbuffered)
+    new = io.TextIOWrapper(
+        raw, old.encoding, old.errors, "\n", line_buffering=by_line, write_through=unbuffered
+    )
     new.mode = "w" if number else "r"
     setattr(sys, name, new)
     setattr(sys, f"__{name}__", new)

@@ -1,8 +1,8 @@
-"""The plan of the house: its floors, the parts that peel off, sizes in lines of code, and the reading path.
+"""The plan of the house: its floors, the parts that peel off, sizes in lines of code, and the
+reading path.
 
-`python -m tests.house` prints the sizes of packages and parts, and brings the table of packages and the reading path in
-nanovllm/README.md up to date.
-"""
+`python -m tests.house` prints the sizes of packages and parts, and brings the table of packages and
+the reading path in nanovllm/README.md up to date."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ ROOMS = [
 
 # What can be deleted, as patterns below the package: the rest still generates and serves.
 ONLY_IN_STAGES = ["stages of a pipeline"]  # the whole engine's models import it
-PARTS = {name: patterns for name, (_, patterns) in stages.PARTS.items() if name not in ONLY_IN_STAGES}
+PARTS = {
+    name: patterns for name, (_, patterns) in stages.PARTS.items() if name not in ONLY_IN_STAGES
+}
 
 # Packages of features that came after the first engine; `sizes` counts them apart.
 LATER = "quantization, speculation and structured output"
@@ -73,11 +75,18 @@ def code_lines(text: str) -> int:
     """Lines of a module that hold code: no blank lines, comments and docstrings."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and ast.get_docstring(node):
             docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    silent = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in silent:
@@ -89,7 +98,10 @@ def code_lines(text: str) -> int:
 def module_lines() -> dict[str, int]:
     """Code lines of each module, by its path below the package."""
     paths = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(PACKAGE).as_posix(): code_lines(path.read_text(encoding="utf-8")) for path in paths}
+    return {
+        path.relative_to(PACKAGE).as_posix(): code_lines(path.read_text(encoding="utf-8"))
+        for path in paths
+    }
 
 
 def files_of(part: str, package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
@@ -101,15 +113,22 @@ def files_of(part: str, package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
 def sizes() -> dict[str, int]:
     """Lines of code of the packages, of the parts that peel off, and of the engine as a whole."""
     modules = module_lines()
-    found = {f"{room}/": sum(n for path, n in modules.items() if path.startswith(f"{room}/")) for room in ROOMS}
+    found = {
+        f"{room}/": sum(n for path, n in modules.items() if path.startswith(f"{room}/"))
+        for room in ROOMS
+    }
     peeled: set[str] = set()
     for part in sorted(
         PARTS, key=lambda part: part not in LATER_PARTS
     ):  # a file may belong to two, such as a Triton kernel of theirs
-        files = {path.relative_to(PACKAGE).as_posix() for path in files_of(part) if path.suffix == ".py"}
+        files = {
+            path.relative_to(PACKAGE).as_posix() for path in files_of(part) if path.suffix == ".py"
+        }
         found[f"part: {part}"] = sum(modules[path] for path in files - peeled)
         peeled |= files
-    found[LATER] = sum(found[f"part: {part}"] for part in LATER_PARTS) + sum(modules[path] for path in LATER_FILES)
+    found[LATER] = sum(found[f"part: {part}"] for part in LATER_PARTS) + sum(
+        modules[path] for path in LATER_FILES
+    )
     found["the engine"] = sum(modules.values()) - found["lab/"] - found[LATER]
     found["the workshop"] = found["lab/"]
     found["the core that remains"] = sum(n for path, n in modules.items() if path not in peeled)
@@ -118,23 +137,28 @@ def sizes() -> dict[str, int]:
 
 def first_sentence(room: str) -> str:
     """What a room is for: the first sentence of its docstring."""
-    docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(
+        ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
+    )
     assert docstring, f"nanovllm/{room}/__init__.py has no docstring"
     return " ".join(docstring.split("\n\n")[0].split())
 
 
 def room_table() -> str:
-    """The table of packages in nanovllm/README.md, from the top layer down, with their sizes in tens of lines of code."""
+    """The table of packages in nanovllm/README.md, from the top layer down, with their sizes in
+    tens of lines of code."""
     found = sizes()
     rows = [
-        f"| [`{room}/`]({room}) | {first_sentence(room).rstrip('.')} | {round(found[f'{room}/'], -1):,} |"
+        f"| [`{room}/`]({room}) | {first_sentence(room).rstrip('.')} | "
+        f"{round(found[f'{room}/'], -1):,} |"
         for room in reversed(ROOMS)
     ]
     return "\n".join(["| package | what it does | lines of code |", "| --- | --- | ---: |", *rows])
 
 
 def reading_path() -> str:
-    """The reading path in nanovllm/README.md: files in order, with their sizes in tens of lines of code."""
+    """The reading path in nanovllm/README.md: files in order, with their sizes in tens of lines of
+    code."""
     modules = module_lines()
     return "\n".join(
         f"{number}. [`{name}.py`]({name}.py), {round(modules[f'{name}.py'], -1)} lines"
@@ -147,7 +171,10 @@ def up_to_date(readme: str) -> str:
     for block in (room_table(), reading_path()):
         start = re.escape(re.match(r"[^\n]*?(?=,|$)", block, re.MULTILINE)[0])  # type: ignore[index]
         readme, count = re.subn(
-            rf"^{start}.*?\n(?=\n|\Z)", lambda _, block=block: block + "\n", readme, flags=re.MULTILINE | re.DOTALL
+            rf"^{start}.*?\n(?=\n|\Z)",
+            lambda _, block=block: block + "\n",
+            readme,
+            flags=re.MULTILINE | re.DOTALL,
         )
         assert count == 1, f"README lacks the block that begins with {block.splitlines()[0]}"
     return readme

@@ -1,5 +1,5 @@
-"""Engines that share KV: several in one process, stepped by turns, so that a test says what happens when; and one in a process of
-its own, which can be killed."""
+"""Engines that share KV: several in one process, stepped by turns, so that a test says what happens
+when; and one in a process of its own, which can be killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def make_engine(
 ) -> EngineCore:
     """An engine with a connector; `extra` goes into its kv_transfer_config."""
     transfer = {"kv_connector": "local", "kv_role": role} | (extra or {})
-    return EngineCore(EngineConfig(model=checkpoint, **(OPTIONS | {"kv_transfer_config": transfer} | options)))
+    return EngineCore(
+        EngineConfig(model=checkpoint, **(OPTIONS | {"kv_transfer_config": transfer} | options))
+    )
 
 
 class Fleet:
@@ -63,7 +65,9 @@ class Fleet:
 
     def tokens(self, request_id: str) -> list[int]:
         """All that was sampled for a request."""
-        return [token for output in self.outputs.get(request_id, []) for token in output.new_token_ids]
+        return [
+            token for output in self.outputs.get(request_id, []) for token in output.new_token_ids
+        ]
 
     def complete(self, request_id: str) -> list[int]:
         """Steps until the request has ended; its tokens."""
@@ -72,7 +76,11 @@ class Fleet:
 
     def settle(self) -> None:
         """Steps until no engine holds a block of anybody, and none has anything to do."""
-        self.run_until(lambda: all(engine.manager.pool.usage == 0 and not engine.has_work for engine in self.engines))
+        self.run_until(
+            lambda: all(
+                engine.manager.pool.usage == 0 and not engine.has_work for engine in self.engines
+            )
+        )
 
     def close(self) -> None:
         """End all."""
@@ -90,8 +98,12 @@ def ask(
     **options: Any,
 ) -> None:
     """Queue a request, a greedy one unless the sampling options say otherwise."""
-    sampling = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | options)
-    engine.add_request(EngineRequest(request_id, prompt, sampling, priority=priority, kv_transfer_params=params))
+    sampling = SamplingParams(
+        **{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | options
+    )
+    engine.add_request(
+        EngineRequest(request_id, prompt, sampling, priority=priority, kv_transfer_params=params)
+    )
 
 
 def address(engine: EngineCore) -> list[Any]:
@@ -107,7 +119,8 @@ def decode_first(place: EngineCore | list[Any], direction: str) -> dict[str, Any
 
 
 class Gate:
-    """A function that waits, whenever a thread other than the test's own calls it, until the gate is opened."""
+    """A function that waits, whenever a thread other than the test's own calls it, until the gate
+    is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         self.entered, self._opened = threading.Event(), threading.Event()
@@ -126,17 +139,20 @@ class Gate:
         self._opened.set()
 
 
-# ------------------------------------------------------------------------------------ an engine that can be killed
+# --------------------------------------------------------------------- an engine that can be killed
 
 
 class Child:
     """An engine in a process of its own.
 
     Args:
-        frozen_at: a class of its process and the name of a method: whoever calls it says so, and never returns.
+        frozen_at: a class of its process and the name of a method: whoever calls it says so, and
+            never returns.
     """
 
-    def __init__(self, checkpoint: str, role: str, frozen_at: tuple[type, str] | None = None) -> None:
+    def __init__(
+        self, checkpoint: str, role: str, frozen_at: tuple[type, str] | None = None
+    ) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
         arguments = theirs, checkpoint, role, frozen_at
         self.process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
@@ -174,7 +190,9 @@ class Child:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, checkpoint: str, role: str, frozen_at: tuple[type, str] | None) -> None:
+def _serve(
+    pipe: Connection, checkpoint: str, role: str, frozen_at: tuple[type, str] | None
+) -> None:
     def freeze(*arguments: Any) -> None:
         pipe.send("frozen")
         threading.Event().wait()

@@ -1,4 +1,5 @@
-"""Servers that prefill, servers that decode, and the router in front of them, as a user starts them: `serve --prefill N --decode M`."""
+"""Servers that prefill, servers that decode, and the router in front of them, as a user starts
+them: `serve --prefill N --decode M`."""
 
 from __future__ import annotations
 
@@ -53,11 +54,19 @@ class KVFleet(RouterProcess):
     """
 
     def __init__(
-        self, model: pathlib.Path, folder: pathlib.Path, num_prefill: int, num_decode: int, *options: str
+        self,
+        model: pathlib.Path,
+        folder: pathlib.Path,
+        num_prefill: int,
+        num_decode: int,
+        *options: str,
     ) -> None:
         counts = "--prefill", str(num_prefill), "--decode", str(num_decode)
         ServerProcess.__init__(self, model, folder, *counts, *options)
-        self.names = [*(f"prefill {i}" for i in range(num_prefill)), *(f"decode {i}" for i in range(num_decode))]
+        self.names = [
+            *(f"prefill {i}" for i in range(num_prefill)),
+            *(f"decode {i}" for i in range(num_decode)),
+        ]
 
     def _last_words(self, name: str, pattern: str) -> str:
         return re.findall(rf"^\[{name}\] .*{pattern}", self.text, re.MULTILINE)[-1]
@@ -85,7 +94,11 @@ class KVFleet(RouterProcess):
 
     def wait_until_ready(self) -> None:
         """Until the router sends requests to all servers."""
-        wait_until(lambda: self.router_metrics()["worker_health"] == len(self.names), 120, "all servers serve")
+        wait_until(
+            lambda: self.router_metrics()["worker_health"] == len(self.names),
+            120,
+            "all servers serve",
+        )
 
     def wait_until_gone(self, processes: list[psutil.Process]) -> None:
         """Until none of these, as `processes` has listed them, is left."""

@@ -1,4 +1,5 @@
-"""The ranks of an engine in a process of their own, with KV caches of known content, for the tests of transports."""
+"""The ranks of an engine in a process of their own, with KV caches of known content, for the tests
+of transports."""
 
 from __future__ import annotations
 
@@ -32,13 +33,24 @@ class TcpTransport(LocalTransport):
     share_memory = False
 
 
-TRANSPORTS: dict[str, type[Transport]] = {"local": LocalTransport, "tcp": TcpTransport, "nixl": NixlTransport}
+TRANSPORTS: dict[str, type[Transport]] = {
+    "local": LocalTransport,
+    "tcp": TcpTransport,
+    "nixl": NixlTransport,
+}
 
 
 def layouts(pp: int = 1, tp: int = 1, **fields: Any) -> list[KVLayout]:
     """Of all ranks of an engine."""
     values = {
-        **{"num_layers": 2, "num_kv_heads": 2, "block_size": 4, "width": 8, "dtype": "float32", "num_blocks": 12},
+        **{
+            "num_layers": 2,
+            "num_kv_heads": 2,
+            "block_size": 4,
+            "width": 8,
+            "dtype": "float32",
+            "num_blocks": 12,
+        },
         **fields,
     }
     bounds = [stage * values["num_layers"] // pp for stage in range(pp + 1)]
@@ -50,8 +62,9 @@ def layouts(pp: int = 1, tp: int = 1, **fields: Any) -> list[KVLayout]:
 
 
 def content(layout: KVLayout, layer: int, block: int, salt: int) -> Tensor:
-    """What stands in a block: other numbers for each layer, block, plane, head, token and engine, and the same on all ranks
-    that have the same head; small ones, so that bfloat16 has them exactly. The salt 0 means zeros."""
+    """What stands in a block: other numbers for each layer, block, plane, head, token and engine,
+    and the same on all ranks that have the same head; small ones, so that bfloat16 has them
+    exactly. The salt 0 means zeros."""
     heads, planes = max(1, layout.num_kv_heads), 1 if layout.is_latent else 2
     seed = torch.Generator().manual_seed(salt * 1_000_003 + layer * 1009 + block)
     shape = (planes, heads, layout.block_size, layout.width)
@@ -69,17 +82,24 @@ class Rank:
         options: of the transport.
     """
 
-    def __init__(self, kind: str, layout: KVLayout, salt: int, secret: bytes = SECRET, **options: Any) -> None:
+    def __init__(
+        self, kind: str, layout: KVLayout, salt: int, secret: bytes = SECRET, **options: Any
+    ) -> None:
         self.layout, self.salt = layout, salt
         transport = TRANSPORTS[kind]
         dtype = getattr(torch, layout.dtype)
-        self.caches = {layer: transport.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
+        self.caches = {
+            layer: transport.empty_cache(layout.cache_shape, dtype, "cpu")
+            for layer in layout.layers
+        }
         for layer, cache in self.caches.items():
             for block in range(layout.num_blocks):
                 cache[block] = content(layout, layer, block, salt)
         self.transport = transport(layout, self.caches, "127.0.0.1", secret, **options)
 
-    def push(self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]) -> None:
+    def push(
+        self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]
+    ) -> None:
         """Write blocks of all layers, and finish."""
         for layer in self.layout.layers:
             self.transport.push(transfer_id, peers, layer, local, remote, is_last=True)
@@ -89,7 +109,12 @@ class Rank:
         self.push(transfer_id, peers, [], [])
 
     def push_layer(
-        self, transfer_id: str, peers: list[dict[str, Any]], layer: int, local: list[int], remote: list[int]
+        self,
+        transfer_id: str,
+        peers: list[dict[str, Any]],
+        layer: int,
+        local: list[int],
+        remote: list[int],
     ) -> None:
         """The same for one layer, if this rank has it, and without an end."""
         if layer in self.layout.layers:
@@ -127,7 +152,9 @@ class Engine:
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
 
-    def open(self, kind: str, layouts: list[KVLayout], salt: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    def open(
+        self, kind: str, layouts: list[KVLayout], salt: int, options: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         """Make the ranks anew; returns their addresses."""
         self.close()
         self.ranks = [Rank(kind, layout, salt, **options) for layout in layouts]
@@ -222,11 +249,13 @@ def proxy(target: tuple[str, int], tamper: Callable[[int, bytes], bytes | None])
     """A port whose connections go on to `target`, with what comes back from there tampered with.
 
     Args:
-        tamper: gets the number of the first byte in the stream and some bytes, and returns what is passed on; None: the
-            connection is cut.
+        tamper: gets the number of the first byte in the stream and some bytes, and returns what is
+            passed on; None: the connection is cut.
     """
 
-    def pump(source: socket.socket, sink: socket.socket, change: Callable[[int, bytes], bytes | None]) -> None:
+    def pump(
+        source: socket.socket, sink: socket.socket, change: Callable[[int, bytes], bytes | None]
+    ) -> None:
         count = 0
         try:
             while data := source.recv(1 << 16):

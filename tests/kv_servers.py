@@ -49,7 +49,9 @@ class KVServer:
             process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
         self.processes.append(process)
         wait_until(
-            lambda: process.poll() is not None or all(map(listens, self.ports)), 60, f"{self.command[0]} answers"
+            lambda: process.poll() is not None or all(map(listens, self.ports)),
+            60,
+            f"{self.command[0]} answers",
         )
         assert process.poll() is None, self.log.read_text(errors="replace")
 
@@ -78,8 +80,25 @@ def redis_server(folder: pathlib.Path, megabytes: int = 64) -> Iterator[KVServer
         pytest.skip("no redis-server: `make servers` installs it, as root")
     pytest.importorskip("redis", reason="no Redis client: pip install 'nanovllm[redis]'")
     port = free_port()
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
-    command += ["--dir", str(folder), "--maxmemory", f"{megabytes}mb", "--maxmemory-policy", "allkeys-lru"]
+    command = [
+        program,
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
+    command += [
+        "--dir",
+        str(folder),
+        "--maxmemory",
+        f"{megabytes}mb",
+        "--maxmemory-policy",
+        "allkeys-lru",
+    ]
     with _running(KVServer(command, [port], folder / "redis.log")) as server:
         yield server
 
@@ -90,18 +109,26 @@ def mooncake_master(folder: pathlib.Path) -> Iterator[KVServer]:
     try:
         import mooncake.store
     except ImportError as error:
-        pytest.skip(f"no Mooncake ({error}): pip install 'nanovllm[mooncake]', and `make servers`, as root")
+        pytest.skip(
+            f"no Mooncake ({error}): pip install 'nanovllm[mooncake]', and `make servers`, as root"
+        )
     program = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
     rpc, metrics = free_port(), free_port()
     # It listens on all interfaces unless it is told not to.
-    command = [str(program), "--rpc_address=127.0.0.1", f"--rpc_port={rpc}", "--metrics_host=127.0.0.1"]
+    command = [
+        str(program),
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={rpc}",
+        "--metrics_host=127.0.0.1",
+    ]
     command += [f"--metrics_port={metrics}", "--default_kv_lease_ttl=500", f"--log_dir={folder}"]
     with _running(KVServer(command, [rpc, metrics], folder / "mooncake.log")) as server:
         yield server
 
 
 def on_own_loopback(module: str, story: str, *arguments: str) -> None:
-    """Run a function of a test module on a machine that has nothing but a loopback: a network namespace.
+    """Run a function of a test module on a machine that has nothing but a loopback: a network
+    namespace.
 
     For programs that listen on all interfaces whatever they are told. A skip inside is a skip here.
     """
@@ -111,9 +138,24 @@ def on_own_loopback(module: str, story: str, *arguments: str) -> None:
         "except pytest.skip.Exception as skip: print(skip.msg); sys.exit(77)"
     )
     space = ["unshare", "--map-root-user", "--net", "--kill-child", "--pid", "--fork"]
-    inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-c", program, *arguments]
-    if shutil.which("unshare") is None or subprocess.run([*space, "true"], capture_output=True).returncode:
-        pytest.skip("no network of one's own (a container needs CAP_SYS_ADMIN or user namespaces, and `unshare`)")
+    inside = [
+        "sh",
+        "-c",
+        'ip link set lo up && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        program,
+        *arguments,
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*space, "true"], capture_output=True).returncode
+    ):
+        pytest.skip(
+            "no network of one's own (a container needs CAP_SYS_ADMIN or user namespaces, and "
+            "`unshare`)"
+        )
     root = pathlib.Path(__file__).parent.parent
     done = subprocess.run([*space, *inside], cwd=root, capture_output=True, text=True, timeout=300)
     if done.returncode == 77:

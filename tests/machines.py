@@ -1,4 +1,5 @@
-"""Two machines that are none: network namespaces of this one, joined by a cable of their own. Needs root."""
+"""Two machines that are none: network namespaces of this one, joined by a cable of their own. Needs
+root."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ class Machines:
 
     def __enter__(self) -> Machines:
         if os.geteuid() != 0 or shutil.which("ip") is None:
-            pytest.skip("two machines cannot be simulated: that needs root and the command `ip` (package iproute2)")
+            pytest.skip(
+                "two machines cannot be simulated: that needs root and the command `ip` (package "
+                "iproute2)"
+            )
         try:
             self._connect()
         except subprocess.CalledProcessError as error:
             self.__exit__(None, None, None)
             pytest.skip(
-                f"two machines cannot be simulated: {error} (a container needs CAP_NET_ADMIN and CAP_SYS_ADMIN)"
+                f"two machines cannot be simulated: {error} (a container needs CAP_NET_ADMIN and "
+                "CAP_SYS_ADMIN)"
             )
         return self
 
@@ -43,7 +48,10 @@ class Machines:
                 _ip("-n", name, "link", "set", device, "up")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

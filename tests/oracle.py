@@ -1,4 +1,5 @@
-"""The outside oracle: `transformers` in float32, and tiny random checkpoints of every supported architecture."""
+"""The outside oracle: `transformers` in float32, and tiny random checkpoints of every supported
+architecture."""
 
 from __future__ import annotations
 
@@ -72,30 +73,49 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "linear-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
+    "linear-rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 12}),
     "qwen2": ("Qwen2Config", {}),
-    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "deepseek-v2-dense": ("DeepseekV2Config", LATENT),
-    "deepseek-v2-dense-yarn": ("DeepseekV2Config", LATENT | {"q_lora_rank": 24, "rope_parameters": YARN}),
+    "deepseek-v2-dense-yarn": (
+        "DeepseekV2Config",
+        LATENT | {"q_lora_rank": 24, "rope_parameters": YARN},
+    ),
     "deepseek-v3-dense": ("DeepseekV3Config", LATENT | {"attention_bias": True}),
     "deepseek-v3-dense-yarn": (
         "DeepseekV3Config",
-        LATENT | {"q_lora_rank": 24, "rope_interleave": False, "rope_parameters": YARN | {"mscale": 1.0}},
+        LATENT
+        | {"q_lora_rank": 24, "rope_interleave": False, "rope_parameters": YARN | {"mscale": 1.0}},
     ),
-    "deepseek-v2": ("DeepseekV2Config", LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 0.8}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 0.8},
+    ),
     "deepseek-v2-groups": (
         "DeepseekV2Config",
-        LATENT | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
+        LATENT
+        | {
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": YARN,
+        },
     ),
     "deepseek-v3": (
         "DeepseekV3Config",
         LATENT | {"first_k_dense_replace": 1, "q_lora_rank": 24, "n_shared_experts": 1},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    # The second layer has an ordinary MLP, and weights of the chosen experts are not made to sum to 1.
+    # The second layer has an ordinary MLP, and weights of the chosen experts are not made to sum to
+    # 1.
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {
@@ -118,7 +138,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
-    # The first and the third layer have windows. The caps are below what scores and logits reach here.
+    # The first and the third layer have windows. The caps are below what scores and logits reach
+    # here.
     "gemma2": (
         "Gemma2Config",
         {
@@ -133,19 +154,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(folder: pathlib.Path, variant: str = "llama", shards: int = 1, seed: int = 0) -> pathlib.Path:
+def make_checkpoint(
+    folder: pathlib.Path, variant: str = "llama", shards: int = 1, seed: int = 0
+) -> pathlib.Path:
     """Save a tiny random checkpoint, with a byte-level tokenizer, and return its folder.
 
-    Random weights of the usual size give nearly the same token for ever; larger ones make the text depend on all
-    of the prompt, so that an error anywhere changes the output.
-    """
+    Random weights of the usual size give nearly the same token for ever; larger ones make the text
+    depend on all of the prompt, so that an error anywhere changes the output."""
     import transformers
 
     config_class, changes = VARIANTS[variant]
     config = getattr(transformers, config_class)(**(TINY | changes))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Gemma multiplies embeddings with sqrt(hidden_size). With large ones, its tied head would repeat the last token.
+    # Gemma multiplies embeddings with sqrt(hidden_size). With large ones, its tied head would
+    # repeat the last token.
     embedding_deviation = config.hidden_size**-0.5 if config.model_type == "gemma2" else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -166,7 +189,13 @@ def make_checkpoint(folder: pathlib.Path, variant: str = "llama", shards: int = 
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "</s>"})
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "chat_template": template,
+                "eos_token": "</s>",
+            }
+        )
     )
     return folder
 
@@ -196,14 +225,18 @@ def reference_model(folder: str) -> Any:
     ).eval()
 
 
-def reference_tokens(folder: str, prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+def reference_tokens(
+    folder: str, prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()
+) -> list[int]:
     """Greedy continuation by transformers: `count` tokens, or fewer if one of `stop_ids` comes."""
     return list(_reference_tokens(folder, tuple(prompt), count, stop_ids))
 
 
 @functools.cache
 @torch.inference_mode()
-def _reference_tokens(folder: str, prompt: tuple[int, ...], count: int, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+def _reference_tokens(
+    folder: str, prompt: tuple[int, ...], count: int, stop_ids: tuple[int, ...]
+) -> tuple[int, ...]:
     out = reference_model(folder).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -219,12 +252,15 @@ def _reference_tokens(folder: str, prompt: tuple[int, ...], count: int, stop_ids
 def greedy_choices(
     folder: str, prompts: list[list[int]], continuations: list[list[int]], count: int
 ) -> list[list[int]]:
-    """What transformers would choose in the place of each of `count` tokens of the prompts' continuations, given all before
-    it. If these are the tokens themselves, a continuation is its greedy one, by induction; and a single pass has shown it."""
+    """What transformers would choose in the place of each of `count` tokens of the prompts'
+    continuations, given all before it. If these are the tokens themselves, a continuation is its
+    greedy one, by induction; and a single pass has shown it."""
     choices = []
     for prompt, tokens in zip(prompts, continuations, strict=True):
         assert len(tokens) == count
-        logits = reference_model(folder)(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=count).logits[0]
+        logits = reference_model(folder)(
+            torch.tensor([prompt + tokens[:-1]]), logits_to_keep=count
+        ).logits[0]
         choices.append(logits.argmax(dim=-1).tolist())
     return choices
 

@@ -1,7 +1,8 @@
-"""Processes that tests start: forked from one server process that has imported torch and the engine.
+"""Processes that tests start: forked from one server process that has imported torch and the
+engine.
 
-A new interpreter takes two seconds of a core to import them, and most tests of ranks need less than that.
-"""
+A new interpreter takes two seconds of a core to import them, and most tests of ranks need less than
+that."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ CONTEXT.set_forkserver_preload([*PRELOADED, *PRELOADED_BY_TESTS])
 class ForkedProgram:
     """What `subprocess.Popen` makes of `python -c CODE FD`, forked from the server."""
 
-    def __init__(self, command: list[str], env: dict[str, str], pass_fds: list[int], **_: Any) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], pass_fds: list[int], **_: Any
+    ) -> None:
         (descriptor,) = pass_fds
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             self._process = CONTEXT.Process(target=_run, args=(command[2], connection, env))
@@ -53,7 +56,9 @@ class ForkedProgram:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended, and the server is about to say so
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has just ended, and the server is about to say so
                 os.kill(self._process.pid or 0, number)
 
     def kill(self) -> None:
@@ -66,7 +71,8 @@ class ForkedProgram:
 
 
 class StartedOrForked(subprocess.Popen[Any]):
-    """In the place of `subprocess.Popen`: programs of Python that get one descriptor are forked, all others started."""
+    """In the place of `subprocess.Popen`: programs of Python that get one descriptor are forked,
+    all others started."""
 
     def __new__(cls, command: Any, *_: Any, **options: Any) -> Any:
         is_ours = len(command) == 4 and command[0] == sys.executable and command[1] == "-c"

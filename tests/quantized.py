@@ -1,4 +1,5 @@
-"""Quantized checkpoints by a packer of their own: numpy, from the descriptions of the formats, without the engine's code."""
+"""Quantized checkpoints by a packer of their own: numpy, from the descriptions of the formats,
+without the engine's code."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def words(numbers: Array, bits: int) -> Tensor:
 
 
 def grid(weight: Array, bits: int, group: int, asymmetric: bool) -> tuple[Array, Array, Array]:
-    """(unsigned numbers [N, K], scales [N, G] float32, unsigned zero points [N, G]), rounded to nearest."""
+    """(unsigned numbers [N, K], scales [N, G] float32, unsigned zero points [N, G]), rounded to
+    nearest."""
     grouped = weight.reshape(len(weight), -1, group).astype(np.float64)
     top = 2**bits - 1
     if asymmetric:
@@ -57,30 +59,51 @@ def gptq(numbers: Array, scales: Array, zeros: Array, bits: int, version: int) -
 
 def awq(numbers: Array, scales: Array, zeros: Array) -> dict[str, Tensor]:
     def in_order(rows: Array) -> Tensor:
-        return words(rows.reshape(len(rows), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(rows.shape), 4)
+        return words(
+            rows.reshape(len(rows), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(rows.shape), 4
+        )
 
     return {"qweight": in_order(numbers.T), "qzeros": in_order(zeros.T), "scales": floats(scales.T)}
 
 
-def packed(numbers: Array, scales: Array, zeros: Array, bits: int, asymmetric: bool) -> dict[str, Tensor]:
+def packed(
+    numbers: Array, scales: Array, zeros: Array, bits: int, asymmetric: bool
+) -> dict[str, Tensor]:
     tensors = {
         "weight_packed": words(numbers, bits),
         "weight_scale": floats(scales),
         "weight_shape": torch.tensor(numbers.shape),
     }
-    return tensors | ({"weight_zero_point": words(zeros.T, bits).T.contiguous()} if asymmetric else {})
+    return tensors | (
+        {"weight_zero_point": words(zeros.T, bits).T.contiguous()} if asymmetric else {}
+    )
 
 
 def int_quantized(numbers: Array, scales: Array, zeros: Array) -> dict[str, Tensor]:
-    return {"weight": floats((numbers - zeros[:, :1]).astype(np.int8)), "weight_scale": floats(scales)}
+    return {
+        "weight": floats((numbers - zeros[:, :1]).astype(np.int8)),
+        "weight_scale": floats(scales),
+    }
 
 
-def compressed_tensors(form: str, bits: int, group: int, asymmetric: bool, quantizes_inputs: bool) -> dict[str, Any]:
+def compressed_tensors(
+    form: str, bits: int, group: int, asymmetric: bool, quantizes_inputs: bool
+) -> dict[str, Any]:
     """A `quantization_config` as compressed-tensors writes it; a group of 0 is a whole row."""
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    weights = {"num_bits": bits, "type": "int", "symmetric": not asymmetric, "dynamic": False, **strategy}
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": not asymmetric,
+        "dynamic": False,
+        **strategy,
+    }
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    entry = {"targets": ["Linear"], "weights": weights, "input_activations": inputs if quantizes_inputs else None}
+    entry = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs if quantizes_inputs else None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -94,12 +117,36 @@ def compressed_tensors(form: str, bits: int, group: int, asymmetric: bool, quant
 Store = Callable[[Array, Array, Array], dict[str, Tensor]]
 FORMATS: dict[str, tuple[int, int, bool, Store, dict[str, Any]]] = {}
 for bits, group, version in ((4, 16, 1), (4, 16, 2), (8, 16, 1), (8, 0, 2)):
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": True, "desc_act": False}
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group or -1,
+        "sym": True,
+        "desc_act": False,
+    }
     store: Any = lambda q, s, z, bits=bits, version=version: gptq(q, s, z, bits, version)  # noqa: E731
     # The label says version 1 whatever the file is.
-    FORMATS[f"gptq {bits} bits, groups of {group}, version {version}"] = bits, group, False, store, settings
-FORMATS["awq"] = 4, 16, True, awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}
-for bits, group, asymmetric in ((4, 16, False), (4, 16, True), (4, 0, False), (4, 0, True), (8, 16, False)):
+    FORMATS[f"gptq {bits} bits, groups of {group}, version {version}"] = (
+        bits,
+        group,
+        False,
+        store,
+        settings,
+    )
+FORMATS["awq"] = (
+    4,
+    16,
+    True,
+    awq,
+    {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"},
+)
+for bits, group, asymmetric in (
+    (4, 16, False),
+    (4, 16, True),
+    (4, 0, False),
+    (4, 0, True),
+    (8, 16, False),
+):
     store = lambda q, s, z, bits=bits, asymmetric=asymmetric: packed(q, s, z, bits, asymmetric)  # noqa: E731
     name = f"{'a' if asymmetric else ''}symmetric {bits} bits, groups of {group}"
     settings = compressed_tensors("pack-quantized", bits, group, asymmetric, False)
@@ -108,11 +155,23 @@ for inputs in (False, True):
     settings = compressed_tensors("int-quantized", 8, 0, False, inputs)
     FORMATS["w8a8" if inputs else "w8a16"] = 8, 0, False, int_quantized, settings
 # As compressed-tensors stores W4A8, 4-bit weights in bytes, and as it may be told to, in words.
-FORMATS["w4a8"] = 4, 16, False, int_quantized, compressed_tensors("int-quantized", 4, 16, False, True)
+FORMATS["w4a8"] = (
+    4,
+    16,
+    False,
+    int_quantized,
+    compressed_tensors("int-quantized", 4, 16, False, True),
+)
 for asymmetric in (False, True):
     store = lambda q, s, z, asymmetric=asymmetric: packed(q, s, z, 4, asymmetric)  # noqa: E731
     settings = compressed_tensors("pack-quantized", 4, 16, asymmetric, True)
-    FORMATS["w4a8 in words, asymmetric" if asymmetric else "w4a8 in words"] = 4, 16, asymmetric, store, settings
+    FORMATS["w4a8 in words, asymmetric" if asymmetric else "w4a8 in words"] = (
+        4,
+        16,
+        asymmetric,
+        store,
+        settings,
+    )
 
 
 def is_quantized(name: str) -> bool:
@@ -121,7 +180,9 @@ def is_quantized(name: str) -> bool:
     return name.endswith(".weight") and not any(word in name for word in others)
 
 
-def quantize_checkpoint(source: pathlib.Path, folder: pathlib.Path, kind: str) -> tuple[pathlib.Path, pathlib.Path]:
+def quantize_checkpoint(
+    source: pathlib.Path, folder: pathlib.Path, kind: str
+) -> tuple[pathlib.Path, pathlib.Path]:
     """(quantized checkpoint, the same with dequantized weights in float32)."""
     bits, group, asymmetric, store, settings = FORMATS[kind]
     quantized, plain = folder / "quantized", folder / "plain"
@@ -133,7 +194,10 @@ def quantize_checkpoint(source: pathlib.Path, folder: pathlib.Path, kind: str) -
             small[name] = large[name] = tensor
             continue
         numbers, scales, zeros = grid(tensor.numpy(), bits, group or tensor.shape[1], asymmetric)
-        small |= {f"{name.removesuffix('weight')}{end}": t for end, t in store(numbers, scales, zeros).items()}
+        small |= {
+            f"{name.removesuffix('weight')}{end}": t
+            for end, t in store(numbers, scales, zeros).items()
+        }
         each = numbers.reshape(*scales.shape, -1) - zeros[..., None]
         large[name] = floats((each * scales[..., None]).astype(np.float32).reshape(tensor.shape))
     small |= {
@@ -142,5 +206,7 @@ def quantize_checkpoint(source: pathlib.Path, folder: pathlib.Path, kind: str) -
     save_file(small, quantized / "model.safetensors", {"format": "pt"})
     save_file(large, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": settings}), encoding="utf-8")
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": settings}), encoding="utf-8"
+    )
     return quantized, plain

@@ -1,10 +1,11 @@
-"""Ranks that go wrong: `RANK` runs in the place of `RemoteExecutor.program`, and does the same but for what RANK_FAULT says.
+"""Ranks that go wrong: `RANK` runs in the place of `RemoteExecutor.program`, and does the same but
+for what RANK_FAULT says.
 
-"1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in its fifth step, "1 launch
-hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a fifth step that takes long, "1 launch skip" a fifth step
-that rank 1 leaves out, "1 launch barrier" one in which it calls a collective that the others do not, "1 wave skip" an engine in
-lock-step that starts no wave.
-"""
+"1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in
+its fifth step, "1 launch hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a
+fifth step that takes long, "1 launch skip" a fifth step that rank 1 leaves out, "1 launch barrier"
+one in which it calls a collective that the others do not, "1 wave skip" an engine in lock-step that
+starts no wave."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Fault:
             life_signs.SILENCE_SECONDS = 1.0
 
     def strike(self, place: str) -> bool:
-        """Go wrong, if this is the place and the time. True if what was to be done must be left out."""
+        """Go wrong, if this is the place and the time. True if what was to be done must be left
+        out."""
         if not self.is_here or place != self.place:
             return False
         if place == "launch":
@@ -86,16 +88,24 @@ def install() -> None:
 
 
 def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:
-    """Variables with which a server's ranks are faulty. Python looks for a module of this name when it starts."""
+    """Variables with which a server's ranks are faulty. Python looks for a module of this name when
+    it starts."""
     folder.joinpath("sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'nanovllm.executor.worker' in ' '.join(sys.orig_argv) or 'RANK' in os.environ:\n"  # torchrun sets the latter
-        "    from tests.rank_faults import install\n"
-        "    install()\n"
+        # torchrun sets the latter
+        "if 'nanovllm.executor.worker' in ' '.join(sys.orig_argv) or 'RANK' in os.environ:\n "
+        "   from tests.rank_faults import install\n "
+        "   install()\n"
     )
     return {"PYTHONPATH": f"{folder}:{ROOT}", "RANK_FAULT": fault}
 
 
 # What runs as a rank, and as one of several engines.
-RANK = "from tests.rank_faults import install; install(); from nanovllm.executor.worker import main; main()"
-DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.engine.client import main; main()"
+RANK = (
+    "from tests.rank_faults import install; install(); from nanovllm.executor.worker import main; "
+    "main()"
+)
+DATA_RANK = (
+    "from tests.rank_faults import install; install(); from nanovllm.engine.client import main; "
+    "main()"
+)

@@ -34,7 +34,8 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0, what: str = 
 
 
 def wait_for_shared_memory_to_go() -> None:
-    """See that no shared memory is left that no process uses any more: what others use belongs to tests that still run."""
+    """See that no shared memory is left that no process uses any more: what others use belongs to
+    tests that still run."""
 
     def left_over() -> set[pathlib.Path]:
         there, used = set(pathlib.Path("/dev/shm").glob("nanovllm*")), set[str]()
@@ -72,11 +73,23 @@ class ServerProcess:
     package: pathlib.Path | None = None
 
     def __init__(
-        self, model: pathlib.Path, folder: pathlib.Path, *options: str, package: pathlib.Path | None = None
+        self,
+        model: pathlib.Path,
+        folder: pathlib.Path,
+        *options: str,
+        package: pathlib.Path | None = None,
     ) -> None:
         self.package = package
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0"]
-        command += ["--served-model-name", "tiny", "--attention-backend", "torch", "--dtype", "float32", *options]
+        command += [
+            "--served-model-name",
+            "tiny",
+            "--attention-backend",
+            "torch",
+            "--dtype",
+            "float32",
+            *options,
+        ]
         self._launch(command, folder)
 
     def _launch(self, command: list[str], folder: pathlib.Path) -> None:
@@ -96,7 +109,11 @@ class ServerProcess:
         self.client = httpx.Client(timeout=60)
 
     def __enter__(self) -> Self:
-        wait_until(lambda: self._url() or self.process.poll() is not None, START_SECONDS, "the server is ready")
+        wait_until(
+            lambda: self._url() or self.process.poll() is not None,
+            START_SECONDS,
+            "the server is ready",
+        )
         assert self.process.poll() is None, self.text
         url = self._url()
         assert url is not None
@@ -107,7 +124,10 @@ class ServerProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.client.close()
         if self.process.poll() is None:
@@ -125,7 +145,9 @@ class ServerProcess:
 
     def _engine_process(self) -> psutil.Process:
         found = forking.children(psutil.Process(self.process.pid))
-        (engine,) = [child for child in found if "nanovllm.engine.client" in " ".join(child.cmdline())]
+        (engine,) = [
+            child for child in found if "nanovllm.engine.client" in " ".join(child.cmdline())
+        ]
         return engine
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -134,7 +156,11 @@ class ServerProcess:
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST an object as JSON, or `content=` as it is."""
-        return self.client.post(path, json=body, **options) if body is not None else self.client.post(path, **options)
+        return (
+            self.client.post(path, json=body, **options)
+            if body is not None
+            else self.client.post(path, **options)
+        )
 
     def complete(self, **body: Any) -> dict[str, Any]:
         """The answer of /v1/completions."""
@@ -152,14 +178,16 @@ class ServerProcess:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self, url: str = "") -> dict[str, float]:
-        """All metrics, over all engines: sums, and of the pools' usage the highest. Labels other than the model's name and the
-        engine are part of the key. With a URL, another server's."""
+        """All metrics, over all engines: sums, and of the pools' usage the highest. Labels other
+        than the model's name and the engine are part of the key. With a URL, another server's."""
         found: dict[str, float] = {}
         for line in self.get(f"{url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, number = line.rsplit(" ", 1)
                 key = re.sub(
-                    r'(model_name="tiny"|engine="\d+"),?', "", name.removeprefix("nanovllm:").removeprefix("vllm:")
+                    r'(model_name="tiny"|engine="\d+"),?',
+                    "",
+                    name.removeprefix("nanovllm:").removeprefix("vllm:"),
                 )
                 key, value = key.replace("{}", "").replace(",}", "}"), float(number)
                 before = found.get(key, 0.0)
@@ -169,7 +197,12 @@ class ServerProcess:
     def is_idle(self, url: str = "") -> bool:
         """Whether no request is in the engine and every block is free."""
         metrics = self.metrics(url)
-        names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
+        names = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "num_requests_swapped",
+            "kv_cache_usage_perc",
+        )
         return all(metrics[name] == 0 for name in names)
 
     def stop(self, number: int = signal.SIGTERM) -> int:

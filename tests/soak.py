@@ -19,7 +19,9 @@ short_and_nightly = pytest.mark.parametrize(
     [
         pytest.param(0.0, id="short"),
         pytest.param(
-            NIGHTLY_MINUTES, id="nightly", marks=[pytest.mark.nightly, pytest.mark.timeout(NIGHTLY_MINUTES * 60 + 1800)]
+            NIGHTLY_MINUTES,
+            id="nightly",
+            marks=[pytest.mark.nightly, pytest.mark.timeout(NIGHTLY_MINUTES * 60 + 1800)],
         ),
     ],
 )
@@ -50,16 +52,21 @@ class MemorySamples:
         self.rows.append([num_requests, *memory])
 
     def slopes(self) -> dict[str, float]:
-        """MB per 1,000 requests of each process: lines fitted over the second half, when caches are full."""
+        """MB per 1,000 requests of each process: lines fitted over the second half, when caches are
+        full."""
         half = np.array(self.rows[len(self.rows) // 2 :])
         lines = np.polyfit(half[:, 0] / 1000, half[:, 1:], 1)
         return dict(zip(self.processes, lines[0].tolist(), strict=True))
 
     def check(self, bound: float) -> None:
-        """Print the samples and the lines; fail if one rises by more than `bound` MB per 1,000 requests."""
+        """Print the samples and the lines; fail if one rises by more than `bound` MB per 1,000
+        requests."""
         slopes = self.slopes()
         text = "\n".join(
-            [*self._table(), *(f"{name}: {slope:+.2f} MB per 1,000 requests" for name, slope in slopes.items())]
+            [
+                *self._table(),
+                *(f"{name}: {slope:+.2f} MB per 1,000 requests" for name, slope in slopes.items()),
+            ]
         )
         print(text)
         assert max(slopes.values()) < bound, text

@@ -1,5 +1,6 @@
-"""All stages of a pipeline in this process, one after another in each step, with queues in place of the lines between
-them. Results are still fetched as late as in a real one, so scheduler and engine see no difference."""
+"""All stages of a pipeline in this process, one after another in each step, with queues in place of
+the lines between them. Results are still fetched as late as in a real one, so scheduler and engine
+see no difference."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class StagedExecutor(Executor):
 
     on_gpu = False
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+    ) -> None:
         self.stages = config.pipeline_parallel_size
         self.wires: list[deque[Tensor]] = [deque() for _ in range(self.stages)]
         self.runners: list[ModelRunner] = []

@@ -36,8 +36,8 @@ def resolve(name: str) -> str | None:
 
 @functools.cache
 def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
-    """What a file imports from the package, anywhere in it: under TYPE_CHECKING, in functions, and by a string that names a
-    module (for which the second value is True)."""
+    """What a file imports from the package, anywhere in it: under TYPE_CHECKING, in functions, and
+    by a string that names a module (for which the second value is True)."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names, by_string = [], False
@@ -49,7 +49,10 @@ def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names, by_string = re.findall(r"^nanovllm(?:\.\w+)+(?=$|:\w+$)", node.value), True
         for name in names:
-            if name.startswith("nanovllm.") and (module := resolve(name.removeprefix("nanovllm."))) is not None:
+            if (
+                name.startswith("nanovllm.")
+                and (module := resolve(name.removeprefix("nanovllm."))) is not None
+            ):
                 found.append((module, by_string))
     return found
 

@@ -31,7 +31,12 @@ def test_sets_are_few() -> None:
 
 @pytest.mark.parametrize("pairs", [None, [("size", "dtype")], []], ids=str)
 def test_cases_have_every_pair_of_values(pairs: list[tuple[str, str]] | None) -> None:
-    values = {"size": [1, 2, 3, 4, 5], "dtype": ["a", "b", "c"], "window": [None, 7], "shape": [[1], [2], [3]]}
+    values = {
+        "size": [1, 2, 3, 4, 5],
+        "dtype": ["a", "b", "c"],
+        "window": [None, 7],
+        "shape": [[1], [2], [3]],
+    }
     cases = covering_cases(values, pairs)
     assert len(cases) < {None: 22, "[]": 8}.get(pairs if pairs is None else str(pairs), 18)  # of 90
     for name, choices in values.items():
@@ -44,12 +49,20 @@ def test_cases_have_every_pair_of_values(pairs: list[tuple[str, str]] | None) ->
 def test_by_day_each_case_meets_the_last_values_in_turn() -> None:
     sizes, letters, kinds = (1, 2, 3), [("a", "A"), ("b", "B")], ["x", "y", "z"]
     cases = in_turn(sizes, letters, kinds)
-    assert [case.values for case in cases] == [(s, *letter, k) for s in sizes for letter in letters for k in kinds]
+    assert [case.values for case in cases] == [
+        (s, *letter, k) for s in sizes for letter in letters for k in kinds
+    ]
     day = [case.values for case in cases if not case.marks]
     assert [case[:3] for case in day] == [(s, *letter) for s in sizes for letter in letters]
     assert {(case[0], case[3]) for case in day} > {(1, "x"), (1, "z"), (2, "z"), (2, "y")}
-    assert {(case[1], case[3]) for case in day} == {(letter, kind) for letter in "ab" for kind in kinds}
-    assert all([mark.name for mark in case.marks] == ["nightly"] for case in cases if case.values not in day)
+    assert {(case[1], case[3]) for case in day} == {
+        (letter, kind) for letter in "ab" for kind in kinds
+    }
+    assert all(
+        [mark.name for mark in case.marks] == ["nightly"]
+        for case in cases
+        if case.values not in day
+    )
 
 
 def test_half_of_all_combinations_have_every_pair_of_values() -> None:
@@ -59,4 +72,6 @@ def test_half_of_all_combinations_have_every_pair_of_values() -> None:
     by_day = [case.values for case in cases if not case.marks]
     assert len(by_day) == 12
     for a, b in itertools.combinations(range(3), 2):
-        assert {(case[a], case[b]) for case in by_day} == set(itertools.product(values[a], values[b]))
+        assert {(case[a], case[b]) for case in by_day} == set(
+            itertools.product(values[a], values[b])
+        )

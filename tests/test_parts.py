@@ -1,4 +1,5 @@
-"""Parts peel off: a copy of the package without a part generates the tokens of `transformers`, serves, and says what it lacks."""
+"""Parts peel off: a copy of the package without a part generates the tokens of `transformers`,
+serves, and says what it lacks."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ for wanted in wishes:
             print(error, file=sys.stderr)
     print(json.dumps(said.getvalue()))
 """
-# Per part, what a user may ask for in vain: options of LLM (or a checkpoint's variant), a kind of structured output, or arguments
-# of the command line.
+# Per part, what a user may ask for in vain: options of LLM (or a checkpoint's variant), a kind of
+# structured output, or arguments of the command line.
 WANTED: dict[str, list[object]] = {
     "KV on the move": [{"kv_offloading_size": 0.1}, ["router", "--prefill", "http://127.0.0.1:1"]],
     "many processes": [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}],
@@ -66,15 +67,21 @@ WANTED: dict[str, list[object]] = {
         ["train-eagle", "--out", "new"],
     ],
     "structured output": [("regex", "a+")],
-    "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],
+    "traces": [
+        {"trace": True},
+        {"trace": "run.jsonl"},
+        ["trace", "run.jsonl"],
+        ["replay", "run.jsonl"],
+    ],
     "chat in the terminal": [["chat"]],
     "workshop": [["bench", "throughput"], ["kernels"]],
 }
 
 
 def sets_of_parts() -> list[list[str]]:
-    """Six sets of the parts. Each part is in two of them, and no two parts in the same two: so whatever part needs another, some copy
-    has the one without the other. What the core needs of a part is missing where all of them are."""
+    """Six sets of the parts. Each part is in two of them, and no two parts in the same two: so
+    whatever part needs another, some copy has the one without the other. What the core needs of a
+    part is missing where all of them are."""
     places = list(zip(PARTS, itertools.combinations(range(6), 2), strict=False))
     assert len(places) == len(PARTS)
     return [[part for part, where in places if number in where] for number in range(6)]
@@ -85,8 +92,11 @@ ONE_BY_ONE = [pytest.param([part], marks=pytest.mark.nightly) for part in PARTS]
 
 
 def copy_without(parts: list[str], folder: pathlib.Path) -> dict[str, str]:
-    """Copy the package into a folder without some parts; the environment in which that copy is the package."""
-    copy = shutil.copytree(PACKAGE, folder / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
+    """Copy the package into a folder without some parts; the environment in which that copy is the
+    package."""
+    copy = shutil.copytree(
+        PACKAGE, folder / "nanovllm", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for part in parts:
         for file in files_of(part, copy):
             file.unlink()
@@ -94,7 +104,9 @@ def copy_without(parts: list[str], folder: pathlib.Path) -> dict[str, str]:
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
     if "Triton" in parts:  # nor is the library there
-        (folder / "triton.py").write_text("raise ModuleNotFoundError('no Triton here', name='triton')\n")
+        (folder / "triton.py").write_text(
+            "raise ModuleNotFoundError('no Triton here', name='triton')\n"
+        )
     return environment_of(folder)
 
 
@@ -102,7 +114,8 @@ def environment_of(folder: pathlib.Path) -> dict[str, str]:
     """The environment in which the package in this folder is the only one."""
     # An editable install would find in this tree what is missing in the copy.
     (folder / "sitecustomize.py").write_text(
-        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, "
+        "'__module__', '')]\n"
     )
     return os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
@@ -110,41 +123,60 @@ def environment_of(folder: pathlib.Path) -> dict[str, str]:
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     folder = environment["PYTHONPATH"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [*sets_of_parts(), list(PARTS), *ONE_BY_ONE], ids=", ".join)
-def test_the_rest_works_without(parts: list[str], tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_rest_works_without(
+    parts: list[str], tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     (tmp_path / "copy").mkdir()
     environment = copy_without(parts, tmp_path / "copy")
     expected = [reference_tokens(str(tiny_model), prompt, COUNT) for prompt in PROMPTS]
     wanted = [as_asked(each, tiny_model, tmp_path) for part in parts for each in WANTED[part]]
     with ServerProcess(tiny_model, tmp_path, package=tmp_path / "copy") as server:
-        done = run(environment, "-c", SCRIPT, str(tiny_model), *map(json.dumps, (PROMPTS, COUNT, wanted)))
+        done = run(
+            environment, "-c", SCRIPT, str(tiny_model), *map(json.dumps, (PROMPTS, COUNT, wanted))
+        )
         assert done.returncode == 0, done.stderr
         tokens, *told = [json.loads(line) for line in done.stdout.splitlines()]
         assert tokens == expected
         if "traces" in parts:
             for path in ("/", "/trace"):
                 missing = server.client.get(server.url + path)
-                assert missing.status_code == 501 and "this copy of nanovllm does not have" in missing.text
+                assert (
+                    missing.status_code == 501
+                    and "this copy of nanovllm does not have" in missing.text
+                )
         if "structured output" in parts:
             tools = [{"type": "function", "function": {"name": "f"}}]
             missing = server.post(
-                "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "x"}], "tools": tools},
             )
-            assert missing.status_code == 400 and "this copy of nanovllm does not have" in missing.text
+            assert (
+                missing.status_code == 400 and "this copy of nanovllm does not have" in missing.text
+            )
         assert server.metrics()
         answer = server.complete(prompt=PROMPTS, max_tokens=COUNT, ignore_eos=True)
     decode = AutoTokenizer.from_pretrained(tiny_model).decode
-    assert [choice["text"] for choice in answer["choices"]] == [decode(t, skip_special_tokens=True) for t in expected]
+    assert [choice["text"] for choice in answer["choices"]] == [
+        decode(t, skip_special_tokens=True) for t in expected
+    ]
     assert len(told) == len(wanted)
     for what, answer in zip(wanted, told, strict=True):
-        assert "this copy of nanovllm does not have" in answer.strip().splitlines()[-1], (what, answer)
+        assert "this copy of nanovllm does not have" in answer.strip().splitlines()[-1], (
+            what,
+            answer,
+        )
 
 
-def as_asked(wanted: object, model: pathlib.Path, folder: pathlib.Path) -> list[str] | dict[str, object]:
+def as_asked(
+    wanted: object, model: pathlib.Path, folder: pathlib.Path
+) -> list[str] | dict[str, object]:
     """What a user asks for: arguments of the command line, or of `LLM`."""
     match wanted:
         case list():

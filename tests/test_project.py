@@ -46,20 +46,26 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
         if requirement.name == PROJECT["name"]:
             continue
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
-    # PyPI's torch for Linux asks for exactly one version of Triton; the build for CPUs asks for none, so only this test notices.
+    # PyPI's torch for Linux asks for exactly one version of Triton; the build for CPUs asks for
+    # none, so only this test notices.
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
 
 
 def extras_of(name: str) -> set[str]:
     """An extra, and those that it asks for by the project's own name."""
     requirements = [Requirement(text) for text in PROJECT["optional-dependencies"][name]]
-    asked = {extra for each in requirements if each.name == PROJECT["name"] for extra in each.extras}
+    asked = {
+        extra for each in requirements if each.name == PROJECT["name"] for extra in each.extras
+    }
     return {name}.union(*map(extras_of, asked))
 
 
 def distributions(extras: Iterable[str]) -> set[str]:
     """The distributions that the project and these extras ask for by name."""
-    lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    lists = [
+        PROJECT["dependencies"],
+        *(PROJECT["optional-dependencies"][extra] for extra in extras),
+    ]
     return {canonical(Requirement(text).name) for texts in lists for text in texts}
 
 
@@ -82,7 +88,8 @@ def cells_of(lecture: pathlib.Path) -> Iterator[str]:
             yield "\n".join("pass" if line[:1] in ("%", "!") else line for line in lines)
 
 
-# What each part of the project may import beside the engine's dependencies: extras, and programs with environments of their own.
+# What each part of the project may import beside the engine's dependencies: extras, and programs
+# with environments of their own.
 OPTIONAL = ["mooncake", "nixl", "ray", "redis", "sentencepiece"]
 PEERS = {"llama_cpp", "vllm"}
 
@@ -91,7 +98,11 @@ PEERS = {"llama_cpp", "vllm"}
     ("files", "extras", "others"),
     [
         (["nanovllm/*.py", "nanovllm/[!l]*/**/*.py", "nanovllm/la[!b]*/**/*.py"], OPTIONAL, set()),
-        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course"], PEERS | {"pytest"}),  # pytest: the tests of `make gpu`
+        (
+            ["nanovllm/lab/**/*.py"],
+            [*OPTIONAL, "course"],
+            PEERS | {"pytest"},
+        ),  # pytest: the tests of `make gpu`
         (["notebooks/*.ipynb", "notebooks/[!c]*.py"], ["course"], set()),
     ],
     ids=["engine", "lab", "lectures"],
@@ -101,13 +112,17 @@ def test_every_import_is_declared(files: list[str], extras: list[str], others: s
     paths = [path for pattern in files for path in ROOT.glob(pattern)]
     assert len(paths) > 20
     texts = [
-        text for path in paths for text in (cells_of(path) if path.suffix == ".ipynb" else [path.read_text("utf-8")])
+        text
+        for path in paths
+        for text in (cells_of(path) if path.suffix == ".ipynb" else [path.read_text("utf-8")])
     ]
     own = {"nanovllm", *(path.stem for path in (ROOT / "notebooks").glob("*.py"))}
     foreign = set().union(*map(imported, texts)) - set(sys.stdlib_module_names) - own - others
     provided_by = importlib.metadata.packages_distributions()
     declared = distributions(extras)
-    assert {name for name in foreign if not {canonical(each) for each in provided_by[name]} & declared} == set()
+    assert {
+        name for name in foreign if not {canonical(each) for each in provided_by[name]} & declared
+    } == set()
 
 
 def test_environment_yml_agrees_with_pyproject() -> None:
@@ -118,22 +133,33 @@ def test_environment_yml_agrees_with_pyproject() -> None:
     options = dict(text.split(" ", 1) for text in pip["pip"])
     assert (ROOT / options["-c"]).exists()
     where, extras = re.fullmatch(r"(.*)\[(.*)\]", options["-e"]).groups()
-    assert where == "." and set().union(*map(extras_of, extras.split(","))) == set(PROJECT["optional-dependencies"])
+    assert where == "." and set().union(*map(extras_of, extras.split(","))) == set(
+        PROJECT["optional-dependencies"]
+    )
 
 
 @pytest.mark.started
 def test_the_scheduler_knows_no_tensor() -> None:
-    code = "import sys, nanovllm.scheduler.scheduler, nanovllm.trace.trace, nanovllm.text.processor; print('torch' in sys.modules)"
+    code = (
+        "import sys, nanovllm.scheduler.scheduler, nanovllm.trace.trace, nanovllm.text.processor; "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-READMES = sorted(path for pattern in ("*.md", "[!.]*/*.md", "nanovllm/*/*.md") for path in ROOT.glob(pattern))
+READMES = sorted(
+    path for pattern in ("*.md", "[!.]*/*.md", "nanovllm/*/*.md") for path in ROOT.glob(pattern)
+)
 
 
 def headings_of(page: pathlib.Path) -> set[str]:
     """The headings of a page, as links name them."""
     lines = page.read_text(encoding="utf-8").splitlines()
-    return {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in lines if line[:1] == "#"}
+    return {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+        for line in lines
+        if line[:1] == "#"
+    }
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -168,10 +194,19 @@ WITH_COMMANDS = [
 def commands_of(readme: str) -> list[list[str]]:
     """The commands in a README's indented blocks and in its inline code, as words."""
     text = (ROOT / readme).read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = re.findall(r"^ {4}(\S.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    lines += [code for code in re.findall(r"`([^`\n]+)`", text) if re.match(r"(make|nanovllm|python|pip) \S", code)]
+    lines = re.findall(
+        r"^ {4}(\S.*)$",
+        re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL),
+        re.MULTILINE,
+    )
+    lines += [
+        code
+        for code in re.findall(r"`([^`\n]+)`", text)
+        if re.match(r"(make|nanovllm|python|pip) \S", code)
+    ]
     lines = [re.sub(r" {2,}# .*", "", line) for line in lines]
-    # A quotation mark may be closed on a later line, as in a long body of a request: such a command is not checked.
+    # A quotation mark may be closed on a later line, as in a long body of a request: such a command
+    # is not checked.
     return [shlex.split(line) for line in lines if line.count("'") % 2 == 0]
 
 
@@ -197,7 +232,9 @@ def test_commands_in_readmes_are_there(readme: str) -> None:
         elif program == "pip" and "-e" in arguments:
             options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
             extras = re.fullmatch(r"\.\[(.*)\]", options["-e"])[1].split(",")  # type: ignore[index]
-            assert (ROOT / options["-c"]).exists() and set(extras) <= set(PROJECT["optional-dependencies"])
+            assert (ROOT / options["-c"]).exists() and set(extras) <= set(
+                PROJECT["optional-dependencies"]
+            )
         elif program == "curl":
             assert arguments[0] == "http://127.0.0.1:8000/v1/chat/completions"
         else:
@@ -210,7 +247,9 @@ def test_readme_asks_what_the_server_suggests() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         message = ready_message(listener, "smollm2-135m", [])
         port = listener.getsockname()[1]
-    printed = shlex.split(message[message.index("  curl ") :].replace(f":{port}/", ":8000/").replace("\\\n", ""))
+    printed = shlex.split(
+        message[message.index("  curl ") :].replace(f":{port}/", ":8000/").replace("\\\n", "")
+    )
     assert readme == printed, "README.md and nanovllm/server/access.py print the same curl command"
 
 
@@ -224,7 +263,8 @@ def test_no_phrase_occurs_more_often_than_stored() -> None:
 
 
 def ratios(path: pathlib.Path) -> dict[str, list[float]]:
-    """The ratios in a page's tables, by the engine that nanovllm is compared with. A cell may list its pairs behind a ratio."""
+    """The ratios in a page's tables, by the engine that nanovllm is compared with. A cell may list
+    its pairs behind a ratio."""
     found: dict[str, list[float]] = {"vLLM": [], "llama.cpp": []}
     header: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -236,7 +276,9 @@ def ratios(path: pathlib.Path) -> dict[str, list[float]]:
         for title, cell in zip(header, cells, strict=False):
             is_ratio = re.match(r"(ratio|to) ?", title) and re.match(r"\d+\.\d+", cell)
             if is_ratio:
-                found["llama.cpp" if "llama.cpp" in title else "vLLM"].append(float(cell.split()[0]))
+                found["llama.cpp" if "llama.cpp" in title else "vLLM"].append(
+                    float(cell.split()[0])
+                )
     return found
 
 
@@ -244,5 +286,7 @@ def ratios(path: pathlib.Path) -> dict[str, list[float]]:
 def test_readme_shows_the_weakest_ratio(engine: str) -> None:
     shown, measured = (ratios(ROOT / name)[engine] for name in ("README.md", "figures/cpu.md"))
     assert len(shown) >= 6 and len(measured) >= 20
-    assert set(shown) <= {*measured, *(float(f"{ratio:.3g}") for ratio in measured)}, "measured, and not rounded up"
+    assert set(shown) <= {*measured, *(float(f"{ratio:.3g}") for ratio in measured)}, (
+        "measured, and not rounded up"
+    )
     assert min(shown) == min(measured)

@@ -1,4 +1,5 @@
-"""How a run of the tests ends: with a verdict when a test hangs or its worker dies, and with no process left when it is killed."""
+"""How a run of the tests ends: with a verdict when a test hangs or its worker dies, and with no
+process left when it is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.started
 
 # A program that runs the command in its arguments as a shell does for `command &`.
 IGNORING = (
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "os.execv(sys.executable, sys.argv[1:])"
 )
 
 
@@ -48,9 +50,13 @@ def test_after_it():
 """
 
 
-def test_a_test_that_hangs_fails_with_all_stacks_and_the_next_one_runs(tmp_path: pathlib.Path) -> None:
+def test_a_test_that_hangs_fails_with_all_stacks_and_the_next_one_runs(
+    tmp_path: pathlib.Path,
+) -> None:
     ended = run(command_of(tmp_path, HANGS, "-o", "timeout=3"))
-    assert ended.returncode == 1 and "1 failed, 1 passed" in ended.stdout, ended.stdout + ended.stderr
+    assert ended.returncode == 1 and "1 failed, 1 passed" in ended.stdout, (
+        ended.stdout + ended.stderr
+    )
     assert "Timeout (>3.0s)" in ended.stdout and "in waits_too" in ended.stdout
 
 
@@ -113,12 +119,18 @@ def test_starts_processes(server):
 """
 
 
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
+def test_nothing_is_left_of_a_run_that_is_killed(
+    tmp_path: pathlib.Path, tiny_model: pathlib.Path
+) -> None:
     pids = tmp_path / "pids"
     command = command_of(tmp_path, STARTS.format(model=str(tiny_model)), "-n", "1")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as pytest_run:
         try:
-            wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), 200, "the test has started")
+            wait_until(
+                lambda: pids.exists() and pids.read_text().endswith("\n"),
+                200,
+                "the test has started",
+            )
             processes = [psutil.Process(pid) for pid in json.loads(pids.read_text())]
         finally:
             pytest_run.kill()

@@ -1,8 +1,9 @@
-"""Attention backends over a KV cache in 8 bits (`--kv-cache-dtype`), with a scale for each key and value of a token and head.
+"""Attention backends over a KV cache in 8 bits (`--kv-cache-dtype`), with a scale for each key and
+value of a token and head.
 
-New keys and values are quantized as they are written, and attention reads all of them from the cache, those of its own chunk too. So a
-token's value is the same in one chunk or several, after a prefix-cache hit, a preemption or a KV transfer.
-"""
+New keys and values are quantized as they are written, and attention reads all of them from the
+cache, those of its own chunk too. So a token's value is the same in one chunk or several, after a
+prefix-cache hit, a preemption or a KV transfer."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class QuantizedBackend(TorchBackend):
-    """Writes, then attends, with the operators of a module, in a cache of the dtype `kv_dtype` whose rows have `scale_bytes` more."""
+    """Writes, then attends, with the operators of a module, in a cache of the dtype `kv_dtype`
+    whose rows have `scale_bytes` more."""
 
     scale_bytes = quantized_cache.SCALE_BYTES
 
     def __init__(self, backend: AttentionBackend, kv_dtype: torch.dtype) -> None:
-        self.name, self.kv_dtype, self.operators = f"{backend.name}, quantized", kv_dtype, quantized_cache
+        self.name = f"{backend.name}, quantized"
+        self.kv_dtype = kv_dtype
+        self.operators = quantized_cache
         if backend.name == "cpu":
             with contextlib.suppress(MissingPartError):
                 load("nanovllm.ops.native:is_available", "compiled operators")
@@ -39,15 +43,20 @@ def create(backend: Any, config: EngineConfig, latent: bool) -> AttentionBackend
     """The backend that computes what `backend` does over a cache in 8 bits.
 
     Args:
-        config: its `kv_cache_dtype` is "int8" or "fp8" (e4m3), perhaps with what vLLM appends to it.
+        config: its `kv_cache_dtype` is "int8" or "fp8" (e4m3), perhaps with what vLLM appends to
+            it.
         latent: whether the model has latent attention.
 
     Raises:
         ValueError: the model has latent attention.
     """
     if latent:
-        raise ValueError("latent attention has no quantized KV cache: do not set kv_cache_dtype for this model")
+        raise ValueError(
+            "latent attention has no quantized KV cache: do not set kv_cache_dtype for this model"
+        )
     kv_dtype = FORMATS[config.kv_cache_dtype.partition("_")[0]]
     if backend.name == "triton":
-        return load("nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton")(backend, kv_dtype)
+        return load("nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton")(
+            backend, kv_dtype
+        )
     return QuantizedBackend(backend, kv_dtype)

@@ -1,4 +1,5 @@
-"""The backends whose operators are functions of one module: in plain torch, and compiled for the CPU.
+"""The backends whose operators are functions of one module: in plain torch, and compiled for the
+CPU.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """
@@ -21,19 +22,27 @@ class TorchBackend:
     operators: ModuleType = reference
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata,
-        scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
-    ) -> Tensor:  # fmt: skip
-        """First every token is written, then every token reads. So a sequence may share a page that another sequence
-        fills in this very step."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int = 0,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        """First every token is written, then every token reads. So a sequence may share a page that
+        another sequence fills in this very step."""
         self.operators.write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
         batch = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
         return self.operators.paged_attention(q, kv_cache, *batch, scale, sliding_window, soft_cap)
 
 
 class CpuBackend(TorchBackend):
-    """Reads the pages in place with compiled loops: it gathers nothing, and a decode step reads every cached key and value once.
-    Without a C++ compiler, the operators fall back to plain torch."""
+    """Reads the pages in place with compiled loops: it gathers nothing, and a decode step reads
+    every cached key and value once. Without a C++ compiler, the operators fall back to plain torch.
+    """
 
     name = "cpu"
     operators = ops

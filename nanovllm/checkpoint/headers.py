@@ -7,18 +7,24 @@ from torch import nn
 from nanovllm.checkpoint.files import ModelFileError
 
 
-def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device | str, num_rotary_numbers: int) -> None:
-    """Check that the host has memory for a model that is on the meta device. (A GPU reports an error itself.)
+def check_memory(
+    model: nn.Module, dtype: torch.dtype, device: torch.device | str, num_rotary_numbers: int
+) -> None:
+    """Check that the host has memory for a model that is on the meta device. (A GPU reports an
+    error itself.)
 
     Raises:
         ModelFileError: it does not; the message names both sizes.
     """
     needed = 4 * num_rotary_numbers
     if torch.device(device).type == "cpu":
-        needed += sum(p.numel() * getattr(p, "kept_dtype", dtype).itemsize for p in model.parameters())
+        needed += sum(
+            p.numel() * getattr(p, "kept_dtype", dtype).itemsize for p in model.parameters()
+        )
     there = psutil.virtual_memory().total
     if needed > there:
         raise ModelFileError(
-            f"config.json: the model needs {needed / 2**30:.1f} GiB, and this machine has {there / 2**30:.1f} GiB: "
-            f"use a smaller model, --dtype or --max-model-len, or divide it (--tensor-parallel-size)"
+            f"config.json: the model needs {needed / 2**30:.1f} GiB, and this machine has "
+            f"{there / 2**30:.1f} GiB: use a smaller model, --dtype or --max-model-len, or divide "
+            "it (--tensor-parallel-size)"
         )

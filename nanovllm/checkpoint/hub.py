@@ -1,4 +1,5 @@
-"""Finds or fetches a model: a name, a folder or a hub id becomes a local folder in Hugging Face format."""
+"""Finds or fetches a model: a name, a folder or a hub id becomes a local folder in Hugging Face
+format."""
 
 import os
 import threading
@@ -7,8 +8,8 @@ from pathlib import Path
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.parts import load
 
-# Weights that the loader cannot read: Mistral's own layout, and fine-tuned adapters; and folders with other formats. Only
-# templates are read from a folder: additional_chat_templates.
+# Weights that the loader cannot read: Mistral's own layout, and fine-tuned adapters; and folders
+# with other formats. Only templates are read from a folder: additional_chat_templates.
 _IGNORED_FILES = [
     "*/*.safetensors",
     "*/*.json",
@@ -29,16 +30,20 @@ def nanovllm_home() -> Path:
     return Path(os.environ.get("NANOVLLM_HOME") or "~/.cache/nanovllm").expanduser()
 
 
-def resolve_model(name: str, revision: str | None = None, stop: threading.Event | None = None) -> Path:
+def resolve_model(
+    name: str, revision: str | None = None, stop: threading.Event | None = None
+) -> Path:
     """The local folder of a model in Hugging Face format, fetched first if necessary.
 
     Args:
-        name: `smollm2-135m` (the course model), a local folder, or a Hugging Face hub id ("org/model").
+        name: `smollm2-135m` (the course model), a local folder, or a Hugging Face hub id
+            ("org/model").
         revision: branch, tag or commit of a hub id; ignored for the other two.
         stop: ends the conversion of the course model soon after it is set, in another thread.
 
     Raises:
-        ModelNotFoundError: there is no such model, it is not in Hugging Face format, or it cannot be fetched.
+        ModelNotFoundError: there is no such model, it is not in Hugging Face format, or it cannot
+            be fetched.
     """
     if name == COURSE_MODEL:
         feature = f"{COURSE_MODEL}, which is shipped as a GGUF file,"
@@ -49,7 +54,8 @@ def resolve_model(name: str, revision: str | None = None, stop: threading.Event 
     if folder.is_file():
         gguf = ", as safetensors: GGUF files are not read" if folder.suffix == ".gguf" else ""
         raise ModelNotFoundError(
-            f"model {name!r} is a file; give the folder that holds config.json and the weights{gguf}"
+            f"model {name!r} is a file; give the folder that holds config.json and the "
+            f"weights{gguf}"
         )
     if name.startswith(("~", ".")) or folder.is_absolute() or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no folder {name!r}; check the path to the model")
@@ -62,12 +68,18 @@ def _download_from_hub(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_FILES)
-    except (HFValidationError, OSError) as error:  # no such model or revision, no access, no network, a full disk
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_FILES
+        )
+    except (
+        HFValidationError,
+        OSError,
+    ) as error:  # no such model or revision, no access, no network, a full disk
         raise ModelNotFoundError(
             f"the model {name!r} could not be downloaded: {str(error).rstrip('.')}; check the name "
-            f"(https://huggingface.co/models), the network and HF_HUB_OFFLINE, or use {COURSE_MODEL!r} or a local folder. A model "
-            "with restricted access needs its licence to be accepted there, and `hf auth login`"
+            "(https://huggingface.co/models), the network and HF_HUB_OFFLINE, or use "
+            f"{COURSE_MODEL!r} or a local folder. A model with restricted access needs its "
+            "licence to be accepted there, and `hf auth login`"
         ) from error
     return _checked_folder(Path(folder))
 
@@ -76,5 +88,10 @@ def _checked_folder(folder: Path) -> Path:
     """Return `folder` if it is in Hugging Face format, else raise ModelNotFoundError."""
     if (folder / "config.json").is_file():
         return folder
-    hint = "*.safetensors and the tokenizer's files, as save_pretrained writes them; GGUF files are not supported"
-    raise ModelNotFoundError(f"the folder '{folder}' has no config.json; it should contain this file, {hint}")
+    hint = (
+        "*.safetensors and the tokenizer's files, as save_pretrained writes them; GGUF files are "
+        "not supported"
+    )
+    raise ModelNotFoundError(
+        f"the folder '{folder}' has no config.json; it should contain this file, {hint}"
+    )

@@ -1,8 +1,7 @@
 """Runs pip: its report goes into a file, and on a terminal a bar shows what pip downloads.
 
-`make` runs this module before the package's requirements are installed, so it imports rich and the standard library only:
-`python -m nanovllm.checkpoint.pip_run REPORT install ...`.
-"""
+`make` runs this module before the package's requirements are installed, so it imports rich and the
+standard library only: `python -m nanovllm.checkpoint.pip_run REPORT install ...`."""
 
 import re
 import sys
@@ -13,7 +12,10 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-_STAGE = re.compile(r"\s*(Collecting|Downloading|Building wheel for|Installing(?= collected)) ([^\s(-]+(?:-[^\s(-]+)?)")
+_STAGE = re.compile(
+    r"\s*(Collecting|Downloading|Building wheel for|Installing(?= collected))"
+    r" ([^\s(-]+(?:-[^\s(-]+)?)"
+)
 _TAIL_LINES = 25
 
 
@@ -22,17 +24,29 @@ def run_pip(pip: Sequence[str], arguments: Sequence[str], report: Path) -> None:
 
     Args:
         pip: the words that start pip.
-        arguments: with `--progress-bar raw`, which pip has had since 24.1, a terminal shows a bar for each download.
+        arguments: with `--progress-bar raw`, which pip has had since 24.1, a terminal shows a bar
+            for each download.
 
     Raises:
-        OSError: pip cannot be started, or it has failed and the end of its report is on standard error.
+        OSError: pip cannot be started, or it has failed and the end of its report is on standard
+            error.
     """
-    command, lines = [*pip, *arguments, "--no-input"], []
-    columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.fields[size]}"), TimeElapsedColumn()
+    command = [*pip, *arguments, "--no-input"]
+    lines = []
+    columns = (
+        TextColumn("  {task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[size]}"),
+        TimeElapsedColumn(),
+    )
     with (
         report.open("a", encoding="utf-8") as file,
-        Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars,
-        Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace") as process,
+        Progress(
+            *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        ) as bars,
+        Popen(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
+        ) as process,
     ):
         assert process.stdout is not None
         bar = bars.add_task("pip starts", total=None, size="")
@@ -55,6 +69,8 @@ def run_pip(pip: Sequence[str], arguments: Sequence[str], report: Path) -> None:
 if __name__ == "__main__":
     _report, *_arguments = sys.argv[1:]
     try:
-        run_pip([sys.executable, "-m", "pip"], [*_arguments, "--progress-bar", "raw"], Path(_report))
+        run_pip(
+            [sys.executable, "-m", "pip"], [*_arguments, "--progress-bar", "raw"], Path(_report)
+        )
     except ChildProcessError as error:
         sys.exit(f"{error}; its full report is {_report}")

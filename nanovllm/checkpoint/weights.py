@@ -1,9 +1,9 @@
-"""Chooses the files of a checkpoint that contain its weights, and gives their tensors standard names.
+"""Chooses the files of a checkpoint that contain its weights, and gives their tensors standard
+names.
 
-The same model can be stored in several ways: in one file or in shards, with different prefixes of the tensors' names, with all
-experts of a layer in one tensor, with one matrix for embedding and output head or with two. Each is read as `transformers` reads
-it.
-"""
+The same model can be stored in several ways: in one file or in shards, with different prefixes of
+the tensors' names, with all experts of a layer in one tensor, with one matrix for embedding and
+output head or with two. Each is read as `transformers` reads it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ from nanovllm.data.disk import full_disk, is_full
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
-# Start of the names of safetensors files without a model's weights → reason, for the error message if there is no other file.
+# Start of the names of safetensors files without a model's weights → reason, for the error message
+# if there is no other file.
 _OTHER_FILES = {
-    "adapter_": "is a LoRA adapter: merge it into its base model with peft's merge_and_unload(), and save the result",
-    "consolidated": "is in Mistral's own format: download the checkpoint in the format of transformers",
+    "adapter_": (
+        "is a LoRA adapter: merge it into its base model with peft's merge_and_unload(), and save "
+        "the result"
+    ),
+    "consolidated": (
+        "is in Mistral's own format: download the checkpoint in the format of transformers"
+    ),
     "optimizer": "contains the state of an optimizer: copy the model's weights into this folder",
     "scheduler": "contains the state of a scheduler: copy the model's weights into this folder",
     "training_": "contains the state of a training run: copy the model's weights into this folder",
@@ -35,7 +41,8 @@ _OTHER_FILES = {
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Prefix of the text model in a vision-language model; and the start of names in a base model, which was saved without its head.
+# Prefix of the text model in a vision-language model; and the start of names in a base model, which
+# was saved without its head.
 _TEXT_PART = re.compile(r"^(model\.)?language_model\.")
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.")
 # Rows per comparison.
@@ -47,11 +54,13 @@ class CheckpointError(ValueError):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that contain a model's weights: `model.safetensors`; if it is missing, the shards that the
-    index lists; if both are missing, the only file or the only set of shards.
+    """Return the safetensors files that contain a model's weights: `model.safetensors`; if it is
+    missing, the shards that the index lists; if both are missing, the only file or the only set of
+    shards.
 
     Raises:
-        ModelFileError: there are no weights, a shard is missing, the index is damaged, or the choice is ambiguous.
+        ModelFileError: there are no weights, a shard is missing, the index is damaged, or the
+            choice is ambiguous.
     """
     if (folder / WHOLE_FILE).is_file():
         return [folder / WHOLE_FILE]
@@ -66,8 +75,9 @@ def weight_files(folder: Path) -> list[Path]:
     sets = {(shard["stem"], shard["count"]) if shard else None for shard in shards}
     if len(weights) > 1 and (len(sets) > 1 or None in sets):
         raise ModelFileError(
-            f"{folder} has neither {WHOLE_FILE} nor {INDEX_FILE}, and the choice between its {len(weights)} files "
-            f"({', '.join(weights[:5])}) is ambiguous: name the model's weights {WHOLE_FILE}"
+            f"{folder} has neither {WHOLE_FILE} nor {INDEX_FILE}, and the choice between its "
+            f"{len(weights)} files ({', '.join(weights[:5])}) is ambiguous: name the model's "
+            f"weights {WHOLE_FILE}"
         )
     if shards[0]:
         weights = _names_of_set(shards[0])
@@ -76,13 +86,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _names_of_set(shard: re.Match[str]) -> list[str]:
     """Return the names of all shards of a set."""
-    count, width = int(shard["count"]), len(shard["number"])
-    return [f"{shard['stem']}-{i + 1:0{width}}-of-{shard['count']}.safetensors" for i in range(count)]
+    count = int(shard["count"])
+    width = len(shard["number"])
+    return [
+        f"{shard['stem']}-{i + 1:0{width}}-of-{shard['count']}.safetensors" for i in range(count)
+    ]
 
 
 def _existing(listed_by: Path, files: list[Path]) -> list[Path]:
     if missing := [file.name for file in files if not file.exists()]:
-        raise ModelFileError(f"{listed_by}: the folder lacks {', '.join(missing[:5])}; download the model again")
+        raise ModelFileError(
+            f"{listed_by}: the folder lacks {', '.join(missing[:5])}; download the model again"
+        )
     return files
 
 
@@ -95,14 +110,16 @@ def _without_weights(folder: Path, found: list[str]) -> str:
 
 
 def standard_name(name: str) -> str:
-    """Return the name that a tensor has in a checkpoint of a causal language model: `model.layers.0…`, `lm_head…`."""
+    """Return the name that a tensor has in a checkpoint of a causal language model:
+    `model.layers.0…`, `lm_head…`."""
     name = _TEXT_PART.sub("", name)
     return f"model.{name}" if name.startswith(_BASE_MODEL_PARTS) else name
 
 
 def standard_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor of a file under its standard name. A tensor with the matrices of all experts of a layer, as transformers 5
-    has them in memory, is yielded as one view per expert and matrix."""
+    """Yield a tensor of a file under its standard name. A tensor with the matrices of all experts
+    of a layer, as transformers 5 has them in memory, is yielded as one view per expert and matrix.
+    """
     name = standard_name(name)
     layer, found, matrices = name.partition(".experts.")
     if not found or tensor.ndim != 3 or matrices not in ("gate_up_proj", "down_proj"):
@@ -120,7 +137,9 @@ def standard_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def has_own_head(tensors: Iterable[tuple[str, Tensor]]) -> bool:
     """Return True if a checkpoint contains an output head that differs from its embedding."""
-    kept = {name: tensor for name, tensor in tensors if name == EMBEDDING or name.startswith("lm_head.")}
+    kept = {
+        name: tensor for name, tensor in tensors if name == EMBEDDING or name.startswith("lm_head.")
+    }
     embedding = kept.pop(EMBEDDING, None)
     if embedding is None or not kept:
         return False
@@ -136,8 +155,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def with_embedding(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint whose embedding and output head are one matrix. If it is stored only as the head, it is
-    also yielded as the embedding."""
+    """Yield the tensors of a checkpoint whose embedding and output head are one matrix. If it is
+    stored only as the head, it is also yielded as the embedding."""
     head: Tensor | None = None
     has_embedding = False
     for name, tensor in tensors:
@@ -168,11 +187,14 @@ def open_tensors(file: Path) -> Iterator[safe_open]:
         raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+def save_tensors(
+    tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file, which appears complete or not at all.
 
     Raises:
-        OSError: the file cannot be written, or the disk is full; names the file. (safetensors' own error is none.)
+        OSError: the file cannot be written, or the disk is full; names the file. (safetensors' own
+            error is none.)
     """
     try:
         save_file(tensors, file, metadata)

@@ -1,4 +1,5 @@
-"""`nanovllm chat`: talk with a model in the terminal, through an engine of this process or through a server."""
+"""`nanovllm chat`: talk with a model in the terminal, through an engine of this process or through
+a server."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ Message = dict[str, str]
 # Streams the answer to a chat, in pieces of text.
 Answer = Callable[[list[Message]], AsyncIterator[str]]
 URL = r"https?://(\[[^\s/]+\]|[^\s/:]+)(:\d{1,5})?(/\S*)?"
-COMMANDS = {"/help": "lists the commands", "/reset": "forgets the conversation", "/exit": "ends the chat"}
+COMMANDS = {
+    "/help": "lists the commands",
+    "/reset": "forgets the conversation",
+    "/exit": "ends the chat",
+}
 
 
 @dataclass
@@ -42,7 +47,8 @@ class ChatFlags(Flags):
         api_key: key for that server (with --url; default: NANOVLLM_API_KEY or VLLM_API_KEY)
         system_prompt: system message at the beginning of the chat
         chat_template: name of one of the model's chat templates (default: default)
-        temperature: sampling temperature; 0 always takes the most likely token (default: the model's)
+        temperature: sampling temperature; 0 always takes the most likely token (default: the
+            model's)
         max_tokens: maximum number of tokens per answer (default: up to the context length)
     """
 
@@ -70,15 +76,21 @@ def check_template(engine: AsyncEngine, name: str | None) -> None:
     known = engine.tokenizer.chat_templates
     if name is not None and name not in known:
         names = ", ".join(sorted(known)) or "none at all"
-        raise UsageError(f"--chat-template must name a template of the model, got {name!r}; it has {names}")
+        raise UsageError(
+            f"--chat-template must name a template of the model, got {name!r}; it has {names}"
+        )
 
 
-async def engine_answer(engine: AsyncEngine, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
+async def engine_answer(
+    engine: AsyncEngine, options: dict[str, Any], chat: list[Message]
+) -> AsyncIterator[str]:
     """Answer with an engine of this process."""
     fields = dict(options)
     template = fields.pop("chat_template", None)
     params = SamplingParams(**engine.limits.generation_defaults | {"max_tokens": None} | fields)
-    text = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, chat_template=template)
+    text = engine.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, chat_template=template
+    )
     prompt = {"prompt_token_ids": engine.tokenizer.encode(text, add_special_tokens=False)}
     async for output in engine.generate(prompt, params, f"chat-{len(chat)}"):
         yield output.outputs[0].text
@@ -91,7 +103,9 @@ def reaching(client: httpx.AsyncClient) -> Iterator[None]:
         yield
     except (httpx.HTTPError, ExceptionGroup) as error:  # a group: a port above 65535
         reason = str(error) or type(error).__name__
-        raise ServerError(f"the server at {client.base_url} cannot be reached: {reason}; check --url") from error
+        raise ServerError(
+            f"the server at {client.base_url} cannot be reached: {reason}; check --url"
+        ) from error
 
 
 async def choose_model(client: httpx.AsyncClient, options: dict[str, Any]) -> None:
@@ -100,7 +114,9 @@ async def choose_model(client: httpx.AsyncClient, options: dict[str, Any]) -> No
         options.setdefault("model", _checked(await client.get("/v1/models"))["data"][0]["id"])
 
 
-async def server_answer(client: httpx.AsyncClient, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
+async def server_answer(
+    client: httpx.AsyncClient, options: dict[str, Any], chat: list[Message]
+) -> AsyncIterator[str]:
     """Answer through a server that speaks OpenAI's API."""
     body = {"messages": chat, "stream": True, **options}
     with reaching(client):
@@ -135,14 +151,18 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: flags that make no sense, or have no effect.
     """
-    flags, config = ChatFlags.from_arguments(arguments), EngineConfig.from_arguments(arguments)
-    url, key, prompt = flags.url, flags.api_key, flags.system_prompt
+    flags = ChatFlags.from_arguments(arguments)
+    config = EngineConfig.from_arguments(arguments)
+    url = flags.url
+    key = flags.api_key
+    prompt = flags.system_prompt
     idle = [word.partition("=")[0] for word in config.words() if not word.startswith("--model=")]
     if url is None and key is not None:
         raise UsageError("--api-key has no effect without --url, which names the server it is for")
     if url is not None and idle:
         raise UsageError(
-            f"{idle[0]} has no effect with --url: it is a setting of the server's engine; do not set it here"
+            f"{idle[0]} has no effect with --url: it is a setting of the server's engine; do not "
+            "set it here"
         )
     if url is not None and not re.fullmatch(URL, url):
         raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
@@ -155,7 +175,8 @@ def run(arguments: argparse.Namespace) -> None:
             if config.model != EngineConfig.model:  # that is the default for an own engine
                 options["model"] = config.model
             headers = [("Authorization", f"Bearer {key}") for key in api_keys([key])[:1]]
-            base, timeout = url.rstrip("/").removesuffix("/v1"), httpx.Timeout(10, read=None)
+            base = url.rstrip("/").removesuffix("/v1")
+            timeout = httpx.Timeout(10, read=None)
             client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
             runner.run(choose_model(client, options))
             return converse(runner, partial(server_answer, client, options), start)
@@ -168,8 +189,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def converse(runner: asyncio.Runner, answer: Answer, start: list[Message]) -> None:
-    """Answer line after line, in the terminal, or through a pipe, where only the answers are printed."""
-    interactive, messages = sys.stdin.isatty(), list(start)
+    """Answer line after line, in the terminal, or through a pipe, where only the answers are
+    printed."""
+    interactive = sys.stdin.isatty()
+    messages = list(start)
     if interactive:
         importlib.import_module("readline")  # lines can be edited and recalled
         print("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.")
@@ -183,7 +206,10 @@ def converse(runner: asyncio.Runner, answer: Answer, start: list[Message]) -> No
             elif line == "/help":
                 print(*(f"{command:7} {what}" for command, what in COMMANDS.items()), sep="\n")
             elif interactive and re.fullmatch(r"/\w+", line):
-                raise ValueError(f"there is no command {line}{did_you_mean(line, COMMANDS) or '; /help lists them'}")
+                raise ValueError(
+                    "there is no command "
+                    f"{line}{did_you_mean(line, COMMANDS) or '; /help lists them'}"
+                )
             elif line:
                 reply(runner, answer, messages, line)
         except EOFError:

@@ -7,7 +7,12 @@ from nanovllm.data.config import COURSE_MODEL
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("model", nargs="?", default=COURSE_MODEL, help="course model or hub id (default: %(default)s)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=COURSE_MODEL,
+        help="course model or hub id (default: %(default)s)",
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
 
 

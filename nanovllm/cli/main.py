@@ -1,4 +1,5 @@
-"""The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes show at once."""
+"""The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes
+show at once."""
 
 import signal
 import sys
@@ -11,7 +12,8 @@ from nanovllm.data.flags import Parser, ServerError, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
 
-# For each command: what it does, and the module whose `add_arguments` declares its flags and whose `run` runs it.
+# For each command: what it does, and the module whose `add_arguments` declares its flags and whose
+# `run` runs it.
 COMMANDS = {
     "serve": ("serve a model through OpenAI's API", "nanovllm.cli.serve"),
     "router": (
@@ -20,17 +22,27 @@ COMMANDS = {
     ),
     "chat": ("chat with a model in the terminal", "nanovllm.cli.chat"),
     "trace": ("summarise a recorded trace, or convert it", "nanovllm.cli.trace"),
-    "replay": ("replay a recorded trace in the browser, for anyone who can reach the port", "nanovllm.cli.replay"),
+    "replay": (
+        "replay a recorded trace in the browser, for anyone who can reach the port",
+        "nanovllm.cli.replay",
+    ),
     "fetch": ("download a model", "nanovllm.cli.fetch"),
     "quantize": ("make a quantized checkpoint", "nanovllm.offline.command"),
-    "train-eagle": ("train a draft head for speculative decoding", "nanovllm.offline.eagle_command"),
+    "train-eagle": (
+        "train a draft head for speculative decoding",
+        "nanovllm.offline.eagle_command",
+    ),
     "bench": ("measure speed", "nanovllm.lab.bench"),
-    "kernels": ("compile the GPU kernels, and show their registers, shared memory and spills", "nanovllm.lab.kernels"),
+    "kernels": (
+        "compile the GPU kernels, and show their registers, shared memory and spills",
+        "nanovllm.lab.kernels",
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 2 for what the user can mend, 1 for an engine or a server that has failed."""
+    """Run a command line; returns the exit code: 2 for what the user can mend, 1 for an engine or a
+    server that has failed."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(prog="nanovllm", description="An LLM inference engine that you can read.")
     parser.add_argument("--version", action="version", version=nanovllm.__version__)
@@ -51,8 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A copy names the file that it reads first, and then the one that it writes.
         file = error.filename if error.filename2 is None else error.filename2
         where = f"{file}: " if file else ""
-        print(f"nanovllm {name}: error: {where}{error.strerror}: {REMEDIES[error.errno]}", file=sys.stderr)
+        print(
+            f"nanovllm {name}: error: {where}{error.strerror}: {REMEDIES[error.errno]}",
+            file=sys.stderr,
+        )
         return 1
-    except (EngineStartError, MissingPartError, ModelNotFoundError, UsageError, EngineDeadError, ServerError) as error:
+    except (
+        EngineStartError,
+        MissingPartError,
+        ModelNotFoundError,
+        UsageError,
+        EngineDeadError,
+        ServerError,
+    ) as error:
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

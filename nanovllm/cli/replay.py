@@ -1,4 +1,5 @@
-"""`nanovllm replay`: show a recorded trace in the browser. Needs no model, and does not import torch."""
+"""`nanovllm replay`: show a recorded trace in the browser. Needs no model, and does not import
+torch."""
 
 import argparse
 import asyncio
@@ -25,7 +26,9 @@ def run(arguments: argparse.Namespace) -> None:
     with mistakes(arguments.trace):
         settings, lines, records = read_trace(arguments.trace, arguments.partial)
         require_sizes(settings, arguments.trace)
-        steps = [record.step for record in records]  # every line is checked, but no record is kept in memory
+        steps = [
+            record.step for record in records
+        ]  # every line is checked, but no record is kept in memory
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer
 

@@ -1,4 +1,5 @@
-"""`nanovllm serve`: a server for one model; or, with --prefill N --decode M, several servers and a router."""
+"""`nanovllm serve`: a server for one model; or, with --prefill N --decode M, several servers and a
+router."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 LAST_ANSWER_SECONDS = 0.5
 FLEET = "nanovllm serve --prefill"
 LOG_INTERVAL = "VLLM_LOG_STATS_INTERVAL"
-# Of `max_step_ms`: while prompts are computed, each stream still gets some five tokens per second, about as fast as people read.
+# Of `max_step_ms`: while prompts are computed, each stream still gets some five tokens per second,
+# about as fast as people read.
 STEP_MS = 200
 
 
@@ -40,17 +42,20 @@ class ServeFlags(Flags):
     """Flags of this command alone.
 
     Attributes:
-        api_key: a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable
-            NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, invisible to ps. No key is needed
-            for /, /web/, /docs, /openapi.json, /health, /metrics and /version. With several keys, each gets an equal share of
-            the queue slots: --max-num-waiting divided by the number of keys
+        api_key: a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The
+            environment variable NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one
+            key) does the same, invisible to ps. No key is needed for /, /web/, /docs,
+            /openapi.json, /health, /metrics and /version. With several keys, each gets an equal
+            share of the queue slots: --max-num-waiting divided by the number of keys
         show_text: show the prompts and outputs of all requests to every reader of GET / and /trace
         strict: reject requests with unknown fields (default: ignore the fields and warn)
-        exit_with_stdin: exit when standard input is closed, for example when the parent process exits, and when the engine
-            dies (default: answer 503 until stopped)
+        exit_with_stdin: exit when standard input is closed, for example when the parent process
+            exits, and when the engine dies (default: answer 503 until stopped)
         demo: make the page send bursts of requests as soon as it is opened
-        metrics_prefix: prefix of the metric names at /metrics (vllm: the names that vLLM's routers and dashboards read)
-        prefill: number of prefill servers to start on this machine, with a router in front of all servers
+        metrics_prefix: prefix of the metric names at /metrics (vllm: the names that vLLM's routers
+            and dashboards read)
+        prefill: number of prefill servers to start on this machine, with a router in front of all
+            servers
         decode: number of decode servers to start
     """
 
@@ -78,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes. Under torchrun only rank 0 listens; the other ranks compute for it, and end with it."""
+    """Serve until a signal comes. Under torchrun only rank 0 listens; the other ranks compute for
+    it, and end with it."""
     from nanovllm.executor.base import is_follower
 
     ignored = vllm_flags.answer(arguments.vllm_flags)
@@ -98,9 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     if flags.show_text and not access.api_keys and not is_loopback(listener):
         host = listener.getsockname()[0]
-        warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
+        warning = (
+            f"--show-text without --api-key: all who can reach {host} can read all prompts and "
+            "answers"
+        )
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # until the server handles signals
     if config.model == COURSE_MODEL:
         # Before asyncio, which would wait for the import of the web framework in a thread, too.
         resolve_model(config.model, config.revision)
@@ -109,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def log_interval() -> float:
-    """Return the seconds between two lines of statistics in the log, which vLLM's environment variable sets.
+    """Return the seconds between two lines of statistics in the log, which vLLM's environment
+    variable sets.
 
     Raises:
         UsageError: it has no positive number.
@@ -122,7 +134,11 @@ def log_interval() -> float:
 
 
 async def _serve(
-    config: EngineConfig, listener: socket.socket, access: Access, flags: ServeFlags, log_seconds: float
+    config: EngineConfig,
+    listener: socket.socket,
+    access: Access,
+    flags: ServeFlags,
+    log_seconds: float,
 ) -> None:
     from nanovllm.engine.async_engine import AsyncEngine
     from nanovllm.text.chat_template import PROCESS
@@ -133,15 +149,16 @@ async def _serve(
     logging.getLogger("nanovllm").setLevel(logging.INFO)
     config.max_step_ms = STEP_MS if config.max_step_ms is None else config.max_step_ms
     print(f"Starting {config.model}", flush=True)
-    # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
-    # that renders templates starts.
+    # While the engine's process imports torch and loads the weights, this process imports the web
+    # framework, and the process that renders templates starts.
     server, _, engine = await asyncio.gather(
         asyncio.to_thread(importlib.import_module, "nanovllm.server.app"),
         asyncio.to_thread(PROCESS.start),
         AsyncEngine.start(config, flags.show_text),
     )
     if flags.exit_with_stdin:
-        # The process that has started this server starts another one in its place; this one would answer 503 for ever.
+        # The process that has started this server starts another one in its place; this one would
+        # answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
     options = flags.demo, flags.strict, flags.metrics_prefix, log_seconds
     await server.run_server(engine, listener, access, *options)

@@ -1,4 +1,5 @@
-"""`nanovllm trace`: sum up a recorded trace, or convert it. Needs no model, and does not import torch."""
+"""`nanovllm trace`: sum up a recorded trace, or convert it. Needs no model, and does not import
+torch."""
 
 import argparse
 import contextlib
@@ -15,14 +16,19 @@ from nanovllm.data.parts import load
 from nanovllm.trace.format import require_sizes
 from nanovllm.trace.trace import Trace
 
-# The keys of `nanovllm.lab.viz.film.VIEWS`, the default first; repeated here because that module needs matplotlib.
+# The keys of `nanovllm.lab.viz.film.VIEWS`, the default first; repeated here because that module
+# needs matplotlib.
 VIEWS = ("tables", "pool", "scheduler", "timeline", "attention", "batch")
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that name a trace."""
-    parser.add_argument("trace", type=pathlib.Path, help="a file that `nanovllm serve --trace FILE` wrote")
-    parser.add_argument("--partial", action="store_true", help="read the complete steps of a truncated file")
+    parser.add_argument(
+        "trace", type=pathlib.Path, help="a file that `nanovllm serve --trace FILE` wrote"
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="read the complete steps of a truncated file"
+    )
 
 
 @contextlib.contextmanager
@@ -45,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_file_arguments(parser)
     parser.add_argument(
-        "--perfetto", type=pathlib.Path, metavar="FILE", help="write a file for https://ui.perfetto.dev"
+        "--perfetto",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write a file for https://ui.perfetto.dev",
     )
     parser.add_argument("--gif", type=gif_file, metavar="FILE.gif", help="write an animation")
     views = f"view that the animation shows (default: {VIEWS[0]})"
@@ -62,7 +71,9 @@ def gif_file(text: str) -> pathlib.Path:
     """
     path = pathlib.Path(text)
     if path.suffix.lower() != ".gif":
-        raise argparse.ArgumentTypeError(f"must end in .gif, the only format of animations, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must end in .gif, the only format of animations, got {text!r}"
+        )
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     return path
@@ -77,7 +88,9 @@ def step_range(text: str) -> range:
     match = re.fullmatch(r"([0-9]*):([0-9]*)", text)
     steps = range(int(match[1] or 0), int(match[2] or sys.maxsize)) if match else range(0)
     if not steps:
-        raise argparse.ArgumentTypeError(f"must be two step numbers such as 10:20, 10: or :20, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be two step numbers such as 10:20, 10: or :20, got {text!r}"
+        )
     return steps
 
 
@@ -118,9 +131,13 @@ def animation(trace: Trace, view: str, steps: range | None) -> bytes:
     chosen = None if steps is None else [record.step for record in trace if record.step in steps]
     progress = partial(track, description="Filming", console=Console(stderr=True), transient=True)
     try:
-        return load("nanovllm.lab.viz.film:animate", "an animation")(trace, view, chosen, progress=progress)
+        return load("nanovllm.lab.viz.film:animate", "an animation")(
+            trace, view, chosen, progress=progress
+        )
     except ModuleNotFoundError as error:
-        raise UsageError(f"pictures need {error.name}: pip install 'nanovllm[course]' playwright") from error
+        raise UsageError(
+            f"pictures need {error.name}: pip install 'nanovllm[course]' playwright"
+        ) from error
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
@@ -137,26 +154,41 @@ def print_summary(trace: Trace, title: str) -> None:
 
 
 def summary(trace: Trace) -> dict[str, str]:
-    """A trace in numbers, each with its unit: steps, requests, tokens, speed, waiting times, memory."""
-    steps, unit = [record for record in trace if record.requests], trace.settings.get("time_unit", "s")
+    """A trace in numbers, each with its unit: steps, requests, tokens, speed, waiting times,
+    memory."""
+    steps = [record for record in trace if record.requests]
+    unit = trace.settings.get("time_unit", "s")
     begin = trace.steps[0].start if trace.steps else 0.0
     duration = max((record.start + record.duration for record in trace), default=0.0) - begin
     num_outputs, ttft, queried, hit = _count(trace)
-    held, pool = max(((r.num_blocks - r.num_free_blocks, r.num_blocks) for r in steps), default=(0, 0))
-    ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
+    held, pool = max(
+        ((r.num_blocks - r.num_free_blocks, r.num_blocks) for r in steps), default=(0, 0)
+    )
+    ends = {
+        request_id: reason for record in trace for request_id, reason in record.finished.items()
+    }
     speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
-    numbers = f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"  # as the page shows them
+    numbers = (
+        f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"
+    )  # as the page shows them
     drafts = [share for record in steps for share in record.requests if share.num_drafts]
-    num_drafts, accepted = sum(s.num_drafts for s in drafts), sum(s.num_accepted for s in drafts)
+    num_drafts = sum(s.num_drafts for s in drafts)
+    accepted = sum(s.num_accepted for s in drafts)
     length = f"{1 + accepted / max(1, len(drafts)):.2f} tokens per step"
     drafted = {"drafts accepted": f"{accepted:,} of {num_drafts:,} ({length})"} if drafts else {}
     ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}
-    times = {f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-" for p, i in ranks.items()}
+    times = {
+        f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-"
+        for p, i in ranks.items()
+    }
     return {
         "model": str(trace.settings.get("model", "?")),
         "steps": f"{numbers} ({len(steps):,} compute)",
         "requests": f"{len(num_outputs):,}",
-        "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())) or "none",
+        "ended": ", ".join(
+            f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())
+        )
+        or "none",
         "duration": f"{duration:,.3f} {unit}",
         "tokens computed": f"{sum(record.num_tokens for record in steps):,}",
         "tokens generated": f"{num_outputs.total():,}",
@@ -166,14 +198,15 @@ def summary(trace: Trace) -> dict[str, str]:
         "prompt tokens from the prefix cache": f"{hit:,} of {queried:,}"
         + (f" ({hit / queried:.0%})" if queried else ""),
         "preemptions": f"{sum(len(record.preempted) for record in trace):,}",
-        "KV blocks held at most": f"{held:,} of {pool:,}" + (f" ({held / pool:.0%})" if pool else ""),
+        "KV blocks held at most": f"{held:,} of {pool:,}"
+        + (f" ({held / pool:.0%})" if pool else ""),
     }
 
 
 def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:
-    """The tokens that each request has got; in ascending order, the time from each arrival in the trace to the first token; and the
-    tokens that were looked up in the prefix cache, and found, at every admission. Like the engine's counters, these include
-    admissions after a preemption."""
+    """The tokens that each request has got; in ascending order, the time from each arrival in the
+    trace to the first token; and the tokens that were looked up in the prefix cache, and found, at
+    every admission. Like the engine's counters, these include admissions after a preemption."""
     num_outputs: Counter[str] = Counter()
     arrivals: dict[str, float] = {}
     ttft: list[float] = []
@@ -184,7 +217,9 @@ def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:
         for share in record.requests:
             if share.request_id in record.admitted:
                 known = share.num_prompt_tokens + num_outputs[share.request_id]
-                queried += max(known, share.start + share.num_tokens)  # its beginning may not be in the trace
+                queried += max(
+                    known, share.start + share.num_tokens
+                )  # its beginning may not be in the trace
                 hit += record.admitted[share.request_id]
             if share.sampled and share.request_id in arrivals:
                 ttft.append(record.start + record.duration - arrivals.pop(share.request_id))

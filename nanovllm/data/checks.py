@@ -17,13 +17,20 @@ Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 # What msgspec expects, in words.
-WORDS = {"int": "an integer", "float": "a finite number", "bool": "True or False", "str": "a string", "null": "None"}
+WORDS = {
+    "int": "an integer",
+    "float": "a finite number",
+    "bool": "True or False",
+    "str": "a string",
+    "null": "None",
+}
 WORDS |= {"array": "a list", "object": "a dictionary", "|": "or"}
 WORDS |= {"<=": "of at most", ">=": "of at least", ">": "above"}
 
 
 def check_fields(settings: Any) -> None:
-    """Check a dataclass's values against its annotations, ranges included, and convert them: integers to floats, tuples to lists.
+    """Check a dataclass's values against its annotations, ranges included, and convert them:
+    integers to floats, tuples to lists.
 
     Raises:
         ValueError: a value of another type, or out of its range; the message names the field.
@@ -35,30 +42,41 @@ def check_fields(settings: Any) -> None:
         expected, place = re.fullmatch(r"(.*?) - at (.*)", str(error)).groups()  # type: ignore[union-attr]
         name = re.search(r"\$\.(\w+)", place)[1]  # type: ignore[index]
         hint = typing.get_type_hints(fields)[name]
-        allowed = next((h for h in (hint, *typing.get_args(hint)) if typing.get_origin(h) is Literal), None)
+        allowed = next(
+            (h for h in (hint, *typing.get_args(hint)) if typing.get_origin(h) is Literal), None
+        )
         if allowed is not None:
             expected = f"one of {', '.join(typing.get_args(allowed))}"
         else:
-            found = re.sub(r"Expected |, got .*|`|\.0\b", "", expected.replace("Number out of range", "float"))
-            expected = " ".join(WORDS.get(word, word) for word in found.replace("of length", "with a length").split())
+            found = re.sub(
+                r"Expected |, got .*|`|\.0\b", "", expected.replace("Number out of range", "float")
+            )
+            expected = " ".join(
+                WORDS.get(word, word)
+                for word in found.replace("of length", "with a length").split()
+            )
         if "[" in place or "key" in place:
             expected = f"valid: each entry {expected}"
-        raise ValueError(f"{name} must be {expected}, got {reprlib.repr(getattr(settings, name))}") from None
+        raise ValueError(
+            f"{name} must be {expected}, got {reprlib.repr(getattr(settings, name))}"
+        ) from None
 
 
 def users_mistake(error: BaseException) -> str | None:
-    """Return what the user can change if an engine fails with this error while it starts; None for an error of the engine itself."""
+    """Return what the user can change if an engine fails with this error while it starts; None for
+    an error of the engine itself."""
     if isinstance(error, MemoryError):
         return (
-            f"there is not enough memory ({error}): lower num_kv_blocks, swap_space, max_num_seqs or "
-            "max_num_batched_tokens, whichever is large"
+            f"there is not enough memory ({error}): lower num_kv_blocks, swap_space, max_num_seqs "
+            "or max_num_batched_tokens, whichever is large"
         )
     is_lost_peer = isinstance(error, ConnectionError)
     return str(error) if isinstance(error, ValueError | OSError) and not is_lost_peer else None
 
 
 def did_you_mean(word: str, known: Iterable[str], written: Mapping[str, str] | None = None) -> str:
-    """The end of a message about an unknown word: "; did you mean port?", or "" if no known word resembles it.
+    """The end of a message about an unknown word: "; did you mean port?", or "" if no known word
+    resembles it.
 
     Args:
         written: how a known word is to be written, unless as it is.
@@ -70,8 +88,8 @@ def did_you_mean(word: str, known: Iterable[str], written: Mapping[str, str] | N
 
 
 def _is_like(word: str, known: str) -> bool:
-    """Whether the parts in which two words differ resemble each other: `max-log-len` is no misspelt `max-model-len`, although most of
-    its letters are the same."""
+    """Whether the parts in which two words differ resemble each other: `max-log-len` is no misspelt
+    `max-model-len`, although most of its letters are the same."""
     parts = re.findall(r"[a-z0-9]+", word.lower())
     known_parts = re.findall(r"[a-z0-9]+", known.lower())
     rest = "".join(part for part in parts if part not in known_parts)
@@ -80,7 +98,9 @@ def _is_like(word: str, known: str) -> bool:
     return is_prefix or difflib.SequenceMatcher(a=rest, b=known_rest).ratio() >= 0.65
 
 
-def check_keywords(name: str, options: Iterable[str], cls: Any, written: Mapping[str, str] | None = None) -> None:
+def check_keywords(
+    name: str, options: Iterable[str], cls: Any, written: Mapping[str, str] | None = None
+) -> None:
     """Refuse keyword arguments of `name` that are no fields of the dataclass `cls`.
 
     Args:
@@ -97,7 +117,8 @@ def check_keywords(name: str, options: Iterable[str], cls: Any, written: Mapping
 
 
 class Keywords:
-    """Base of dataclasses that users create with keywords. Raises a TypeError for an unknown one, see `check_keywords`."""
+    """Base of dataclasses that users create with keywords. Raises a TypeError for an unknown one,
+    see `check_keywords`."""
 
     def __new__(cls, *args: Any, **options: Any) -> typing.Self:
         check_keywords(cls.__name__, options, cls)
@@ -111,7 +132,9 @@ def check_pipeline_parallel(num_layers: int, stages: int) -> None:
         ValueError: it cannot; the message names the numbers that fit.
     """
     if not 1 <= stages <= num_layers:
-        mistake = f"{num_layers} layers cannot be divided among {stages} stages, each of which needs one"
+        mistake = (
+            f"{num_layers} layers cannot be divided among {stages} stages, each of which needs one"
+        )
         raise ValueError(f"{mistake}; pipeline_parallel_size may be 1 to {num_layers}")
 
 

@@ -17,7 +17,10 @@ REMEDIES = {
     errno.EDQUOT: "free space on the disk, or name another one",
 }
 # The remedy for the files that nanovllm keeps for itself.
-HOME_REMEDY = "set NANOVLLM_HOME to a folder with enough space that you may write to, or free space on the disk"
+HOME_REMEDY = (
+    "set NANOVLLM_HOME to a folder with enough space that you may write to, or free space on the "
+    "disk"
+)
 
 
 def is_full(text: str) -> bool:

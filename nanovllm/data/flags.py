@@ -1,4 +1,5 @@
-"""The command line: its parser, its errors, and flags that are declared as fields of a dataclass. Imports nothing heavy, so that help and mistakes show at once."""
+"""The command line: its parser, its errors, and flags that are declared as fields of a dataclass.
+Imports nothing heavy, so that help and mistakes show at once."""
 
 import argparse
 import contextlib
@@ -14,7 +15,11 @@ from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, Positive, check_fields, did_you_mean
 
-SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
+SHORT_FLAGS = {
+    "tensor_parallel_size": ["-tp"],
+    "pipeline_parallel_size": ["-pp"],
+    "data_parallel_size": ["-dp"],
+}
 
 
 class UsageError(ValueError):
@@ -35,22 +40,26 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[Any, list[str]]:
-        """Refuse unknown words here: argparse would hand a command's to the parser above, whose help does not explain them."""
+        """Refuse unknown words here: argparse would hand a command's to the parser above, whose
+        help does not explain them."""
         words = sys.argv[1:] if args is None else args
         namespace, unknown = super().parse_known_args(self._respelled(words), namespace)
         if unknown:
             shown = (
-                flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+                flag
+                for action in self._actions
+                if action.help != argparse.SUPPRESS
+                for flag in action.option_strings
             )
             hint = did_you_mean(unknown[0].partition("=")[0], shown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
-        """The words with flags as vLLM's command line accepts them, too: `--block_size` for `--block-size`, and
-        `--speculative-config.method ngram` for `--speculative-config '{"method": "ngram"}'`. A key with a plus is a list, to
-        which each use of the flag adds its values: `--eplb-config.sizes+ 1,2`.
-        """
+        """The words with flags as vLLM's command line accepts them, too: `--block_size` for
+        `--block-size`, and `--speculative-config.method ngram` for
+        `--speculative-config '{"method": "ngram"}'`. A key with a plus is a list, to which each use
+        of the flag adds its values: `--eplb-config.sizes+ 1,2`."""
         known = self._option_string_actions
         respelled: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
@@ -74,7 +83,9 @@ class Parser(argparse.ArgumentParser):
                 text = value if equals else next(rest, "")
                 key = path[-1]
                 if key.endswith("+"):
-                    target.setdefault(key[:-1], []).extend(_json_or_text(each) for each in text.split(","))
+                    target.setdefault(key[:-1], []).extend(
+                        _json_or_text(each) for each in text.split(",")
+                    )
                 else:
                     target[key] = _json_or_text(text)
         return [*(f"{flag}={json.dumps(value)}" for flag, value in objects.items()), *respelled]
@@ -95,8 +106,9 @@ def _json_or_text(value: str) -> Any:
 
 
 class Flags(Keywords):
-    """Base of dataclasses with flags: the fields that the class's docstring describes as attributes, each with its description
-    as help. A field of type `Annotated[..., parse]` reads its flag's value with `parse`."""
+    """Base of dataclasses with flags: the fields that the class's docstring describes as
+    attributes, each with its description as help. A field of type `Annotated[..., parse]` reads its
+    flag's value with `parse`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,7 +123,11 @@ class Flags(Keywords):
     def choices(cls) -> dict[str, tuple[str, ...]]:
         """The allowed values of each field that has a closed list of them."""
         hints = typing.get_type_hints(cls)
-        return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}
+        return {
+            name: typing.get_args(hint)
+            for name, hint in hints.items()
+            if typing.get_origin(hint) is Literal
+        }
 
     @classmethod
     def _descriptions(cls) -> dict[str, str]:
@@ -122,13 +138,23 @@ class Flags(Keywords):
     @classmethod
     def add_arguments(cls, parser: argparse._ActionsContainer) -> None:
         """Give the parser, or a group of it, a flag for every field."""
-        annotated, hints = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
-        choices, descriptions = cls.choices(), cls._descriptions()
+        annotated = typing.get_type_hints(cls, include_extras=True)
+        hints = typing.get_type_hints(cls)
+        choices = cls.choices()
+        descriptions = cls._descriptions()
         for f in cls.flags():
-            name, hint = f.name, hints[f.name]
-            options: dict[str, Any] = {"default": f.default, "help": descriptions[name].replace("%", "%%")}
-            plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
-            kinds = [each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)] + plain
+            name = f.name
+            hint = hints[f.name]
+            options: dict[str, Any] = {
+                "default": f.default,
+                "help": descriptions[name].replace("%", "%%"),
+            }
+            plain = [
+                t for t in (str, int, float) if t is hint or t in typing.get_args(hint)
+            ]  # of `int | None`
+            kinds = [
+                each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)
+            ] + plain
             if hint in (bool, bool | None):
                 options["action"] = argparse.BooleanOptionalAction
             else:
@@ -144,7 +170,9 @@ class Flags(Keywords):
                     options |= {"action": "append", "default": []}
                 if hint == str | Sequence[str] | None:
                     options["nargs"] = "+"
-            parser.add_argument("--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()), **options)
+            parser.add_argument(
+                "--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()), **options
+            )
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> typing.Self:
@@ -162,7 +190,8 @@ class Flags(Keywords):
         """The fields that are not at their default, as words of a command line."""
         words = []
         for f in self.flags():
-            value, flag = getattr(self, f.name), f.name.replace("_", "-")
+            value = getattr(self, f.name)
+            flag = f.name.replace("_", "-")
             if value == f.default:
                 continue
             if isinstance(value, bool):
@@ -182,19 +211,27 @@ def token_count(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+|\d+\.\d+(?=\D))([kmgt]?)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}"
+        )
     number, unit = match.groups()
-    return round(float(number) * (1000 if unit.islower() else 1024) ** " kmgt".index(unit.lower() or " "))
+    return round(
+        float(number) * (1000 if unit.islower() else 1024) ** " kmgt".index(unit.lower() or " ")
+    )
 
 
 def json_words(text: str, pattern: str = ".*", what: str = "") -> list[str]:
     """The value of a flag that is a JSON list of strings, all of which match a pattern."""
     with contextlib.suppress(ValueError):
-        if isinstance(found := json.loads(text), list) and all(isinstance(word, str) for word in found):
+        if isinstance(found := json.loads(text), list) and all(
+            isinstance(word, str) for word in found
+        ):
             if wrong := [word for word in found if not re.fullmatch(pattern, word)]:
                 raise argparse.ArgumentTypeError(f"must be {what}, got {wrong[0]!r}")
             return found
-    raise argparse.ArgumentTypeError(f"""must be a JSON list of strings such as '["*"]', got {text!r}""")
+    raise argparse.ArgumentTypeError(
+        f"""must be a JSON list of strings such as '["*"]', got {text!r}"""
+    )
 
 
 # Types of fields that have a flag.

@@ -18,9 +18,10 @@ class KVTransferConfig(Keywords):
 
     Attributes:
         kv_connector: a name in `factory.CONNECTORS`.
-        kv_role: whether the engine computes KV for other engines, takes it from other engines, or both.
-        kv_ip, kv_port: where other engines ask for it; port 0 is any free one.
-        kv_load_failure_policy: what happens to a request whose KV does not come: "recompute" it here, or "fail".
+        kv_role: whether the engine computes KV for other engines, takes it from other engines, or
+        both. kv_ip, kv_port: where other engines ask for it; port 0 is any free one.
+        kv_load_failure_policy: what happens to a request whose KV does not come: "recompute" it
+            here, or "fail".
         kv_connector_extra_config: settings of this connector alone.
         engine_id: the engine's name among all engines; unique.
 
@@ -56,8 +57,12 @@ class KVTransferConfig(Keywords):
             extra = msgspec.json.decode(config.kv_transfer_config or "{}", type=dict[str, Any])
             kv_transfer = cls(**({"engine_id": config.kv_engine_id} | offloading | extra | given))
         except (TypeError, msgspec.DecodeError) as error:
-            raise ValueError(f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}') from error
-        if config.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
+            raise ValueError(
+                f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}'
+            ) from error
+        if (
+            config.data_parallel_rank
+        ):  # each engine of a data-parallel group shares KV under its own name and port
             kv_transfer.engine_id += f"-{config.data_parallel_rank}"
             kv_transfer.kv_port += config.data_parallel_rank if kv_transfer.kv_port else 0
         return kv_transfer
@@ -81,7 +86,10 @@ class KVTransferConfig(Keywords):
         value = self.kv_connector_extra_config.get(name, default)
         kind = (int, float) if isinstance(default, float) else type(default)
         if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
-            raise ValueError(f"kv_connector_extra_config: {name} must be a {type(default).__name__}, got {value!r}")
+            raise ValueError(
+                f"kv_connector_extra_config: {name} must be a {type(default).__name__}, got "
+                f"{value!r}"
+            )
         return value
 
     def extras(self, **defaults: Any) -> dict[str, Any]:
@@ -92,5 +100,7 @@ class KVTransferConfig(Keywords):
         """
         if unknown := sorted(self.kv_connector_extra_config.keys() - defaults.keys()):
             there = ", ".join(defaults)
-            raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {there}")
+            raise ValueError(
+                f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {there}"
+            )
         return {name: self.extra(name, default) for name, default in defaults.items()}

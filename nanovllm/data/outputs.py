@@ -36,13 +36,15 @@ PositionLogprobs = dict[int, Logprob] | None
 
 @dataclass
 class CompletionOutput:
-    """One of the `n` completions of a request. In a stream, text, token_ids and logprobs hold only the new part.
+    """One of the `n` completions of a request. In a stream, text, token_ids and logprobs hold only
+    the new part.
 
     Attributes:
         index: 0 to n - 1.
         cumulative_logprob: sum over the chosen tokens so far, if log-probabilities were asked for.
         finish_reason: "stop", "length", "abort", "error", or None while it is running.
-        stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
+        stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence
+            token.
         engine: number of the data-parallel engine that generates it; 0 until that is known.
     """
 
@@ -67,7 +69,8 @@ class RequestOutput:
         prompt_logprobs: one entry per prompt token, if requested.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache or from another engine.
         kv_transfer_params: parameters for the engine that continues the request.
-        error: what went wrong, if a finish reason is "error": in the server, or because the grammar could not be followed any further.
+        error: what went wrong, if a finish reason is "error": in the server, or because the grammar
+            could not be followed any further.
     """
 
     request_id: str
@@ -82,7 +85,10 @@ class RequestOutput:
 
     def __getitem__(self, key: str) -> Any:
         if key not in ("text", "token_ids"):
-            raise KeyError(f"an output has the keys 'text' and 'token_ids', not {key!r}; all else are attributes")
+            raise KeyError(
+                f"an output has the keys 'text' and 'token_ids', not {key!r}; all else are "
+                "attributes"
+            )
         return getattr(self.outputs[0], key)
 
 
@@ -113,7 +119,9 @@ class OutputCollector:
     def result(self) -> RequestOutput:
         """The whole request so far."""
         assert self._last is not None
-        return replace(self._last, outputs=[join_pieces(self._pieces[index]) for index in sorted(self._pieces)])
+        return replace(
+            self._last, outputs=[join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
+        )
 
 
 @dataclass
@@ -124,8 +132,9 @@ class EngineStats:
         kv_cache_usage: share of the KV blocks that requests hold, 0 to 1.
         num_waves: completed waves of an engine in lock-step with others (see `engine.data_rank`).
         num_receiving: requests whose KV is being received from another engine or store.
-        num_held_requests: finished requests whose blocks are kept until another engine has read them.
-        num_external_queried_tokens, num_external_hit_tokens: tokens that the connector was asked for, and supplied.
+        num_held_requests: finished requests whose blocks are kept until another engine has read
+        them. num_external_queried_tokens, num_external_hit_tokens: tokens that the connector was
+        asked for, and supplied.
         engines: the stats of each data-parallel engine; empty for a single engine.
     """
 
@@ -147,16 +156,20 @@ class EngineStats:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Share of the looked-up tokens that the prefix cache had, 0 to 1, since the engine's start."""
+        """Share of the looked-up tokens that the prefix cache had, 0 to 1, since the engine's
+        start."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
     @classmethod
     def together(cls, engines: list[EngineStats]) -> EngineStats:
-        """The stats of several engines as one: sums, the mean of `kv_cache_usage`, and the maximum of `num_waves`."""
+        """The stats of several engines as one: sums, the mean of `kv_cache_usage`, and the maximum
+        of `num_waves`."""
         names = [f.name for f in fields(cls) if f.name not in ("spec_decoding", "engines")]
         total = cls(*(sum(getattr(engine, name) for engine in engines) for name in names))
         for drafts in (engine.spec_decoding for engine in engines):
-            total.spec_decoding.add(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens_per_pos)
+            total.spec_decoding.add(
+                drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens_per_pos
+            )
         total.engines = engines
         total.kv_cache_usage /= len(engines)
         total.num_waves = max(engine.num_waves for engine in engines)
@@ -169,14 +182,15 @@ class KVConnectorOutput:
 
     Attributes:
         finished_sending: no peer reads these requests' blocks any more.
-        finished_recving: no peer writes to these requests' blocks any more. The requested content has arrived, except for
-            `invalid_block_ids`.
-        invalid_block_ids: request id → blocks whose content did not arrive or cannot be trusted. (In vLLM, one set for all
-            requests; but by the time the last rank reports, a block's number may belong to another request.)
+        finished_recving: no peer writes to these requests' blocks any more. The requested content
+            has arrived, except for `invalid_block_ids`.
+        invalid_block_ids: request id → blocks whose content did not arrive or cannot be trusted.
+            (In vLLM, one set for all requests; but by the time the last rank reports, a block's
+            number may belong to another request.)
         reasons: request id → what went wrong.
         requests: `EngineRequest`s that other engines ask for.
-        aborts: ids of requests that have to end, because the engine that has asked for them no longer wants them, or cannot have
-            them.
+        aborts: ids of requests that have to end, because the engine that has asked for them no
+            longer wants them, or cannot have them.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -194,7 +208,11 @@ class KVConnectorOutput:
         return KVConnectorOutput(
             self.finished_sending & {request_id},
             self.finished_recving & {request_id},
-            {key: block_ids for key, block_ids in self.invalid_block_ids.items() if key == request_id},
+            {
+                key: block_ids
+                for key, block_ids in self.invalid_block_ids.items()
+                if key == request_id
+            },
             reasons={key: reason for key, reason in self.reasons.items() if key == request_id},
         )
 
@@ -204,4 +222,6 @@ class KVConnectorOutput:
         self.finished_recving |= other.finished_recving
         self.reasons |= other.reasons
         for request_id, block_ids in other.invalid_block_ids.items():
-            self.invalid_block_ids[request_id] = self.invalid_block_ids.get(request_id, set()) | block_ids
+            self.invalid_block_ids[request_id] = (
+                self.invalid_block_ids.get(request_id, set()) | block_ids
+            )

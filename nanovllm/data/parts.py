@@ -23,4 +23,6 @@ def load(entry: str, feature: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "nanovllm":
             raise  # a library is missing, not a part of ours
-        raise MissingPartError(f"{feature} needs {error.name}, which this copy of nanovllm does not have") from error
+        raise MissingPartError(
+            f"{feature} needs {error.name}, which this copy of nanovllm does not have"
+        ) from error

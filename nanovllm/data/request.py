@@ -5,11 +5,10 @@ The life of a request's tokens, as half-open intervals over `token_ids`:
     0        num_cached      num_computed           num_prompt        num_tokens
     |-- from cache --|-- computed --|-- still to compute --|-- sampled --|
 
-The scheduler's one rule is to move `num_computed_tokens` towards `num_tokens`. A prompt that is being read, a
-token that was just sampled, a prefix found in the cache and a request that was preempted and starts again are
-all this rule at different distances. While a step runs, it samples `num_pending_tokens` more, which may be scheduled before they
-are known.
-"""
+The scheduler's one rule is to move `num_computed_tokens` towards `num_tokens`. A prompt that is
+being read, a token that was just sampled, a prefix found in the cache and a request that was
+preempted and starts again are all this rule at different distances. While a step runs, it samples
+`num_pending_tokens` more, which may be scheduled before they are known."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ class EngineRequest:
         eos_token_ids: ids that end the sequence unless `ignore_eos`.
         priority: smaller runs earlier (with the `priority` policy).
         cache_salt: requests with different salts never share cached blocks.
-        kv_transfer_params: where another engine has, or wants, the request's keys and values; see `TransferParams`.
+        kv_transfer_params: where another engine has, or wants, the request's keys and values; see
+            `TransferParams`.
     """
 
     request_id: str
@@ -67,15 +67,24 @@ class Request:
         self.token_ids = list(source.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
-        self.draft_token_ids: list[int] = []  # to be verified by the next step (lecture 42); no part of token_ids
-        self.num_sent_tokens = 0  # how many of token_ids the runner knows; 0: it does not know the request
+        self.draft_token_ids: list[
+            int
+        ] = []  # to be verified by the next step (lecture 42); no part of token_ids
+        self.num_sent_tokens = (
+            0  # how many of token_ids the runner knows; 0: it does not know the request
+        )
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_num_tokens = 0  # prompt and output, at most; the scheduler sets it
         self.num_cached_tokens = -1  # -1: not admitted yet
         self.finish_reason: str | None = None
-        # The tokens that end it, and the stop reason that its client gets: none for an end-of-sequence token.
-        self.stop_reasons: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
-        if not params.ignore_eos or params.structured_outputs is not None:  # a grammar's end is never ignored
+        # The tokens that end it, and the stop reason that its client gets: none for an
+        # end-of-sequence token.
+        self.stop_reasons: dict[int, int | None] = {
+            token_id: token_id for token_id in params.stop_token_ids
+        }
+        if (
+            not params.ignore_eos or params.structured_outputs is not None
+        ):  # a grammar's end is never ignored
             self.stop_reasons |= dict.fromkeys(source.eos_token_ids)
         self.looks_back = params.looks_back
         self.sampling_params = params
@@ -84,8 +93,12 @@ class Request:
         # Requests run, wait and are preempted in the order of this key.
         self.order = (source.priority, arrival_index)
         self.status = RequestStatus.WAITING
-        self.num_exact_tokens: int | None = None  # keys and values behind them are approximate; None: all are exact
-        self.num_external_tokens = 0  # tokens behind the cached prefix whose keys and values the connector brings
+        self.num_exact_tokens: int | None = (
+            None  # keys and values behind them are approximate; None: all are exact
+        )
+        self.num_external_tokens = (
+            0  # tokens behind the cached prefix whose keys and values the connector brings
+        )
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         self.stop_reason: int | None = None
@@ -129,11 +142,13 @@ class EngineOutput(msgspec.Struct, gc=False):
         prompt_logprobs: entries for the prompt tokens from position `prompt_logprobs_start` on.
         finish_reason: "stop", "length", "abort" or "error" when the request has ended.
         stop_reason: the stop token id that ended it, if one did.
-        num_cached_tokens: prompt tokens that came from the prefix cache, or whose keys and values came from elsewhere.
+        num_cached_tokens: prompt tokens that came from the prefix cache, or whose keys and values
+            came from elsewhere.
         engine: which of several engines computes the request.
         kv_transfer_params: what the client should tell the engine that goes on with the request.
         error: what went wrong in the server, if the finish reason is "error".
-        grammar_error: why the request's grammar could not be followed any further, if the finish reason is "error".
+        grammar_error: why the request's grammar could not be followed any further, if the finish
+            reason is "error".
     """
 
     request_id: str
@@ -151,6 +166,15 @@ class EngineOutput(msgspec.Struct, gc=False):
 
     def by_token(self) -> list[EngineOutput]:
         """The same as an output for each new token; the last one has all else."""
-        tokens, logprobs = self.new_token_ids, self.logprobs
-        parts = [EngineOutput(self.request_id, [t], logprobs and [logprobs[i]]) for i, t in enumerate(tokens[:-1])]
-        return [*parts, msgspec.structs.replace(self, new_token_ids=tokens[-1:], logprobs=logprobs and logprobs[-1:])]
+        tokens = self.new_token_ids
+        logprobs = self.logprobs
+        parts = [
+            EngineOutput(self.request_id, [t], logprobs and [logprobs[i]])
+            for i, t in enumerate(tokens[:-1])
+        ]
+        return [
+            *parts,
+            msgspec.structs.replace(
+                self, new_token_ids=tokens[-1:], logprobs=logprobs and logprobs[-1:]
+            ),
+        ]

@@ -1,4 +1,5 @@
-"""Options that choose the next token of a request and decide when it ends: plain data, checked when created.
+"""Options that choose the next token of a request and decide when it ends: plain data, checked when
+created.
 
 Built by notebooks/16_sampling.ipynb: edit it there.
 """
@@ -34,24 +35,32 @@ class SamplingParams(Keywords):
         top_p: sample among the fewest tokens whose probabilities add up to p, 0 < p <= 1
             (nucleus sampling, Holtzman et al. 2020).
         min_p: drop tokens less likely than `min_p` times the most likely one, 0 to 1.
-        repetition_penalty: > 1 makes tokens of prompt and output less likely (CTRL, Keskar et al. 2019).
+        repetition_penalty: > 1 makes tokens of prompt and output less likely (CTRL, Keskar et al.
+            2019).
         presence_penalty: subtracted once from the logit of each token in the output, -2 to 2.
         frequency_penalty: subtracted once per occurrence in the output, -2 to 2.
         logit_bias: added to the logits of these token ids, -100 to 100.
-        seed: makes the draws repeatable, independent of the batch. None or -1: the engine picks one.
-        stop: strings that end the request; not part of the text unless `include_stop_str_in_output`.
+        seed: makes the draws repeatable, independent of the batch. None or -1: the engine picks
+            one.
+        stop: strings that end the request; not part of the text unless
+            `include_stop_str_in_output`.
         stop_token_ids: token ids that end the request.
-        bad_words: strings that the output never contains, up to 128: a token that would complete one of their token
-            sequences, with or without a leading space, is not sampled. The same string in other tokens is possible.
+        bad_words: strings that the output never contains, up to 128: a token that would complete
+            one of their token sequences, with or without a leading space, is not sampled. The same
+            string in other tokens is possible.
         bad_words_token_ids: the same as token ids. The front end adds the sequences of `bad_words`.
         ignore_eos: continue after an end-of-sequence token.
         max_tokens: maximum number of output tokens; None: up to the context length.
-        min_tokens: no end-of-sequence token, stop token or stop string before this number of output tokens.
-        logprobs: report the log-probabilities of the k likeliest tokens and the chosen one, 0 to 20.
+        min_tokens: no end-of-sequence token, stop token or stop string before this number of output
+            tokens.
+        logprobs: report the log-probabilities of the k likeliest tokens and the chosen one, 0 to
+            20.
         prompt_logprobs: the same for each prompt token.
         skip_special_tokens: leave special tokens out of the text.
-        num_speculative_tokens: drafts per step, at most (lecture 42); 0: none. None: what the engine's speculative_config says.
-        structured_outputs: what the output must match (lecture 19); a dictionary becomes `StructuredOutputsParams`.
+        num_speculative_tokens: drafts per step, at most (lecture 42); 0: none. None: what the
+            engine's speculative_config says.
+        structured_outputs: what the output must match (lecture 19); a dictionary becomes
+            `StructuredOutputsParams`.
 
     Raises:
         ValueError: a value out of its range; the message names the field and the range.
@@ -70,7 +79,9 @@ class SamplingParams(Keywords):
     stop: Annotated[list[StopString], Meta(max_length=16)] | str = field(default_factory=list)
     stop_token_ids: list[Count] = field(default_factory=list)
     bad_words: Annotated[list[BadWord], Meta(max_length=128)] = field(default_factory=list)
-    bad_words_token_ids: list[Annotated[list[Count], Meta(min_length=1)]] = field(default_factory=list)
+    bad_words_token_ids: list[Annotated[list[Count], Meta(min_length=1)]] = field(
+        default_factory=list
+    )
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: Annotated[int, Meta(ge=1)] | None = 16
@@ -90,7 +101,9 @@ class SamplingParams(Keywords):
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
         if self.top_k == -1:
             self.top_k = 0
 
@@ -101,8 +114,8 @@ class SamplingParams(Keywords):
 
     @property
     def looks_back(self) -> bool:
-        """True when a token cannot be sampled before all earlier tokens are known: penalties, grammars and bad words of several
-        tokens need them."""
+        """True when a token cannot be sampled before all earlier tokens are known: penalties,
+        grammars and bad words of several tokens need them."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         has_long_words = any(len(token_ids) > 1 for token_ids in self.bad_words_token_ids)
         return any(penalties) or self.structured_outputs is not None or has_long_words

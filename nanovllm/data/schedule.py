@@ -19,11 +19,13 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
     """One request's share of a step: compute `num_tokens` tokens from position `start` on.
 
     Attributes:
-        new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
+        new_token_ids: tokens the runner has not seen yet; all of them on the first step after an
+            admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
         samples: how many tokens the step samples for it: none or one.
-        last_is_pending: the last token to compute is the one that the step before samples; it is not known yet.
-        sampling_params, num_prompt_tokens: set only on the first step after an admission; None later.
+        last_is_pending: the last token to compute is the one that the step before samples; it is
+        not known yet. sampling_params, num_prompt_tokens: set only on the first step after an
+        admission; None later.
     """
 
     request_id: str
@@ -36,8 +38,8 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
     samples: int = 0
     last_is_pending: bool = False
 
-    # The last tokens to compute, if they are drafts; then `samples` is one more than there are drafts. And how many tokens the runner shall
-    # draft for the next step.
+    # The last tokens to compute, if they are drafts; then `samples` is one more than there are
+    # drafts. And how many tokens the runner shall draft for the next step.
     draft_token_ids: list[int] | tuple[()] = ()
     num_drafts: int = 0
 
@@ -58,7 +60,8 @@ class SchedulerOutput:
         num_tokens, num_samples: tokens that the step computes, and requests for which it samples.
         blocked_by: why the first waiting request was not admitted; "" if no request waits.
         unfinished: the engine has requests; for the engines that it is in lock-step with.
-        connector_metadata: KV that the ranks have to fetch or to save; None if there is nothing to do. See `kv.connector`.
+        connector_metadata: KV that the ranks have to fetch or to save; None if there is nothing to
+            do. See `kv.connector`.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
@@ -93,7 +96,8 @@ class SchedulerOutput:
 
 
 class SampledToken(msgspec.Struct, gc=False):
-    """What the runner sampled for one request; or `error`, why it could not, which ends the request."""
+    """What the runner sampled for one request; or `error`, why it could not, which ends the
+    request."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -102,8 +106,9 @@ class SampledToken(msgspec.Struct, gc=False):
 
 @dataclass
 class ModelRunnerOutput:
-    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
-    any of the engines in lock-step had a request; and which KV transfers have ended."""
+    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens,
+    by request; whether any of the engines in lock-step had a request; and which KV transfers have
+    ended."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

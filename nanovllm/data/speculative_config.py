@@ -13,7 +13,9 @@ from nanovllm.data.checks import Keywords, Positive, check_fields
 # vLLM's limit, too: of drafts in one step.
 DraftCount = Annotated[int, Meta(ge=1, le=128)]
 # N-grams cost nothing to draft, and where a text is copied, many are right.
-DEFAULT_DRAFTS, DEFAULT_NGRAM, DEFAULT_LOOKUP = 3, 8, 5
+DEFAULT_DRAFTS = 3
+DEFAULT_NGRAM = 8
+DEFAULT_LOOKUP = 5
 
 
 @dataclass
@@ -21,15 +23,20 @@ class SpeculativeConfig(Keywords):
     """Settings of speculative decoding.
 
     Attributes:
-        method: who drafts. ngram: the request's own text, where its last tokens occurred before; draft_model: a small model; eagle,
-            eagle3: a head that reads the model's hidden states. By default "draft_model" if there is a `model`.
-        model: of the drafts: course model, folder or hub id. With "eagle3" it may be missing if a head comes with the course.
-        num_speculative_tokens: drafts per request and step, at most; by default 8 of ngram, 3 of others.
-        prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks up; each is the other one, or 5, if missing.
+        method: who drafts. ngram: the request's own text, where its last tokens occurred before;
+            draft_model: a small model; eagle, eagle3: a head that reads the model's hidden states.
+            By default "draft_model" if there is a `model`.
+        model: of the drafts: course model, folder or hub id. With "eagle3" it may be missing if a
+            head comes with the course.
+        num_speculative_tokens: drafts per request and step, at most; by default 8 of ngram, 3 of
+        others. prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks up; each is
+        the other one, or 5, if missing.
         quantization: of the draft model while it is loaded, as for the model: w8a8, w4a8 or w4a16.
-        draft_sample_method: greedy: the likeliest token; probabilistic: drawn, which is verified by rejection sampling.
-        num_speculative_tokens_per_batch_size: [first, last, drafts] for numbers of running requests. By default, the engine drafts
-            what pays by its own measurements (`scheduler.speculation`).
+        draft_sample_method: greedy: the likeliest token; probabilistic: drawn, which is verified by
+            rejection sampling.
+        num_speculative_tokens_per_batch_size: [first, last, drafts] for numbers of running
+            requests. By default, the engine drafts what pays by its own measurements
+            (`scheduler.speculation`).
 
     Raises:
         ValueError: a value that makes no sense; the message names the fix.
@@ -55,7 +62,8 @@ class SpeculativeConfig(Keywords):
         self.prompt_lookup_min = self.prompt_lookup_min or self.prompt_lookup_max
         if self.prompt_lookup_min > self.prompt_lookup_max:
             sizes = (
-                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max ({self.prompt_lookup_max})"
+                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
             )
             raise ValueError(f"{sizes}: lower it")
         if self.method in ("draft_model", "eagle") and self.model is None:
@@ -63,24 +71,35 @@ class SpeculativeConfig(Keywords):
         if self.quantization and self.method != "draft_model":
             raise ValueError("quantization applies only to method 'draft_model': do not set it")
         if self.draft_sample_method == "probabilistic" and self.method == "ngram":
-            raise ValueError("method 'ngram' does not sample its drafts: do not set draft_sample_method")
+            raise ValueError(
+                "method 'ngram' does not sample its drafts: do not set draft_sample_method"
+            )
 
     @classmethod
     def of(cls, config: Any) -> SpeculativeConfig:
         """What the flag of an `EngineConfig` asks for.
 
         Raises:
-            ValueError: `speculative_config` is no JSON, has a value that makes no sense, or does not go with another setting.
+            ValueError: `speculative_config` is no JSON, has a value that makes no sense, or does
+                not go with another setting.
         """
         try:
             speculative = cls(**msgspec.json.decode(config.speculative_config, type=dict[str, Any]))
         except (TypeError, msgspec.DecodeError) as error:
-            raise ValueError(f'speculative_config must be JSON such as {{"method": "ngram"}}: {error}') from error
+            raise ValueError(
+                f'speculative_config must be JSON such as {{"method": "ngram"}}: {error}'
+            ) from error
         if speculative.method != "ngram" and config.pipeline_parallel_size > 1:
-            mistake = f"speculative_config: method {speculative.method!r} needs all layers on one stage"
+            mistake = (
+                f"speculative_config: method {speculative.method!r} needs all layers on one stage"
+            )
             raise ValueError(f"{mistake}; use pipeline_parallel_size 1 or method 'ngram'")
         if config.enable_expert_parallel and speculative.method != "ngram":
-            raise ValueError("speculative_config: with enable_expert_parallel only method 'ngram' drafts")
+            raise ValueError(
+                "speculative_config: with enable_expert_parallel only method 'ngram' drafts"
+            )
         if config.batching_policy == "static":
-            raise ValueError("speculative_config needs batching_policy 'chunked' or 'prefill_first'")
+            raise ValueError(
+                "speculative_config needs batching_policy 'chunked' or 'prefill_first'"
+            )
         return speculative

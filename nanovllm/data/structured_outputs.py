@@ -19,12 +19,15 @@ class GrammarError(ValueError):
     """A grammar that cannot be followed.
 
     Attributes:
-        place: the field of the request, and the place in it: "structured_outputs.json.properties.age".
+        place: the field of the request, and the place in it:
+            "structured_outputs.json.properties.age".
         reason: what is wrong there.
     """
 
     def __init__(self, place: str, reason: str) -> None:
-        self.place, self.reason = place[:300], reason  # a client has chosen the names in a schema
+        # a client has chosen the names in a schema
+        self.place = place[:300]
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}"
@@ -36,10 +39,12 @@ class Form:
 
     Attributes:
         grammar: in the form that llguidance reads.
-        cost_of_beginning: how many tokens one token can add to the shortest way to the end, as an estimate.
+        cost_of_beginning: how many tokens one token can add to the shortest way to the end, as an
+            estimate.
         has_open_objects: JSON whose keys the model may choose; none may come twice in an object.
-        examples: short strings that match the regular expressions in the grammar, as they are written in the output. A search for a
-            short end tries them: an expression such as `.*abc` does not show which bytes complete a match.
+        examples: short strings that match the regular expressions in the grammar, as they are
+            written in the output. A search for a short end tries them: an expression such as
+            `.*abc` does not show which bytes complete a match.
         free_text_before: see `StructuredOutputsParams`.
     """
 
@@ -57,8 +62,8 @@ class StructuredOutputsConfig:
     Args:
         backend: "auto" or "guidance": there is one backend, llguidance.
         disable_any_whitespace: JSON has no white space between its parts, whatever a request says.
-        disable_additional_properties: accepted, as vLLM does. Objects that name their properties never have others here, unless
-            their schema has `additionalProperties`.
+        disable_additional_properties: accepted, as vLLM does. Objects that name their properties
+            never have others here, unless their schema has `additionalProperties`.
 
     Raises:
         ValueError: a value of another type.
@@ -88,7 +93,8 @@ class StructuredOutputsConfig:
         names = ", ".join(cls.__dataclass_fields__)
         if not isinstance(fields, dict):
             raise ValueError(
-                f"structured_outputs_config must be a JSON object with some of {names}; got {given!r:.100}"
+                f"structured_outputs_config must be a JSON object with some of {names}; got "
+                f"{given!r:.100}"
             )
         for name in fields:
             if name not in cls.__dataclass_fields__:
@@ -98,21 +104,27 @@ class StructuredOutputsConfig:
 
 @dataclass
 class StructuredOutputsParams:
-    """What the output must match, under vLLM's names: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    """What the output must match, under vLLM's names: exactly one of `json`, `regex`, `choice`,
+    `grammar` and `json_object`.
 
     Args:
-        json: a JSON schema, as a dictionary, as text, or as a class of pydantic. The output is JSON that is valid under the schema.
-            An object that names its properties has no others, unless its schema has `additionalProperties`.
+        json: a JSON schema, as a dictionary, as text, or as a class of pydantic. The output is JSON
+            that is valid under the schema. An object that names its properties has no others,
+            unless its schema has `additionalProperties`.
         regex: a regular expression in the syntax of Rust's `regex`. The whole output matches it.
         choice: the output is one of these strings.
-        grammar: a context-free grammar: EBNF as in vLLM and llama.cpp (`root ::= ...`), or llguidance's dialect of Lark
-            (`start: ...`).
+        grammar: a context-free grammar: EBNF as in vLLM and llama.cpp (`root ::= ...`), or
+            llguidance's dialect of Lark (`start: ...`).
         json_object: True: the output is a JSON object, without a schema.
-        disable_any_whitespace: JSON has no white space between its parts. By default, there may be one space or one line break.
-        whitespace_pattern: a regular expression of the white space between the parts of JSON, instead of that.
+        disable_any_whitespace: JSON has no white space between its parts. By default, there may be
+            one space or one line break.
+        whitespace_pattern: a regular expression of the white space between the parts of JSON,
+            instead of that.
         disable_additional_properties: see `StructuredOutputsConfig`.
-        place: where errors say that it was given, if a client of a server has given it in another field of its request.
-        free_text_before: text before the first occurrence of this is not part of the form, so that stop strings end it.
+        place: where errors say that it was given, if a client of a server has given it in another
+            field of its request.
+        free_text_before: text before the first occurrence of this is not part of the form, so that
+            stop strings end it.
         form: the checked grammar, which the front end adds.
 
     Attributes:
@@ -144,12 +156,15 @@ class StructuredOutputsParams:
         names = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(names) != 1:
             given = ", ".join(names) or "none"
-            raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}; got {given}")
+            raise ValueError(
+                f"structured_outputs must have exactly one of {', '.join(KINDS)}; got {given}"
+            )
         self.field = names[0]
         self.place = self.place or f"structured_outputs.{self.field}"
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
-                "structured_outputs.whitespace_pattern must not be set where disable_any_whitespace is true"
+                "structured_outputs.whitespace_pattern must not be set where "
+                "disable_any_whitespace is true"
             )
 
     @classmethod
@@ -161,5 +176,7 @@ class StructuredOutputsParams:
         """
         known = (*KINDS, *OPTIONS)
         if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"structured_outputs: {str(unknown[0])[:100]!r} is not one of {', '.join(known)}")
+            raise ValueError(
+                f"structured_outputs: {str(unknown[0])[:100]!r} is not one of {', '.join(known)}"
+            )
         return cls(**given)

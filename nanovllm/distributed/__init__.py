@@ -1,1 +1,2 @@
-"""Process groups and their collectives, shared memory between ranks, and heartbeats (lectures 20, 21, 23, 24)."""
+"""Process groups and their collectives, shared memory between ranks, and heartbeats (lectures 20,
+21, 23, 24)."""

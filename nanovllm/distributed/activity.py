@@ -1,4 +1,5 @@
-"""What a thread does: it must make progress in a step, waits for other processes, or rests. `life_signs` watches this."""
+"""What a thread does: it must make progress in a step, waits for other processes, or rests.
+`life_signs` watches this."""
 
 import threading
 import time
@@ -10,9 +11,11 @@ IDLE_SECONDS = 0.001
 
 
 class Block:
-    """A context manager that notes whether a thread is inside (`depth` above 0), and when it last entered."""
+    """A context manager that notes whether a thread is inside (`depth` above 0), and when it last
+    entered."""
 
-    depth, since = 0, 0.0
+    depth = 0
+    since = 0.0
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -26,19 +29,23 @@ class _Here(threading.local):
     """The blocks of the calling thread."""
 
     def __init__(self) -> None:
-        self.step, self.wait, self.rest = Block(), Block(), Block()
+        self.step = Block()
+        self.wait = Block()
+        self.rest = Block()
 
 
 here = _Here()
 
 
 def in_step() -> Block:
-    """`with in_step():` this thread must make progress; see `HangDetector`. Costs less than a microsecond."""
+    """`with in_step():` this thread must make progress; see `HangDetector`. Costs less than a
+    microsecond."""
     return here.step
 
 
 def waiting_for_others() -> Block:
-    """`with waiting_for_others():` this thread waits for another process or a disk. Costs less than a microsecond."""
+    """`with waiting_for_others():` this thread waits for another process or a disk. Costs less than
+    a microsecond."""
     return here.wait
 
 

@@ -1,4 +1,5 @@
-"""Expert parallelism: which rank holds which experts, and how tokens get there (dispatch) and back (combine).
+"""Expert parallelism: which rank holds which experts, and how tokens get there (dispatch) and back
+(combine).
 
 Built by notebooks/24_expert_parallel.ipynb: edit it there.
 """
@@ -19,15 +20,16 @@ from nanovllm.distributed.groups import GroupCoordinator, get_ep_group
 class ExpertPlacement:
     """Which expert is in which slot of which rank.
 
-    An expert of the model is a *logical* expert; a slot of a rank holds a *physical* expert, whose number is
-    `rank * num_slots + slot`. A logical expert with several physical ones has replicas.
+    An expert of the model is a *logical* expert; a slot of a rank holds a *physical* expert, whose
+    number is `rank * num_slots + slot`. A logical expert with several physical ones has replicas.
 
     Args:
         num_experts: logical experts.
         slots: for each rank, the logical expert in each of its slots.
 
     Raises:
-        ValueError: an expert has no slot, a rank holds it twice, or ranks have different numbers of slots.
+        ValueError: an expert has no slot, a rank holds it twice, or ranks have different numbers of
+            slots.
     """
 
     num_experts: int
@@ -35,7 +37,9 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         if any(len(rank) != self.num_slots or len(set(rank)) != len(rank) for rank in self.slots):
-            raise ValueError("ranks must have equal numbers of slots, and a different expert in each")
+            raise ValueError(
+                "ranks must have equal numbers of slots, and a different expert in each"
+            )
         if set().union(*self.slots) != set(range(self.num_experts)):
             raise ValueError(f"the slots must hold exactly the experts 0 to {self.num_experts - 1}")
 
@@ -46,16 +50,21 @@ class ExpertPlacement:
         Raises:
             ValueError: the slots cannot be divided evenly, or are more than experts times ranks.
         """
-        total, most = num_experts + num_redundant, num_experts * (num_ranks - 1)
+        total = num_experts + num_redundant
+        most = num_experts * (num_ranks - 1)
         if total % num_ranks or num_redundant > most:
             steps = ", ".join(map(str, range(-num_experts % num_ranks, most + 1, num_ranks)[:3]))
             raise ValueError(
-                f"{num_experts} experts and {num_redundant} redundant ones do not fill {num_ranks} ranks evenly, each "
-                f"expert at most once on each; num_redundant_experts may be {steps}, ... up to {most}"
+                f"{num_experts} experts and {num_redundant} redundant ones do not fill {num_ranks} "
+                "ranks evenly, each expert at most once on each; num_redundant_experts may be "
+                f"{steps}, ... up to {most}"
             )
         size = total // num_ranks
         firsts = range(0, total, size)
-        return cls(num_experts, tuple(tuple((first + slot) % num_experts for slot in range(size)) for first in firsts))
+        return cls(
+            num_experts,
+            tuple(tuple((first + slot) % num_experts for slot in range(size)) for first in firsts),
+        )
 
     @property
     def num_slots(self) -> int:
@@ -95,9 +104,10 @@ class DispatchHandle(NamedTuple):
 class ExpertDispatcher:
     """Sends each token to the ranks that hold its experts, and sums their results.
 
-    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend: a token goes *once* to each rank that holds any of
-    its experts, and the rank sums their results before it sends them back. Ranks may have different numbers of tokens, or none,
-    but must make the same number of calls.
+    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend: a token goes *once*
+    to each rank that holds any of its experts, and the rank sums their results before it sends them
+    back. Ranks may have different numbers of tokens, or none, but must make the same number of
+    calls.
 
     Args:
         placement: see `place`.
@@ -114,17 +124,22 @@ class ExpertDispatcher:
         replicas = placement.replicas
         self._num_replicas = torch.tensor([len(found) for found in replicas], device="cpu")
         most = len(placement.slots)
-        self._replicas = torch.tensor([found + [-1] * (most - len(found)) for found in replicas], device="cpu")
+        self._replicas = torch.tensor(
+            [found + [-1] * (most - len(found)) for found in replicas], device="cpu"
+        )
 
     def physical(self, topk_ids: Tensor) -> Tensor:
-        """Choose a replica for each expert of each token: tokens take turns, and ranks begin at different replicas.
+        """Choose a replica for each expert of each token: tokens take turns, and ranks begin at
+        different replicas.
 
         Args:
             topk_ids: `[num_tokens, top_k]` int64, logical experts.
 
         Returns: physical experts, of the same shape.
         """
-        self._replicas, self._num_replicas = (t.to(topk_ids.device) for t in (self._replicas, self._num_replicas))
+        self._replicas, self._num_replicas = (
+            t.to(topk_ids.device) for t in (self._replicas, self._num_replicas)
+        )
         turn = torch.arange(len(topk_ids), device=topk_ids.device) + self.group.rank_in_group
         return self._replicas[topk_ids, turn[:, None] % self._num_replicas[topk_ids]]
 
@@ -133,9 +148,11 @@ class ExpertDispatcher:
     ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
         """Exchange tokens: every rank of the group calls this, and gets the tokens for its experts.
 
-        `physical` chooses a replica for each expert; replica p is in slot `p % num_slots` of rank `p // num_slots`. A token goes once to
-        each rank that has any of its replicas. Rows are sent in the order of the target ranks, then of the tokens, and arrive in the order
-        of the ranks that sent them. The ranks exchange the numbers of rows first, so that each knows how many it receives.
+        `physical` chooses a replica for each expert; replica p is in slot `p % num_slots` of rank
+        `p // num_slots`. A token goes once to each rank that has any of its replicas. Rows are sent
+        in the order of the target ranks, then of the tokens, and arrive in the order of the ranks
+        that sent them. The ranks exchange the numbers of rows first, so that each knows how many it
+        receives.
 
         Args:
             x: `[num_tokens, hidden_size]`, this rank's tokens; there may be none.
@@ -143,13 +160,17 @@ class ExpertDispatcher:
             topk_weights: `[num_tokens, top_k]` float32.
 
         Returns:
-            (rows `[num_received, hidden_size]`; the slots of this rank that each row visits, `[num_received, top_k]` int64, -1 for
-            experts on other ranks; their weights; a handle for `combine`).
+            (rows `[num_received, hidden_size]`; the slots of this rank that each row visits,
+            `[num_received, top_k]` int64, -1 for experts on other ranks; their weights; a handle
+            for `combine`).
         """
-        size, ranks = self.placement.num_slots, self.group.world_size
+        size = self.placement.num_slots
+        ranks = self.group.world_size
         physical = self.physical(topk_ids)
         target = physical // size
-        goes = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device).scatter_(1, target, True)
+        goes = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device).scatter_(
+            1, target, True
+        )
         rank, tokens = goes.T.nonzero(as_tuple=True)  # by rank, then by token
         # A rank must know how many rows to receive: exchange the counts first.
         counts = goes.sum(0)
@@ -168,14 +189,19 @@ class ExpertDispatcher:
         """Send the results back and sum them.
 
         Args:
-            y: `[num_received, hidden_size]`: for each row received, the weighted sum over this rank's experts.
+            y: `[num_received, hidden_size]`: for each row received, the weighted sum over this
+                rank's experts.
 
-        Returns: `[num_tokens, hidden_size]`: for each token of this rank, the sum over the ranks that it was sent to, zeros if there are
-            none. It is added in float32, rank by rank in their order, and has the dtype of y.
+        Returns: `[num_tokens, hidden_size]`: for each token of this rank, the sum over the ranks
+            that it was sent to, zeros if there are none. It is added in float32, rank by rank in
+            their order, and has the dtype of y.
         """
         back = self.group.all_to_all(y, handle.received, handle.sent)
         out = torch.zeros(handle.num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
-        # Rank by rank, each of which returns a token once: in a single call, the order of a GPU's additions would be random.
-        for tokens, rows in zip(handle.tokens.split(handle.sent), back.split(handle.sent), strict=True):
+        # Rank by rank, each of which returns a token once: in a single call, the order of a GPU's
+        # additions would be random.
+        for tokens, rows in zip(
+            handle.tokens.split(handle.sent), back.split(handle.sent), strict=True
+        ):
             out[tokens] += rows.float()
         return out.to(y.dtype)

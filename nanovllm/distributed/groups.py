@@ -1,4 +1,5 @@
-"""The grid of ranks, and its groups, as every rank has them before `process_groups` connects it to others: groups of one.
+"""The grid of ranks, and its groups, as every rank has them before `process_groups` connects it to
+others: groups of one.
 
 Built by notebooks/21_process_groups.ipynb: edit it there.
 """
@@ -16,7 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grid:
-    """The number of ranks in each direction: data, pipeline, tensor. The tensor rank changes fastest."""
+    """The number of ranks in each direction: data, pipeline, tensor. The tensor rank changes
+    fastest."""
 
     data: int = 1
     pipeline: int = 1
@@ -30,11 +32,12 @@ class Grid:
     def groups(self, kind: str) -> list[list[int]]:
         """The ranks of each group of a kind.
 
-        Rank `(d * pipeline + p) * tensor + t` has the numbers (d, p, t) in the grid. Each group is in ascending order, and the groups
-        are in the order of their first ranks.
+        Rank `(d * pipeline + p) * tensor + t` has the numbers (d, p, t) in the grid. Each group is
+        in ascending order, and the groups are in the order of their first ranks.
 
         Args:
-            kind: "tp", "pp" or "dp": ranks that differ in t, p or d only; "ep": all ranks with the same p; "world": all ranks.
+            kind: "tp", "pp" or "dp": ranks that differ in t, p or d only; "ep": all ranks with the
+                same p; "world": all ranks.
         """
         ranks = torch.arange(self.world_size).view(self.data, self.pipeline, self.tensor)
         rows = {
@@ -48,8 +51,9 @@ class Grid:
 
 
 class GroupCoordinator:
-    """A group of ranks that compute together, as one of them sees it. This class is a group of one: its collectives return their
-    arguments and cost nothing. `process_groups.ProcessGroupCoordinator` talks to other ranks.
+    """A group of ranks that compute together, as one of them sees it. This class is a group of one:
+    its collectives return their arguments and cost nothing.
+    `process_groups.ProcessGroupCoordinator` talks to other ranks.
 
     Args:
         name: "tp", "pp", ...
@@ -57,15 +61,21 @@ class GroupCoordinator:
         rank: the global rank of this process.
 
     Attributes:
-        is_first, is_last: whether this rank is the first or the last one of the group (as a stage of a pipeline).
+        is_first, is_last: whether this rank is the first or the last one of the group (as a stage
+            of a pipeline).
         shared: all-reduce and all-gather in memory that all ranks share; None if they share none.
-        calls, bytes_sent: for each collective, the number of calls and the bytes of this rank's tensors.
+        calls, bytes_sent: for each collective, the number of calls and the bytes of this rank's
+            tensors.
     """
 
     def __init__(self, name: str, ranks: Sequence[int] = (0,), rank: int = 0) -> None:
-        self.name, self.ranks, self.rank = name, list(ranks), rank
-        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
-        self.is_first, self.is_last = rank == ranks[0], rank == ranks[-1]
+        self.name = name
+        self.ranks = list(ranks)
+        self.rank = rank
+        self.world_size = len(ranks)
+        self.rank_in_group = ranks.index(rank)
+        self.is_first = rank == ranks[0]
+        self.is_last = rank == ranks[-1]
         self.shared: Any = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
@@ -83,7 +93,8 @@ class GroupCoordinator:
         return x
 
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Exchange rows: the first `send_counts[0]` rows of x go to the first rank of the group, and so on.
+        """Exchange rows: the first `send_counts[0]` rows of x go to the first rank of the group,
+        and so on.
 
         Returns:
             The rows for this rank, `[sum(receive_counts), ...]`, by sender.
@@ -91,7 +102,8 @@ class GroupCoordinator:
         return x
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Send any picklable value of one rank to every rank. It is a small one: every rank's value travels."""
+        """Send any picklable value of one rank to every rank. It is a small one: every rank's value
+        travels."""
         return self.all_gather_object(value)[source]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -99,7 +111,8 @@ class GroupCoordinator:
         return [value]
 
     def barrier(self) -> None:
-        """Wait until every rank of the group is here. On a timeout, the first rank's error names the missing ranks."""
+        """Wait until every rank of the group is here. On a timeout, the first rank's error names
+        the missing ranks."""
 
 
 KINDS = ("world", "tp", "pp", "dp", "ep")

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def count_replicas(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """The number of replicas of each expert: one, and each remaining slot goes to the expert whose replicas are the busiest (the
-    greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB). Of equally busy ones, the first gets it.
+    """The number of replicas of each expert: one, and each remaining slot goes to the expert whose
+    replicas are the busiest (the greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB). Of
+    equally busy ones, the first gets it.
 
     Args:
         loads: tokens of each logical expert, which its replicas share equally.
@@ -39,16 +40,18 @@ def count_replicas(loads: Sequence[int], num_slots: int, num_ranks: int) -> list
 
 
 def pack_replicas(loads: Sequence[int], counts: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Group the experts into one set per rank: the heaviest replicas first, each in the sets with the lowest load so far.
+    """Group the experts into one set per rank: the heaviest replicas first, each in the sets with
+    the lowest load so far.
 
-    All sets have the same size, and none has an expert twice. If that greedy choice leaves a replica without a set, the sets with the
-    most free slots come first instead, which always succeeds (Gale and Ryser, 1957).
-    """
+    All sets have the same size, and none has an expert twice. If that greedy choice leaves a
+    replica without a set, the sets with the most free slots come first instead, which always
+    succeeds (Gale and Ryser, 1957)."""
     size = sum(counts) // num_ranks
     order = sorted(range(len(loads)), key=lambda expert: -loads[expert] / counts[expert])
     packs: list[set[int]] = []
     for fill_evenly in (False, True):
-        packs, total = [set() for _ in range(num_ranks)], [0.0] * num_ranks
+        packs = [set() for _ in range(num_ranks)]
+        total = [0.0] * num_ranks
         for expert in order:
             free = [rank for rank in range(num_ranks) if len(packs[rank]) < size]
             free.sort(key=lambda rank: (len(packs[rank]) if fill_evenly else 0, total[rank]))
@@ -61,9 +64,15 @@ def pack_replicas(loads: Sequence[int], counts: Sequence[int], num_ranks: int) -
 
 
 def settle(packs: list[set[int]], old: ExpertPlacement) -> ExpertPlacement:
-    """Assign each pack to the rank that already holds most of it, and keep experts that stay in their slots."""
-    open_ranks, chosen = set(range(len(packs))), {}
-    pairs = [(len(pack & set(slots)), i, rank) for i, pack in enumerate(packs) for rank, slots in enumerate(old.slots)]
+    """Assign each pack to the rank that already holds most of it, and keep experts that stay in
+    their slots."""
+    open_ranks = set(range(len(packs)))
+    chosen = {}
+    pairs = [
+        (len(pack & set(slots)), i, rank)
+        for i, pack in enumerate(packs)
+        for rank, slots in enumerate(old.slots)
+    ]
     for _, i, rank in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
         if i not in chosen and rank in open_ranks:
             chosen[i] = rank
@@ -71,12 +80,15 @@ def settle(packs: list[set[int]], old: ExpertPlacement) -> ExpertPlacement:
     slots: list[tuple[int, ...]] = [()] * len(packs)
     for i, rank in chosen.items():
         newcomers = iter(sorted(packs[i] - set(old.slots[rank])))
-        slots[rank] = tuple(expert if expert in packs[i] else next(newcomers) for expert in old.slots[rank])
+        slots[rank] = tuple(
+            expert if expert in packs[i] else next(newcomers) for expert in old.slots[rank]
+        )
     return ExpertPlacement(old.num_experts, tuple(slots))
 
 
 def balance(loads: Sequence[int], old: ExpertPlacement) -> ExpertPlacement:
-    """A placement for these loads: `old` itself if the greedy one does not lower the load of the busiest rank."""
+    """A placement for these loads: `old` itself if the greedy one does not lower the load of the
+    busiest rank."""
     ranks = len(old.slots)
     counts = count_replicas(loads, ranks * old.num_slots, ranks)
     new = settle(pack_replicas(loads, counts, ranks), old)
@@ -93,12 +105,14 @@ class Move(NamedTuple):
 
 
 def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """The moves from `old` to `new`: one for each slot whose expert changes, by target rank and then by slot.
+    """The moves from `old` to `new`: one for each slot whose expert changes, by target rank and
+    then by slot.
 
-    The source is a slot that holds the expert in `old`. If several ranks hold it, the one that has sent the fewest experts so far
-    sends it, of equal ones the first. Every rank computes the same list.
-    """
-    moves, sent = [], [0] * len(old.slots)
+    The source is a slot that holds the expert in `old`. If several ranks hold it, the one that has
+    sent the fewest experts so far sends it, of equal ones the first. Every rank computes the same
+    list."""
+    moves = []
+    sent = [0] * len(old.slots)
     replicas = old.replicas
     for target, slots in enumerate(new.slots):
         for slot, expert in enumerate(slots):
@@ -126,23 +140,29 @@ def move_experts(weights: Sequence[Tensor], moves: list[Move], group: GroupCoord
     rows = torch.cat([part[[move.source_slot for move in leaving]] for part in flat], dim=1)
     ranks = range(group.world_size)
     sent = [sum(move.target == other for move in leaving) for other in ranks]
-    received = group.all_to_all(rows, sent, [sum(move.source == other for move in coming) for other in ranks])
+    received = group.all_to_all(
+        rows, sent, [sum(move.source == other for move in coming) for other in ranks]
+    )
     slots = [move.target_slot for move in coming]
-    for part, new in zip(flat, received.split([part.shape[1] for part in flat], dim=1), strict=True):
+    for part, new in zip(
+        flat, received.split([part.shape[1] for part in flat], dim=1), strict=True
+    ):
         part[slots] = new
     return len(moves) * rows.shape[1] * rows.element_size()
 
 
 @dataclass(frozen=True)
 class EPLBConfig:
-    """When to balance, and with how many slots; names and defaults are those of vLLM's `--eplb-config`.
+    """When to balance, and with how many slots; names and defaults are those of vLLM's
+    `--eplb-config`.
 
     Attributes:
         window_size: steps whose loads count.
         step_interval: steps from one balancing to the next.
         num_redundant_experts: slots beyond one per expert, over all ranks.
         log_balancedness: log the mean over the maximum of the ranks' loads each time.
-        shared_as_routed: place shared experts like routed ones that every token visits (not in vLLM).
+        shared_as_routed: place shared experts like routed ones that every token visits (not in
+            vLLM).
     """
 
     window_size: int = 1000
@@ -153,7 +173,10 @@ class EPLBConfig:
 
     def __post_init__(self) -> None:
         if self.window_size < 1 or self.step_interval < 1 or self.num_redundant_experts < 0:
-            raise ValueError("window_size and step_interval must be at least 1, and num_redundant_experts at least 0")
+            raise ValueError(
+                "window_size and step_interval must be at least 1, and num_redundant_experts at "
+                "least 0"
+            )
 
     @classmethod
     def from_json(cls, text: str) -> EPLBConfig:
@@ -166,14 +189,17 @@ class EPLBConfig:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             names = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"--eplb-config takes a JSON object with keys of {names}; got {text}: {error}") from None
+            raise ValueError(
+                f"--eplb-config takes a JSON object with keys of {names}; got {text}: {error}"
+            ) from None
 
 
 class LoadBalancer:
     """Counts the tokens of each expert, and rearranges the experts from time to time.
 
-    Every rank of the expert-parallel group has a balancer and calls `after_step` after every forward pass. All ranks therefore make
-    the same decision, from the same numbers, between the same two steps.
+    Every rank of the expert-parallel group has a balancer and calls `after_step` after every
+    forward pass. All ranks therefore make the same decision, from the same numbers, between the
+    same two steps.
 
     Args:
         layers: the layers with experts (see `models.moe.MoE`), in order.
@@ -182,16 +208,23 @@ class LoadBalancer:
 
     Attributes:
         bytes_moved: of weights, over all ranks.
-        balancedness: mean over maximum of the ranks' loads in the last window, before and after: 1 is perfect.
+        balancedness: mean over maximum of the ranks' loads in the last window, before and after: 1
+            is perfect.
     """
 
-    def __init__(self, layers: Sequence[Any], config: EPLBConfig, group: GroupCoordinator | None = None) -> None:
-        self.layers, self.config, self.group = layers, config, group or get_ep_group()
+    def __init__(
+        self, layers: Sequence[Any], config: EPLBConfig, group: GroupCoordinator | None = None
+    ) -> None:
+        self.layers = layers
+        self.config = config
+        self.group = group or get_ep_group()
         self.step = self.bytes_moved = 0
         self.balancedness = (1.0, 1.0)
         # A window is a part of the interval, or several whole intervals.
         self._past: deque[Tensor] = deque(maxlen=max(1, config.window_size // config.step_interval))
-        self._known = [torch.zeros_like(layer.load) for layer in layers]  # loads after the last step that counted
+        self._known = [
+            torch.zeros_like(layer.load) for layer in layers
+        ]  # loads after the last step that counted
 
     @torch.inference_mode()
     def after_step(self, was_dummy: bool = False) -> bool:
@@ -232,7 +265,9 @@ class LoadBalancer:
         """Balance every layer for the tokens of the window. Returns: whether experts have moved."""
         self._past.append(self.group.all_reduce(self._take_loads()))
         window = torch.stack(list(self._past)).sum(0).tolist()
-        before, after, moved = 0.0, 0.0, 0
+        before = 0.0
+        after = 0.0
+        moved = 0
         for layer, loads in zip(self.layers, window, strict=True):
             old = layer.dispatcher.placement
             new = balance(loads, old)
@@ -245,5 +280,7 @@ class LoadBalancer:
         self.balancedness = (mean / before, mean / after) if before else (1.0, 1.0)
         self.bytes_moved += moved
         if self.config.log_balancedness:
-            logger.info("balancedness of experts: %.2f, now %.2f; %d bytes moved", *self.balancedness, moved)
+            logger.info(
+                "balancedness of experts: %.2f, now %.2f; %d bytes moved", *self.balancedness, moved
+            )
         return moved > 0

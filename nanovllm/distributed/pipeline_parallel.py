@@ -1,4 +1,5 @@
-"""Pipeline parallelism: each rank holds some of the layers; see `stage_link` for what it sends to the next rank.
+"""Pipeline parallelism: each rank holds some of the layers; see `stage_link` for what it sends to
+the next rank.
 
 Built by notebooks/23_pipeline_parallel.ipynb: edit it there.
 """
@@ -15,8 +16,9 @@ from nanovllm.distributed.groups import get_pp_group
 
 
 def layer_range(num_layers: int, stages: int, stage: int) -> range:
-    """The layers of one stage: an equal number for each, in order. Remaining layers go one by one to the stages from the last but one
-    backwards, because the first stage also computes the embedding, and the last the output head.
+    """The layers of one stage: an equal number for each, in order. Remaining layers go one by one
+    to the stages from the last but one backwards, because the first stage also computes the
+    embedding, and the last the output head.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -38,8 +40,8 @@ def layers_here(num_layers: int) -> range:
 
 
 class Elsewhere(nn.Module):
-    """A placeholder for a module of another stage, without weights. With it, the other modules keep their names of the checkpoint
-    (layer 17 is `layers.17` on every stage)."""
+    """A placeholder for a module of another stage, without weights. With it, the other modules keep
+    their names of the checkpoint (layer 17 is `layers.17` on every stage)."""
 
 
 def if_here(here: bool, build: Callable[..., nn.Module], *arguments: Any) -> Any:

@@ -17,7 +17,8 @@ import psutil
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: after half a message, a connection could not be used any more."""
+    """Delay Ctrl-C to the end of the block: after half a message, a connection could not be used
+    any more."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
@@ -33,9 +34,13 @@ def uninterrupted() -> Iterator[None]:
 
 
 def start_process(
-    words: Sequence[str], environment: Mapping[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    wrapper: Sequence[str] = (),
+    log: IO[Any] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start Python with these arguments, and a connection to it. The number of its socket is the last argument.
+    """Start Python with these arguments, and a connection to it. The number of its socket is the
+    last argument.
 
     Args:
         environment: variables that differ from those of this process.
@@ -43,9 +48,15 @@ def start_process(
         log: gets what the process prints; by default, this process's output does.
     """
     ours, theirs = socket.socketpair()
-    command, variables = [*wrapper, sys.executable, *words, str(theirs.fileno())], os.environ | dict(environment)
+    command = [*wrapper, sys.executable, *words, str(theirs.fileno())]
+    variables = os.environ | dict(environment)
     # In a process group of its own, because Ctrl-C in a terminal is for the parent alone.
-    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "process_group": 0}
+    settings: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": log,
+        "stderr": log,
+        "process_group": 0,
+    }
     with theirs:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables, **settings)
     return process, Connection(ours.detach())
@@ -58,7 +69,11 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
         return ""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (Linux does that if memory runs out)"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
@@ -71,7 +86,8 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> 
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process of this machine, such as SIGSTOP or Ctrl-Z. A debugger's stop does not count."""
+    """Whether a signal has stopped a process of this machine, such as SIGSTOP or Ctrl-Z. A
+    debugger's stop does not count."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return False

@@ -1,7 +1,8 @@
 """All-reduce and all-gather through memory that all ranks of a group map.
 
-Over a socket each byte is copied into the kernel and out again, and two processes must be woken per step. Here a rank writes its
-part where all ranks can read it, increments its counter, and waits for the counters of the others.
+Over a socket each byte is copied into the kernel and out again, and two processes must be woken per
+step. Here a rank writes its part where all ranks can read it, increments its counter, and waits for
+the counters of the others.
 
 Built by notebooks/21_process_groups.ipynb: edit it there.
 """
@@ -32,7 +33,11 @@ def open_segment(handle: SegmentHandle | None, member: int, num_members: int) ->
         OSError: this rank cannot use shared memory.
     """
     load_shared_memory_library()
-    return Segment(handle, member) if handle else Segment.create(num_members, 2 * num_members * PART_BYTES)
+    return (
+        Segment(handle, member)
+        if handle
+        else Segment.create(num_members, 2 * num_members * PART_BYTES)
+    )
 
 
 class SharedCollectives:
@@ -47,18 +52,23 @@ class SharedCollectives:
 
     def __init__(self, segment: Segment, ranks: list[int], name: str, timeout: float) -> None:
         library = load_shared_memory_library()
-        self.segment, self.ranks, self.name, self.timeout = segment, ranks, name, timeout
+        self.segment = segment
+        self.ranks = ranks
+        self.name = name
+        self.timeout = timeout
         self._kinds = segment.data[: segment.payload].cast("Q")
         self._broken = ""
         self._collective = library.collective
         self._sums = {dtype: index for index, dtype in enumerate(_DTYPES[: library.num_sums()])}
 
     def can_sum(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be summed here; the same on all ranks, which have the same library."""
+        """Whether tensors of this dtype can be summed here; the same on all ranks, which have the
+        same library."""
         return dtype in self._sums
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace x, which is contiguous, by the sum over the group, in float32 for 16-bit numbers; all ranks get the same bits."""
+        """Replace x, which is contiguous, by the sum over the group, in float32 for 16-bit numbers;
+        all ranks get the same bits."""
         self._run("all_reduce", x, x, row=0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -73,11 +83,23 @@ class SharedCollectives:
             raise CollectiveError(f"group {self.name} can no longer be used: {self._broken}")
         sum_index = self._sums.get(x.dtype, 0)
         kind = x.nbytes << 16 | sum_index << 8 | _OPERATIONS.index(operation)
-        segment, done, published, deadline = self.segment, 0, False, 0.0
+        segment = self.segment
+        done = 0
+        published = False
+        deadline = 0.0
         while True:
             done = self._collective(
                 *(segment.address, segment.payload, PART_BYTES, segment.member, len(self.ranks)),
-                *(x.data_ptr(), out.data_ptr(), x.nbytes, row, sum_index, kind, max(done, 0), published),
+                *(
+                    x.data_ptr(),
+                    out.data_ptr(),
+                    x.nbytes,
+                    row,
+                    sum_index,
+                    kind,
+                    max(done, 0),
+                    published,
+                ),
             )
             if done == x.nbytes:
                 return
@@ -106,4 +128,8 @@ class SharedCollectives:
 
     def lost(self, members: Sequence[int]) -> list[str]:
         """Which of these members have died or left, and why."""
-        return [f"rank {self.ranks[each]}: {why}" for each in members if (why := self.segment.why_lost(each))]
+        return [
+            f"rank {self.ranks[each]}: {why}"
+            for each in members
+            if (why := self.segment.why_lost(each))
+        ]

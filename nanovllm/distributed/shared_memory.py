@@ -35,7 +35,10 @@ class SegmentHandle:
 
 _LINE = 64  # bytes of a member's line at the beginning of a segment, as in shared_memory.cpp
 _WORDS = _LINE // 4
-_COUNT, _PROCESS, _LEFT = 0, 2, 3  # words of a line
+# words of a line
+_COUNT = 0
+_PROCESS = 2
+_LEFT = 3
 _TOKEN = 32  # offset in the first line
 
 
@@ -48,10 +51,11 @@ def _open(handle: SegmentHandle) -> int:
 
 
 class Segment:
-    """Memory mapped by several processes. Each is a member, and has a counter that the others can wait for.
+    """Memory mapped by several processes. Each is a member, and has a counter that the others can
+    wait for.
 
-    On Linux the memory has no name (`memfd_create`): the kernel frees it when the last process that maps it ends, however that
-    happens. Elsewhere it is a temporary file of its creator.
+    On Linux the memory has no name (`memfd_create`): the kernel frees it when the last process that
+    maps it ends, however that happens. Elsewhere it is a temporary file of its creator.
 
     Args:
         handle: which segment.
@@ -67,8 +71,11 @@ class Segment:
         OSError: its creator is gone or runs on another machine.
     """
 
-    def __init__(self, handle: SegmentHandle, member: int, file: Any = None, is_lazy: bool = False) -> None:
-        self.handle, self.member = handle, member
+    def __init__(
+        self, handle: SegmentHandle, member: int, file: Any = None, is_lazy: bool = False
+    ) -> None:
+        self.handle = handle
+        self.member = member
         self._file = file or os.fdopen(_open(handle), "r+b", buffering=0)
         # All pages at once: otherwise each would cost a page fault in the middle of a message.
         flags = mmap.MAP_SHARED | (0 if is_lazy else getattr(mmap, "MAP_POPULATE", 0))
@@ -87,7 +94,8 @@ class Segment:
         Raises:
             OSError: there is not enough memory.
         """
-        num_bytes, token = num_members * _LINE + payload_bytes, os.urandom(16)
+        num_bytes = num_members * _LINE + payload_bytes
+        token = os.urandom(16)
         file: Any
         if hasattr(os, "memfd_create"):
             file = os.fdopen(os.memfd_create("nanovllm"), "r+b", buffering=0)
@@ -96,7 +104,9 @@ class Segment:
             file = tempfile.NamedTemporaryFile(prefix="nanovllm-", buffering=0)  # noqa: SIM115
             path = file.name
         os.ftruncate(file.fileno(), num_bytes)
-        if hasattr(os, "posix_fallocate") and not is_lazy:  # without this, a lack of memory is a bus error later
+        if (
+            hasattr(os, "posix_fallocate") and not is_lazy
+        ):  # without this, a lack of memory is a bus error later
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         os.pwrite(file.fileno(), token, _TOKEN)
         return cls(SegmentHandle(path, num_members, num_bytes, token), 0, file, is_lazy)
@@ -110,9 +120,10 @@ class Segment:
         return (self.count(member) - self.count(self.member) + 2**31) % 2**32 - 2**31
 
     def why_lost(self, member: int) -> str:
-        """Why a member is gone: "it has left" if its word _LEFT is set (see `close`), "process 77 has died" if the process whose id is in
-        its word _PROCESS does not exist any more or is a zombie. Empty while it is there, or has not joined yet (its word is 0). This
-        very process is alive, of course."""
+        """Why a member is gone: "it has left" if its word _LEFT is set (see `close`), "process 77
+        has died" if the process whose id is in its word _PROCESS does not exist any more or is a
+        zombie. Empty while it is there, or has not joined yet (its word is 0). This very process is
+        alive, of course."""
         if self._words[member * _WORDS + _LEFT]:
             return "it has left"
         process = self._words[member * _WORDS + _PROCESS]
@@ -159,14 +170,30 @@ def load_shared_memory_library() -> ctypes.CDLL:
     """
     try:
         source = Path(nanovllm.distributed.__path__[0]) / "shared_memory.cpp"
-        library = load_library([source], flags=("-O3", "-march=native", "-std=c++17", "-fPIC"), what=source.name)
+        library = load_library(
+            [source], flags=("-O3", "-march=native", "-std=c++17", "-fPIC"), what=source.name
+        )
     except BuildError as error:
         raise OSError(f"the functions for shared memory are not compiled: {error}") from error
-    place, size, number, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
+    place = ctypes.c_void_p
+    size = ctypes.c_int64
+    number = ctypes.c_int
+    kind = ctypes.c_uint64
     ring = (place, size, size, number)
     library.put.argtypes = [*ring, ctypes.c_char_p, size, size]
     library.get.argtypes = [*ring, place, size, place]
-    library.collective.argtypes = [*ring, number, place, place, size, size, number, kind, size, ctypes.c_bool]
+    library.collective.argtypes = [
+        *ring,
+        number,
+        place,
+        place,
+        size,
+        size,
+        number,
+        kind,
+        size,
+        ctypes.c_bool,
+    ]
     library.put.restype = library.get.restype = library.collective.restype = size
     return library
 
@@ -174,11 +201,12 @@ def load_shared_memory_library() -> ctypes.CDLL:
 class MessageQueue:
     """A ring in shared memory: one process writes, and every reader gets every message, in order.
 
-    A message may be longer than the ring. When the ring is full, the writer waits for the slowest reader. A waiting process spins for
-    some microseconds, then yields its core, then sleeps in the kernel.
+    A message may be longer than the ring. When the ring is full, the writer waits for the slowest
+    reader. A waiting process spins for some microseconds, then yields its core, then sleeps in the
+    kernel.
 
-    The writer calls `create`, each reader calls `attach`. One thread at a time may use an end. When an end is gone, the others can read
-    what has been written; then they get `PeerLost`.
+    The writer calls `create`, each reader calls `attach`. One thread at a time may use an end. When
+    an end is gone, the others can read what has been written; then they get `PeerLost`.
 
     Attributes:
         handle: with which readers attach; it can be pickled.
@@ -189,11 +217,14 @@ class MessageQueue:
 
     def __init__(self, segment: Segment) -> None:
         self._library = load_shared_memory_library()
-        self._segment, self.handle = segment, segment.handle
+        self._segment = segment
+        self.handle = segment.handle
         self._num_readers = segment.handle.num_members - 1
         self._ring = (segment.address, segment.payload, len(segment.data) - segment.payload)
         self._buffer = ctypes.create_string_buffer(1 << 16)  # of a reader
-        self._progress = (ctypes.c_int64 * 2)(-1, 0)  # of a reader: length of the message (-1: unknown), bytes read
+        self._progress = (ctypes.c_int64 * 2)(
+            -1, 0
+        )  # of a reader: length of the message (-1: unknown), bytes read
 
     @classmethod
     def create(cls, num_readers: int, num_bytes: int = 1 << 20) -> MessageQueue:
@@ -217,12 +248,16 @@ class MessageQueue:
         """Write a message; waits while the ring is full.
 
         Raises:
-            TimeoutError: a reader has not made room in time. Nothing was written, unless the message is longer than half of the
-                ring: then the queue cannot be used any more.
+            TimeoutError: a reader has not made room in time. Nothing was written, unless the
+                message is longer than half of the ring: then the queue cannot be used any more.
             PeerLost: a reader that has to make room has died or left.
         """
-        message, sent, deadline = len(data).to_bytes(8, "little") + data, 0, time.monotonic() + timeout
-        while (sent := self._library.put(*self._ring, self._num_readers, message, len(message), sent)) < len(message):
+        message = len(data).to_bytes(8, "little") + data
+        sent = 0
+        deadline = time.monotonic() + timeout
+        while (
+            sent := self._library.put(*self._ring, self._num_readers, message, len(message), sent)
+        ) < len(message):
             slowest = min(range(1, 1 + self._num_readers), key=self._segment.ahead)
             what = f"reader {slowest - 1} of {self._num_readers} has not made room in the queue"
             self._segment.check(what, self._segment.why_lost(slowest), deadline)
@@ -231,10 +266,12 @@ class MessageQueue:
         """Wait for the next message.
 
         Raises:
-            TimeoutError: none has arrived in time. A message that has arrived in part is not lost: call again.
+            TimeoutError: none has arrived in time. A message that has arrived in part is not lost:
+                call again.
             PeerLost: the writer has died or left, and all its messages have been read.
         """
-        deadline, lost = time.monotonic() + timeout, ""
+        deadline = time.monotonic() + timeout
+        lost = ""
         while True:
             reader = (self._segment.member, self._buffer, len(self._buffer), self._progress)
             size = self._library.get(*self._ring, *reader)

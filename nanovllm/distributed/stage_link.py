@@ -20,24 +20,37 @@ from nanovllm.distributed.standstill import CallCounter
 class StageLink:
     """A rank's connection to the same rank of the stages before and after.
 
-    It sends no shapes: the receiver has the same plan of the step, and therefore knows the number of tokens.
+    It sends no shapes: the receiver has the same plan of the step, and therefore knows the number
+    of tokens.
 
     Args:
         hidden_size, dtype, device: of the tensors.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
         group = self.group = get_pp_group()
-        rank, number, ranks = group.rank, group.rank_in_group, group.ranks
+        rank = group.rank
+        number = group.rank_in_group
+        ranks = group.ranks
         self._connections = getattr(group, "device_group", None)
-        self._previous, self._next = ranks[number - 1], ranks[(number + 1) % len(ranks)]
-        self._received = CallCounter(f"{group.name} from rank {self._previous} to rank {rank}", (self._previous, rank))
-        self._sent = CallCounter(f"{group.name} from rank {rank} to rank {self._next}", (rank, self._next))
+        self._previous = ranks[number - 1]
+        self._next = ranks[(number + 1) % len(ranks)]
+        self._received = CallCounter(
+            f"{group.name} from rank {self._previous} to rank {rank}", (self._previous, rank)
+        )
+        self._sent = CallCounter(
+            f"{group.name} from rank {rank} to rank {self._next}", (rank, self._next)
+        )
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> Tensor | None:
-        """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`; None on the first stage."""
+        """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`;
+        None on the first stage."""
         if self.group.is_first:
             return None
         received = torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -50,8 +63,8 @@ class StageLink:
 
         The caller must not write to the tensor any more. It is kept until it has been sent.
         """
-        # At most as many steps as stages are in flight, so this send has arrived, and `wait` returns at once.
-        # (gloo marks a send as completed only in `wait`.)
+        # At most as many steps as stages are in flight, so this send has arrived, and `wait`
+        # returns at once. (gloo marks a send as completed only in `wait`.)
         with waiting_for_others(), self._sent.call("send"):
             if len(self._in_flight) >= self.group.world_size:
                 self._in_flight.popleft()[0].wait()

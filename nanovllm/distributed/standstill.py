@@ -1,8 +1,9 @@
-"""Finds ranks that wait for ever in a collective because another rank is idle or waits in a different collective.
+"""Finds ranks that wait for ever in a collective because another rank is idle or waits in a
+different collective.
 
-Each rank counts the collectives that it calls in each group, and its heartbeats carry the counts. The process that watches the
-ranks compares them. A rank that computes may still come: `life_signs.HangDetector` watches it.
-"""
+Each rank counts the collectives that it calls in each group, and its heartbeats carry the counts.
+The process that watches the ranks compares them. A rank that computes may still come:
+`life_signs.HangDetector` watches it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ TRANSFER = {"send", "receive"}
 
 
 class CollectiveError(Exception):
-    """A collective failed: a rank has died, did not come, or is in another collective. The message says which."""
+    """A collective failed: a rank has died, did not come, or is in another collective. The message
+    says which."""
 
 
 class Call(NamedTuple):
@@ -54,14 +56,17 @@ class Activity(NamedTuple):
 
 
 class CallCounter(Block):
-    """Counts the collectives that this rank calls in a group. Costs less than a microsecond per collective.
+    """Counts the collectives that this rank calls in a group. Costs less than a microsecond per
+    collective.
 
     `with counter.call("all_reduce"):` while the rank is in that collective.
     """
 
     def __init__(self, group: str, ranks: Iterable[int]) -> None:
-        self.group, self.ranks = group, tuple(ranks)
-        self.number, self.name = 0, ""
+        self.group = group
+        self.ranks = tuple(ranks)
+        self.number = 0
+        self.name = ""
         _counters.append(weakref.ref(self))
 
     def call(self, name: str) -> CallCounter:
@@ -77,10 +82,14 @@ _counters: list[weakref.ref[CallCounter]] = []
 def latest_calls() -> tuple[Call, ...]:
     """The latest collective of this process in each group."""
     counters = [counter for reference in list(_counters) if (counter := reference()) is not None]
-    return tuple(Call(c.group, c.ranks, c.number, c.name, c.depth > 0) for c in counters if c.number)
+    return tuple(
+        Call(c.group, c.ranks, c.number, c.name, c.depth > 0) for c in counters if c.number
+    )
 
 
-def explain_standstill(activities: dict[int, Activity], names: dict[int, str], seconds: float) -> str:
+def explain_standstill(
+    activities: dict[int, Activity], names: dict[int, str], seconds: float
+) -> str:
     """Find out whether ranks wait for one another in vain.
 
     Args:
@@ -95,7 +104,8 @@ def explain_standstill(activities: dict[int, Activity], names: dict[int, str], s
         return ""
     # A rank that waits for an idle one explains more than ranks that wait for one another.
     rank, call, missed = min(waiting, key=lambda each: not activities[each[2]].is_idle)
-    hangs, where = f"hangs: for {seconds:g} seconds it has", _waits_in(activities[missed])
+    hangs = f"hangs: for {seconds:g} seconds it has"
+    where = _waits_in(activities[missed])
     if where is None:
         return f"{names[missed]}, {hangs} been idle while {names[rank]}, waits for it in {call}"
     return f"{names[rank]}, {hangs} waited in {call} for {names[missed]}, which waits in {where}"
@@ -106,7 +116,8 @@ def _waits_in(activity: Activity) -> Call | None:
 
 
 def _waiting_in_vain(activities: dict[int, Activity]) -> list[tuple[int, Call, int]]:
-    """(rank, its call, the rank for which it waits there), if no rank computes, which may end the waiting of all others."""
+    """(rank, its call, the rank for which it waits there), if no rank computes, which may end the
+    waiting of all others."""
     for activity in activities.values():
         call = _waits_in(activity)
         if not activity.is_idle and (call is None or not activities.keys() >= set(call.ranks)):
@@ -123,10 +134,16 @@ def _waiting_in_vain(activities: dict[int, Activity]) -> list[tuple[int, Call, i
 def _misses(activity: Activity, call: Call, other: Activity) -> bool:
     """Whether a rank waits for another one in this collective.
 
-    On a GPU a call returns before the collective has finished, so that the rank may be idle. It then waits for a rank that is idle,
-    too, and has called fewer collectives.
-    """
+    On a GPU a call returns before the collective has finished, so that the rank may be idle. It
+    then waits for a rank that is idle, too, and has called fewer collectives."""
     number, name = next(((c.number, c.name) for c in other.calls if c.group == call.group), (0, ""))
     if not call.is_inside:
-        return activity.is_idle and other.is_idle and number < call.number and call.name not in TRANSFER
-    return number < call.number or (number == call.number and name != call.name and {name, call.name} != TRANSFER)
+        return (
+            activity.is_idle
+            and other.is_idle
+            and number < call.number
+            and call.name not in TRANSFER
+        )
+    return number < call.number or (
+        number == call.number and name != call.name and {name, call.name} != TRANSFER
+    )

@@ -1,8 +1,8 @@
-"""Run delay: how long the threads of a process have waited for a processor. A process that is stopped or hangs has none.
+"""Run delay: how long the threads of a process have waited for a processor. A process that is
+stopped or hangs has none.
 
-Linux counts it per thread, in /proc/PID/task/TID/schedstat. Elsewhere, and where a kernel does not count, no delay is found, so that
-every silence counts as a hang.
-"""
+Linux counts it per thread, in /proc/PID/task/TID/schedstat. Elsewhere, and where a kernel does not
+count, no delay is found, so that every silence counts as a hang."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from nanovllm.distributed.activity import LOOK_SECONDS
 
-# A thread that waits for a lock or for an event wakes often, for some microseconds each time, and waits for a processor each time.
-# It is not starved: it has run more often than this, ...
+# A thread that waits for a lock or for an event wakes often, for some microseconds each time, and
+# waits for a processor each time. It is not starved: it has run more often than this, ...
 MANY_SLICES = 10
-# ... and for less than this time per slice. (A thread that computes runs until the kernel preempts it, after some milliseconds.)
+# ... and for less than this time per slice. (A thread that computes runs until the kernel preempts
+# it, after some milliseconds.)
 LONG_SLICE_SECONDS = 0.0005
 
 
@@ -38,7 +39,8 @@ class ThreadTimes(NamedTuple):
 
 
 def thread_times(pid: int) -> dict[int, ThreadTimes]:
-    """Times of a process's threads, by the kernel's number of the thread; empty where the kernel does not tell."""
+    """Times of a process's threads, by the kernel's number of the thread; empty where the kernel
+    does not tell."""
     times = {}
     for folder in pathlib.Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread has just ended, or belongs to another user
@@ -46,7 +48,9 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
             # The state follows the name, which is in parentheses and may contain some itself.
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if num_slices:  # 0: the kernel does not count
-                times[int(folder.name)] = ThreadTimes(used / 1e9, delay / 1e9, num_slices, state == "R")
+                times[int(folder.name)] = ThreadTimes(
+                    used / 1e9, delay / 1e9, num_slices, state == "R"
+                )
     return times
 
 
@@ -56,7 +60,8 @@ class _Thread:
 
     Attributes:
         first, last: its times at the first look and at the latest one.
-        queued: when the wait for a processor was first seen that lasts still; otherwise the time of the latest look.
+        queued: when the wait for a processor was first seen that lasts still; otherwise the time of
+            the latest look.
     """
 
     first: ThreadTimes
@@ -71,7 +76,8 @@ class _Thread:
         self.last = times
 
     def starved(self, now: float) -> float:
-        """Seconds for which it has waited for a processor, if that is what keeps it from its work; otherwise 0."""
+        """Seconds for which it has waited for a processor, if that is what keeps it from its work;
+        otherwise 0."""
         used = self.last.used - self.first.used
         num_slices = self.last.num_slices - self.first.num_slices
         if num_slices > MANY_SLICES and used < LONG_SLICE_SECONDS * num_slices:
@@ -93,9 +99,11 @@ class RunDelay:
         self.look()
 
     def look(self, besides: int = 0) -> float:
-        """Seconds for which a thread of the process has waited for a processor: the thread that has waited longest.
+        """Seconds for which a thread of the process has waited for a processor: the thread that has
+        waited longest.
 
-        Call this every LOOK_SECONDS: the wait that lasts still is known only as far as it was looked at.
+        Call this every LOOK_SECONDS: the wait that lasts still is known only as far as it was
+        looked at.
 
         Args:
             besides: the kernel's number of a thread that does not count.
@@ -107,6 +115,8 @@ class RunDelay:
         for number, times in thread_times(self._pid).items():
             thread = self._threads.setdefault(number, _Thread(times, times, now))
             thread.look(times, now)
-        delays = [thread.starved(now) for number, thread in self._threads.items() if number != besides]
+        delays = [
+            thread.starved(now) for number, thread in self._threads.items() if number != besides
+        ]
         self._seconds = max(delays, default=0.0)
         return self._seconds

@@ -1,4 +1,5 @@
-"""The engine for a server: many callers at once, each with a stream of its own, none waiting for another.
+"""The engine for a server: many callers at once, each with a stream of its own, none waiting for
+another.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -35,7 +36,8 @@ from nanovllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanovllm")
 
-# Longer prompts (characters or token ids) are prepared in a thread, so that they do not block the event loop.
+# Longer prompts (characters or token ids) are prepared in a thread, so that they do not block the
+# event loop.
 LONG_PROMPT = 4096
 # The time that an engine gets to end by itself.
 END_SECONDS = 5.0
@@ -51,8 +53,9 @@ class AsyncEngine(FrontEnd):
 
         async def main():
             engine = await AsyncEngine.start(EngineConfig("smollm2-135m"))
-            async for output in engine.generate("The capital of France is", SamplingParams(temperature=0), "request-1"):
-                print(output.outputs[0].text, end="", flush=True)
+            async for output in engine.generate("The capital of France is",
+                SamplingParams(temperature=0), "request-1"): print(output.outputs[0].text, end="",
+                flush=True)
             await engine.shutdown()
 
         asyncio.run(main())
@@ -71,7 +74,8 @@ class AsyncEngine(FrontEnd):
             show_text: whether readers of the trace may see prompts and answers.
 
         Raises:
-            ValueError: no such model (`ModelNotFoundError`), or settings that do not fit (`EngineStartError`).
+            ValueError: no such model (`ModelNotFoundError`), or settings that do not fit
+                (`EngineStartError`).
             EngineDeadError: the process ended while it was starting.
         """
         # Downloaded here, where the user sees the progress and can interrupt it.
@@ -80,14 +84,18 @@ class AsyncEngine(FrontEnd):
             folder = await asyncio.to_thread(resolve_model, config.model, config.revision, stop)
         finally:  # Ctrl-C cancels this task, but not the thread
             stop.set()
-        try:  # settings that do not fit are refused here, and not after seconds in a process that imports torch first
+        # settings that do not fit are refused here, and not after seconds in a process that imports
+        # torch first
+        try:
             read_model_config(config, folder)
             engine = cls(config, folder)
-            try:  # the tokenizer loads here while the other process imports torch and loads the weights
+            # the tokenizer loads here while the other process imports torch and loads the weights
+            try:
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.of, config)
                 ready, *_ = await engine._next_reports()
             except BaseException:
-                # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process alone.
+                # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process
+                # alone.
                 engine._stop_listening()
                 engine._client.shutdown(seconds=0)
                 raise
@@ -106,23 +114,32 @@ class AsyncEngine(FrontEnd):
         """The token ids of a text of any length, without blocking the event loop.
 
         Raises:
-            ValueError: the text is not valid Unicode, or a long one with more tokens than any request may have; see `encode_long_text`.
+            ValueError: the text is not valid Unicode, or a long one with more tokens than any
+                request may have; see `encode_long_text`.
         """
         if len(text) <= LONG_PROMPT:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await encode_long_text(self.tokenizer, text, add_special_tokens, self.limits.max_request_tokens)
+        return await encode_long_text(
+            self.tokenizer, text, add_special_tokens, self.limits.max_request_tokens
+        )
 
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> RequestStream:
-        """Queue a request, and return the stream of its outputs, which the caller reads to its end or closes.
+        """Queue a request, and return the stream of its outputs, which the caller reads to its end
+        or closes.
 
         Raises:
             ValueError: a bad prompt, or an id in use.
             EngineDeadError: the engine has ended.
         """
-        arrival, process = time.monotonic(), self.input_processor.process
-        content = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        arrival = time.monotonic()
+        process = self.input_processor.process
+        content = (
+            prompt.get("prompt_token_ids") or prompt.get("prompt")
+            if isinstance(prompt, dict)
+            else prompt
+        )
         # A grammar's check may take long, and so may the tokens of many bad words.
         takes_long = params.structured_outputs is not None or params.bad_words
         if len(content or ()) <= LONG_PROMPT and not takes_long:
@@ -133,9 +150,15 @@ class AsyncEngine(FrontEnd):
         self.output_processor.add(request_id, text, requests)
         try:
             self._client.send(Command(add=requests))
-        except (OverflowError, UnicodeEncodeError) as error:  # a number over 64 bits; half of a surrogate pair
+        except (
+            OverflowError,
+            UnicodeEncodeError,
+        ) as error:  # a number over 64 bits; half of a surrogate pair
             self.output_processor.remove(request_id)
-            what = "stop, cache_salt, structured_outputs and kv_transfer_params must be Unicode and 64-bit numbers"
+            what = (
+                "stop, cache_salt, structured_outputs and kv_transfer_params must be Unicode and "
+                "64-bit numbers"
+            )
             raise ValueError(f"{what}: {error}") from error
         if self._texts is not None:
             self._texts.expect(request_id, text, requests)
@@ -146,8 +169,8 @@ class AsyncEngine(FrontEnd):
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Stream the outputs of a request; see `add_request`. Closing the iterator, or cancelling the task that reads it, ends
-        the request within a step."""
+        """Stream the outputs of a request; see `add_request`. Closing the iterator, or cancelling
+        the task that reads it, ends the request within a step."""
         stream = await self.add_request(request_id, prompt, params, priority)
         try:
             async for output in stream:
@@ -156,16 +179,23 @@ class AsyncEngine(FrontEnd):
             stream.close()
 
     def abort(self, request_id: str) -> None:
-        """End a request within a step. Its reader gets the outputs so far, with finish reason "abort"."""
+        """End a request within a step. Its reader gets the outputs so far, with finish reason
+        "abort"."""
         state = self.output_processor.requests.get(request_id)
         if state is None:
             return
-        unfinished = [key for key, completion in state.completions.items() if not completion.finished]
+        unfinished = [
+            key for key, completion in state.completions.items() if not completion.finished
+        ]
         self._client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
-        self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
+        self._deliver(
+            [EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic()
+        )
 
     def _forget(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:  # else it has ended, and its id may be another request's
+        if (
+            self._streams.get(stream.request_id) is stream
+        ):  # else it has ended, and its id may be another request's
             self.abort(stream.request_id)
             self._streams.pop(stream.request_id, None)
 
@@ -197,16 +227,17 @@ class AsyncEngine(FrontEnd):
             broadcast.put(report.steps.get(i, ()))
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
-        """Turn the engine's outputs into text, and put them into the streams from which the requests' readers take them.
+        """Turn the engine's outputs into text, and put them into the streams from which the
+        requests' readers take them.
 
-        `OutputProcessor.process` returns the requests' new outputs, and the ids of sequences that a stop string has ended. The engine
-        does not see stop strings, and would go on computing these sequences, so one `Command` aborts all of them, with the
-        reason "stop".
+        `OutputProcessor.process` returns the requests' new outputs, and the ids of sequences that a
+        stop string has ended. The engine does not see stop strings, and would go on computing these
+        sequences, so one `Command` aborts all of them, with the reason "stop".
 
-        If the trace is watched, `_texts` is not None and collects every output. `_note_times` notes the time `now` in the stream's
-        `times` before its reader can see the output. If an output has an error, the stream raises it in its reader (`fail`). After a
-        request's last output, its stream leaves `_streams`.
-        """
+        If the trace is watched, `_texts` is not None and collects every output. `_note_times` notes
+        the time `now` in the stream's `times` before its reader can see the output. If an output
+        has an error, the stream raises it in its reader (`fail`). After a request's last output,
+        its stream leaves `_streams`."""
         new_outputs, stopped = self.output_processor.process(outputs)
         if stopped:
             self._client.send(Command(abort=dict.fromkeys(stopped, "stop")))
@@ -240,7 +271,8 @@ class AsyncEngine(FrontEnd):
             stream.fail(EngineDeadError(reason))
 
     async def drain(self, timeout: float) -> None:
-        """Wait until all requests have ended, and abort them after `timeout` seconds; then end the streams of the trace."""
+        """Wait until all requests have ended, and abort them after `timeout` seconds; then end the
+        streams of the trace."""
         deadline = time.monotonic() + timeout
         while self._streams and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -1,8 +1,8 @@
 """An engine in a process of its own, as the process that starts it sees it.
 
-`EngineClient` starts a process in which `main` runs, with the number of a socket to this process. The first message on it holds the
-engine's settings; heartbeats go back, see `data_rank`. Commands and reports go over sockets of their own, see `process`.
-"""
+`EngineClient` starts a process in which `main` runs, with the number of a socket to this process.
+The first message on it holds the engine's settings; heartbeats go back, see `data_rank`. Commands
+and reports go over sockets of their own, see `process`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class EngineClient:
     Attributes:
         program: what runs as the engine.
         connection: heartbeats arrive on it; it is closed when the process ends.
-        folder: for the names of the sockets, until both sides are connected; readable by this user alone.
+        folder: for the names of the sockets, until both sides are connected; readable by this user
+            alone.
         reports: the socket on which `Report`s arrive.
         is_ready: its first report has arrived.
         limits, trace_settings: see `EngineCore`; known when it is ready.
@@ -62,9 +63,15 @@ class EngineClient:
     last_words: Report | None = None
 
     def __init__(
-        self, config: EngineConfig, environment: dict[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
+        self,
+        config: EngineConfig,
+        environment: dict[str, str],
+        wrapper: Sequence[str] = (),
+        log: IO[Any] | None = None,
     ) -> None:
-        self.process, self.connection = start_process(["-c", self.program], environment, wrapper, log)
+        self.process, self.connection = start_process(
+            ["-c", self.program], environment, wrapper, log
+        )
         self.folder = tempfile.mkdtemp(prefix="nanovllm-")
         addresses = [f"ipc://{self.folder}/{kind}" for kind in ("commands", "reports")]
         self._bind(*addresses)
@@ -72,14 +79,16 @@ class EngineClient:
 
     def _bind(self, *addresses: str) -> None:
         context: zmq.Context[Any] = zmq.Context.instance()
-        self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        self.commands = context.socket(zmq.PUSH)
+        self.reports = context.socket(zmq.PULL)
         for socket, address in zip((self.commands, self.reports), addresses, strict=True):
-            # Neither side ever waits for the other. The requests bound the commands in flight, and this side's speed of reading
-            # bounds the reports.
+            # Neither side ever waits for the other. The requests bound the commands in flight, and
+            # this side's speed of reading bounds the reports.
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address)
-        self.stats, self.reported = EngineStats(), 0.0
+        self.stats = EngineStats()
+        self.reported = 0.0
         self._news: list[Report] = []
         self._num_sent = self._num_taken = 0
         self._decoder = msgspec.msgpack.Decoder(Report)
@@ -123,11 +132,15 @@ class EngineClient:
             self.last_words = report
             return
         if report.limits is not None:
-            self.limits, self.trace_settings = report.limits, report.trace_settings[0]
+            self.limits = report.limits
+            self.trace_settings = report.trace_settings[0]
             self.expect_heartbeats()
-            # Both sides are connected, so the sockets' names can go. Nothing is left behind even if this process is killed.
+            # Both sides are connected, so the sockets' names can go. Nothing is left behind even if
+            # this process is killed.
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.stats, self.reported, self._num_taken = report.stats, report.time, report.num_taken
+        self.stats = report.stats
+        self.reported = report.time
+        self._num_taken = report.num_taken
         for encoded in report.steps.get(0, ()):
             self._sink(encoded)
         self._news.append(report)
@@ -138,7 +151,8 @@ class EngineClient:
 
     def take_reports(self) -> list[Report]:
         """The reports that have arrived since the last call."""
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return news
 
     def trouble(self) -> str:
@@ -159,14 +173,16 @@ class EngineClient:
         self.close()
 
     def kill(self) -> None:
-        """Kill its process, if that has not ended, and all that it has started, even if they are stopped or hang."""
+        """Kill its process, if that has not ended, and all that it has started, even if they are
+        stopped or hang."""
         if self.process.poll() is None and not self.is_ready:
             self._stop_starting()
         if self.process.poll() is None:
             kill_tree(self.process.pid)
 
     def _stop_starting(self) -> None:
-        """Have a process that still starts remove what it has begun, such as a compilation; kill what it has started."""
+        """Have a process that still starts remove what it has begun, such as a compilation; kill
+        what it has started."""
         with contextlib.suppress(psutil.Error):
             started = psutil.Process(self.process.pid).children(recursive=True)
             self.process.send_signal(STOP_STARTING)
@@ -189,7 +205,9 @@ def main() -> None:
     """Run the process of one engine from beginning to end."""
     connection = Connection(int(sys.argv[1]))
     config, commands, reports = connection.recv()
-    with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
+    with contextlib.suppress(
+        MissingPartError
+    ):  # without that part, a process that hangs is not noticed
         load("nanovllm.engine.data_rank:start_heart", "several processes")(connection, config)
     code: Any = 0
     try:

@@ -1,4 +1,5 @@
-"""The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, not on text.
+"""The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, not on
+text.
 
 Built by notebooks/18_engine.ipynb and 23, 25, 31, 42, 43, 91: edit it there.
 """
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class NoRecorder:
-    """Takes the place of a `StepRecorder` while no reader wants records: all its methods do nothing."""
+    """Takes the place of a `StepRecorder` while no reader wants records: all its methods do
+    nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **options: None
@@ -80,8 +82,10 @@ class EngineCore:
         return load("nanovllm.trace.recorder:StepRecorder", "a trace")(trace, self.scheduler)
 
     def _allocate(self) -> tuple[int, int]:
-        """Have the ranks allocate their caches; returns the number of KV blocks on the device and in host memory."""
-        config, executor = self.config, self.executor
+        """Have the ranks allocate their caches; returns the number of KV blocks on the device and
+        in host memory."""
+        config = self.config
+        executor = self.executor
         num_blocks = executor.num_blocks
         config.check_limits(self.model_config.max_position_embeddings, num_blocks)
         config.settle(self.model_config.max_position_embeddings, num_blocks, executor.on_gpu)
@@ -94,10 +98,20 @@ class EngineCore:
         if self.config.kv_transfer is None:
             return NoConnector()
         if self.config.in_lock_step:
-            mistake = "kv_role and kv_connector cannot be combined with experts that several engines share"
-            raise ValueError(f"{mistake}: do not set enable_expert_parallel, or use data_parallel_size 1")
+            mistake = (
+                "kv_role and kv_connector cannot be combined with experts that several engines "
+                "share"
+            )
+            raise ValueError(
+                f"{mistake}: do not set enable_expert_parallel, or use data_parallel_size 1"
+            )
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
-        return create(self.config, self.model_config, folder, self.executor.collective_rpc("handshake_metadata"))
+        return create(
+            self.config,
+            self.model_config,
+            folder,
+            self.executor.collective_rpc("handshake_metadata"),
+        )
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool; no step is in flight."""
@@ -118,7 +132,8 @@ class EngineCore:
     @property
     def limits(self) -> EngineLimits:
         """The limits against which a front end checks requests."""
-        config, model = self.config, self.model_config
+        config = self.config
+        model = self.model_config
         assert config.max_model_len is not None
         peers = [self.connector.information] if config.kv_transfer is not None else []
         sizes = config.max_model_len, config.max_request_tokens, model.vocab_size
@@ -134,21 +149,40 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         """Queue lengths, memory and counters."""
-        s, num_waves = self.scheduler, self.waves.ended if self.waves is not None else 0
-        queues = len(s.running), len(s.waiting) + len(s.receiving), len(s.swapped), self.manager.pool.usage
+        s = self.scheduler
+        num_waves = self.waves.ended if self.waves is not None else 0
+        queues = (
+            len(s.running),
+            len(s.waiting) + len(s.receiving),
+            len(s.swapped),
+            self.manager.pool.usage,
+        )
         prefix_cache = s.num_queried_tokens, s.num_hit_tokens
-        transfers = len(s.receiving), len(self.manager.held), s.num_external_queried_tokens, s.num_external_hit_tokens
-        stats = EngineStats(*queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers)
+        transfers = (
+            len(s.receiving),
+            len(self.manager.held),
+            s.num_external_queried_tokens,
+            s.num_external_hit_tokens,
+        )
+        stats = EngineStats(
+            *queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers
+        )
         if s.speculation is not None:
             stats.spec_decoding = s.speculation.stats
         return stats
 
     @property
     def trace_settings(self) -> dict[str, Any]:
-        """The header of the engine's trace: sizes and policies, and which of several engines this is."""
+        """The header of the engine's trace: sizes and policies, and which of several engines this
+        is."""
         config = self.config
-        several = {"data_rank": config.data_parallel_rank, "data_parallel_size": config.data_parallel_size}
-        return config.trace_settings(self.manager.pool.num_blocks) | (several if config.data_parallel_size > 1 else {})
+        several = {
+            "data_rank": config.data_parallel_rank,
+            "data_parallel_size": config.data_parallel_size,
+        }
+        return config.trace_settings(self.manager.pool.num_blocks) | (
+            several if config.data_parallel_size > 1 else {}
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -157,7 +191,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True if there is a step to run: for its own requests or transfers or, in lock-step, for requests of any engine."""
+        """True if there is a step to run: for its own requests or transfers or, in lock-step, for
+        requests of any engine."""
         if self.waves is not None:
             return self.waves.running
         return self.has_unfinished or self.connector.has_work
@@ -190,11 +225,12 @@ class EngineCore:
         return aborted
 
     def step(self) -> list[EngineOutput]:
-        """Launch one step for the requests that the scheduler picks; returns new outputs. Without work, it does nothing.
+        """Launch one step for the requests that the scheduler picks; returns new outputs. Without
+        work, it does nothing.
 
-        An error or Ctrl-C during the step is raised. How much of the KV cache the step has written by then is unknown, so all
-        requests end and all cached prefixes are forgotten; new requests can be added as before.
-        """
+        An error or Ctrl-C during the step is raised. How much of the KV cache the step has written
+        by then is unknown, so all requests end and all cached prefixes are forgotten; new requests
+        can be added as before."""
         if not self.has_work:
             self.executor.forget_ends()
             return []
@@ -204,10 +240,13 @@ class EngineCore:
             return outputs
 
     def _step(self) -> list[EngineOutput]:
-        start, outputs = self._now(), self._take_transfers() if self.config.kv_transfer is not None else []
+        start = self._now()
+        outputs = self._take_transfers() if self.config.kv_transfer is not None else []
         plan = self.scheduler.schedule()
         # Transfers hold blocks, which will become free when they end.
-        waits_for_transfers = self.scheduler.receiving or self.manager.held or self.connector.has_news
+        waits_for_transfers = (
+            self.scheduler.receiving or self.manager.held or self.connector.has_news
+        )
         self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._in_flight else 0
         if plan.empty and self.has_unfinished and not self._in_flight and not waits_for_transfers:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
@@ -218,12 +257,14 @@ class EngineCore:
                     time.sleep(IDLE_SECONDS)
             return outputs + self._take_results()  # steps in flight come first
         if plan.empty:
-            # In lock-step, the other engines need this one in the step: it launches a dummy, which computes nothing. Or there is
-            # nothing to compute, but KV to transfer.
+            # In lock-step, the other engines need this one in the step: it launches a dummy, which
+            # computes nothing. Or there is nothing to compute, but KV to transfer.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         self._launch(plan, start)
         outputs += self._take_results(keep=self._steps_ahead)
-        while self._in_flight and all(s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight):
+        while self._in_flight and all(
+            s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight
+        ):
             outputs += self._take_results()
         return outputs
 
@@ -272,8 +313,9 @@ class EngineCore:
 
     @property
     def _steps_ahead(self) -> int:
-        """How many steps may be in flight when `step` returns. The next step is planned without their results: with
-        `async_scheduling`, a request that has ended may be computed once more in vain."""
+        """How many steps may be in flight when `step` returns. The next step is planned without
+        their results: with `async_scheduling`, a request that has ended may be computed once more
+        in vain."""
         return self.config.pipeline_parallel_size - 1 or int(bool(self.config.async_scheduling))
 
     def _launch(self, plan: SchedulerOutput, start: float) -> None:
@@ -287,20 +329,24 @@ class EngineCore:
         self.num_steps += counts
 
     def _take_results(self, keep: int = 0) -> list[EngineOutput]:
-        """Wait for the oldest step in flight, and give its result to the scheduler; returns the outputs for the front end.
+        """Wait for the oldest step in flight, and give its result to the scheduler; returns the
+        outputs for the front end.
 
-        While at most `keep` steps are in flight, it returns at once: the device still has work, so the engine can plan the next step.
-        When no work is left, `step` will not be called again, so it takes all other steps in flight, too.
+        While at most `keep` steps are in flight, it returns at once: the device still has work, so
+        the engine can plan the next step. When no work is left, `step` will not be called again, so
+        it takes all other steps in flight, too.
 
-        In lock-step with other engines (`waves`), the result says whether any engine has unfinished requests. If none has, the step's
-        wave ends. With `config.check_invariants`, the scheduler checks itself after each result.
+        In lock-step with other engines (`waves`), the result says whether any engine has unfinished
+        requests. If none has, the step's wave ends. With `config.check_invariants`, the scheduler
+        checks itself after each result.
 
-        A step's time runs from its start until now. With `config.async_scheduling`, it starts when the device has finished the previous
-        step: at `_last_results` if that is later than `step.start`. Otherwise it starts at `step.start`. Its record, if there is one,
-        gets this start, and `_recorder.finish` the record, the time in seconds (rounded to microseconds), the result and the outputs.
-        `scheduler.step_times.add` gets the plan and the time.
-        `_last_results` keeps the time of now for the next step.
-        """
+        A step's time runs from its start until now. With `config.async_scheduling`, it starts when
+        the device has finished the previous
+        step: at `_last_results` if that is later than `step.start`. Otherwise it starts at
+        `step.start`. Its record, if there is one, gets this start, and `_recorder.finish` the
+        record, the time in seconds (rounded to microseconds), the result and the outputs.
+        `scheduler.step_times.add` gets the plan and the time. `_last_results` keeps the time of now
+        for the next step."""
         if len(self._in_flight) <= keep:
             return []
         step = self._in_flight.popleft()
@@ -310,7 +356,8 @@ class EngineCore:
             self.waves.end(step.wave)
         # In a pipeline, a step begins at once, because the first stage is free.
         before = self._last_results if self.config.async_scheduling else 0.0
-        start, self._last_results = max(step.start, before), self._now()
+        start = max(step.start, before)
+        self._last_results = self._now()
         if step.record is not None:
             step.record.start = start
         self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
@@ -321,13 +368,15 @@ class EngineCore:
             self.scheduler.check_invariants()
         return outputs if self.has_work else outputs + self._take_results()
 
-    # ---------------------------------------------------------------- in lock-step with other engines
+    # -------------------------------------------------------------- in lock-step with other engines
 
     @cached_property
     def waves(self) -> Any:
         """When to compute, if this engine is in lock-step with others; see `Waves`."""
         return (
-            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if self.config.in_lock_step else None
+            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")()
+            if self.config.in_lock_step
+            else None
         )
 
     # ---------------------------------------------------------------- one step ahead
@@ -355,15 +404,17 @@ class EngineCore:
     # ---------------------------------------------------------------- what a server asks
 
     def watch(self, sink: RecordSink) -> None:
-        """Pass a record of every further step to `sink`. The first record has a snapshot, and is passed at once if there is nothing
-        to compute. A sink that watches already gets a new snapshot. Without a sink or a trace, nothing is recorded."""
+        """Pass a record of every further step to `sink`. The first record has a snapshot, and is
+        passed at once if there is nothing to compute. A sink that watches already gets a new
+        snapshot. Without a sink or a trace, nothing is recorded."""
         if isinstance(self._recorder, NoRecorder):
             self._recorder = self._record_to(None)
         self._recorder.watch(sink)
         self._wind_up()
 
     def unwatch(self, sink: RecordSink) -> None:
-        """Pass no more records to `sink`. Without any other sink and without a trace, nothing is recorded from now on."""
+        """Pass no more records to `sink`. Without any other sink and without a trace, nothing is
+        recorded from now on."""
         if not self._recorder.unwatch(sink):
             self._recorder = NoRecorder()
             for step in self._in_flight:
@@ -389,11 +440,15 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have passed: there is nothing to
-        compute, and at most transfers to wait for."""
+        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have
+        passed: there is nothing to compute, and at most transfers to wait for."""
         if not self.has_work or self.config.kv_transfer is None:
             return not self.has_work
-        waits = self._num_idle_steps > 0 and not self._in_flight and not self.executor.transfer_has_ended
+        waits = (
+            self._num_idle_steps > 0
+            and not self._in_flight
+            and not self.executor.transfer_has_ended
+        )
         return waits and not self.connector.has_news
 
     @property
@@ -402,8 +457,11 @@ class EngineCore:
         return PATIENT_SECONDS if self.has_work else self.connector.idle_seconds
 
 
-def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:
-    """The engine that the settings ask for; with `data_parallel_size`, several engines behind the same interface.
+def create_core(
+    config: EngineConfig, trace: Trace | None = None, blocking: bool = True
+) -> EngineCore:
+    """The engine that the settings ask for; with `data_parallel_size`, several engines behind the
+    same interface.
 
     Args:
         blocking: see `DataParallelCore`.
@@ -413,7 +471,9 @@ def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool
         ExecutorError: a process could not start.
     """
     if config.is_divided:
-        return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(config, trace, blocking)
+        return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(
+            config, trace, blocking
+        )
     core = EngineCore(config, trace)
     log_start(config, core.model_config, core.executor, core.manager.pool.num_blocks)
     return core
@@ -421,7 +481,8 @@ def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool
 
 @dataclass
 class StepInFlight:
-    """A step in flight: its plan, the function that waits for its result, its record if a sink watches, its start, and its wave."""
+    """A step in flight: its plan, the function that waits for its result, its record if a sink
+    watches, its start, and its wave."""
 
     plan: SchedulerOutput
     wait: Callable[[], ModelRunnerOutput]
@@ -430,5 +491,6 @@ class StepInFlight:
     wave: int
 
 
-# How long an engine that only waits for KV transfers sleeps before it looks for their timeouts. Its ranks notify it of their ends.
+# How long an engine that only waits for KV transfers sleeps before it looks for their timeouts. Its
+# ranks notify it of their ends.
 PATIENT_SECONDS = 0.25

@@ -1,4 +1,5 @@
-"""An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of several."""
+"""An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of
+several."""
 
 import logging
 import os
@@ -15,7 +16,8 @@ from nanovllm.engine.client import EngineClient
 
 
 class DataRank(Peer, EngineClient):
-    """An engine as the coordinator of several engines knows it, or as a front end knows its only one.
+    """An engine as the coordinator of several engines knows it, or as a front end knows its only
+    one.
 
     Args:
         config: its settings.
@@ -25,7 +27,9 @@ class DataRank(Peer, EngineClient):
     def __init__(self, config: EngineConfig, *process: Any) -> None:
         EngineClient.__init__(self, config, *process)
         self.rank = config.data_parallel_rank or 0
-        name = "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"
+        name = (
+            "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"
+        )
         Peer.__init__(self, name, "", self.connection, self.process)
         self._watch = Watch([self])
 
@@ -64,15 +68,21 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
     """
     import torch
 
-    size, ranks = config.data_parallel_size, config.world_size
+    size = config.data_parallel_size
+    ranks = config.world_size
     threads = max(1, torch.get_num_threads() // size)
     environments = [{"OMP_NUM_THREADS": str(threads)} for _ in range(size)]
     if config.device == "cpu" or not torch.cuda.is_available():
         return environments
     count = torch.cuda.device_count()
     if count < size * ranks:
-        mistake = f"data_parallel_size {size} x {ranks} ranks per engine need {size * ranks} GPUs, but this machine"
-        raise ValueError(f"{mistake} has {count}: use data_parallel_size {max(1, count // ranks)}, or device cpu")
+        mistake = (
+            f"data_parallel_size {size} x {ranks} ranks per engine need {size * ranks} GPUs, but "
+            "this machine"
+        )
+        raise ValueError(
+            f"{mistake} has {count}: use data_parallel_size {max(1, count // ranks)}, or device cpu"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices = visible.split(",")
     for rank, environment in enumerate(environments):
@@ -87,7 +97,8 @@ def start_heart(connection: Connection, config: EngineConfig) -> None:
         activities = life_signs.heard_activities.copy
         if config.world_size == 1:  # else its ranks have processes of their own
             activities = life_signs.activity_of_this_thread(config.data_parallel_rank)
-        # If an engine is gone, the coordinator names it; tracebacks of the engines that miss it would only hide that.
+        # If an engine is gone, the coordinator names it; tracebacks of the engines that miss it
+        # would only hide that.
         logging.getLogger("nanovllm.engine").addFilter(
             lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))
         )

@@ -1,4 +1,5 @@
-"""An engine's process as the front end of a server knows it: whether it lives, its reports, and the readers of its trace."""
+"""An engine's process as the front end of a server knows it: whether it lives, its reports, and the
+readers of its trace."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class FrontEnd:
         died: set when it has ended without an order to end.
         num_preparing: sequences that have been accepted, and are still prepared for the engine.
         observer: is told about steps, tokens and finished requests.
-        trace_settings: for each of the engines that data parallelism has, sizes and policies; known when they are ready.
+        trace_settings: for each of the engines that data parallelism has, sizes and policies; known
+            when they are ready.
         broadcasts: for each of them, the readers of its trace.
     """
 
@@ -47,19 +49,25 @@ class FrontEnd:
 
     def __init__(self, config: EngineConfig, folder: pathlib.Path) -> None:
         self.config = config
-        self.observer, self.died = EngineObserver(), asyncio.Event()
+        self.observer = EngineObserver()
+        self.died = asyncio.Event()
         self.error: str | None = None
         self.trace_settings: list[dict[str, Any]] = []
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
-        self.num_preparing, self._closing = 0, False
+        self.num_preparing = 0
+        self._closing = False
         self._reader: asyncio.Task[None] | None = None
         self.name = config.model_names[0]
         create = EngineClient
-        with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
+        with contextlib.suppress(
+            MissingPartError
+        ):  # without that part, a process that hangs is not noticed
             create = load("nanovllm.engine.data_rank:DataRank", "several processes")
-        self._client = create(dataclasses.replace(config, model=str(folder), served_model_name=config.model_names), {})
+        self._client = create(
+            dataclasses.replace(config, model=str(folder), served_model_name=config.model_names), {}
+        )
         self._arrival = asyncio.Event()  # of a report
         asyncio.get_running_loop().add_reader(self._client.reports.fileno(), self._arrival.set)
 
@@ -76,7 +84,8 @@ class FrontEnd:
             raise EngineDeadError(self.error or "the engine is shutting down")
 
     def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:
-        """Whether at most `max_num_waiting` sequences (default: the setting) would wait if so many more came in."""
+        """Whether at most `max_num_waiting` sequences (default: the setting) would wait if so many
+        more came in."""
         limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
         if not self._streams and not self.num_preparing:
             return True
@@ -88,7 +97,8 @@ class FrontEnd:
         return waiting + on_their_way + num_sequences - free_places <= limit
 
     def release_kv(self, sequence_id: str) -> None:
-        """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode server is reading it."""
+        """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode
+        server is reading it."""
         if self.output_processor.owner(sequence_id) is None:
             self._client.send(Command(abort={sequence_id: "abort"}))
 
@@ -112,7 +122,9 @@ class FrontEnd:
                 return reports
             if trouble:
                 last = self._client.last_words
-                raise (EngineStartError if last is not None and last.user_error else EngineDeadError)(trouble)
+                raise (
+                    EngineStartError if last is not None and last.user_error else EngineDeadError
+                )(trouble)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._arrival.wait()
@@ -132,7 +144,9 @@ class FrontEnd:
             if piece.token_ids:
                 times.first_token = times.first_token or now
                 times.last_token[piece.index] = now
-                times.num_tokens[piece.index] = times.num_tokens.get(piece.index, 0) + len(piece.token_ids)
+                times.num_tokens[piece.index] = times.num_tokens.get(piece.index, 0) + len(
+                    piece.token_ids
+                )
         if output.finished:
             self.observer.finished(times, output.outputs[-1], now)
 
@@ -146,13 +160,16 @@ class FrontEnd:
         with contextlib.suppress(MissingPartError):
             create = load("nanovllm.trace.stream:StepBroadcast", WATCHING)
             self.broadcasts = [
-                create(each | {"model": self.name, "live": True}, partial(self._order, i), self._texts)
+                create(
+                    each | {"model": self.name, "live": True}, partial(self._order, i), self._texts
+                )
                 for i, each in enumerate(settings)
             ]
 
     def watch(self, engine: int = 0) -> StepStream:
-        """Stream the lines of the trace of one engine, in whole, as they come. The engine records its steps only while it has
-        such readers. The reader closes the stream, unless the stream has ended, as it does with the engine.
+        """Stream the lines of the trace of one engine, in whole, as they come. The engine records
+        its steps only while it has such readers. The reader closes the stream, unless the stream
+        has ended, as it does with the engine.
 
         Raises:
             ValueError: there is no such engine; names the engines.

@@ -36,15 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 class DataParallelCore(WatchedProcesses):
-    """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and collects their outputs.
+    """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and
+    collects their outputs.
 
-    Engines that share the experts of a model (`enable_expert_parallel`) can only step together; the coordinator starts the waves of
-    these steps, see `Waves`.
+    Engines that share the experts of a model (`enable_expert_parallel`) can only step together; the
+    coordinator starts the waves of these steps, see `Waves`.
 
     Args:
         config: the settings of all engines.
-        trace: gets the steps of the first engine. (With `config.trace`, each engine writes a file, see `trace_path`.)
-        blocking: `step` waits for a report. Otherwise it takes what has arrived, for callers that poll `sources`.
+        trace: gets the steps of the first engine. (With `config.trace`, each engine writes a file,
+            see `trace_path`.)
+        blocking: `step` waits for a report. Otherwise it takes what has arrived, for callers that
+            poll `sources`.
 
     Attributes:
         engines: each engine, to `watch` it.
@@ -54,20 +57,28 @@ class DataParallelCore(WatchedProcesses):
         ExecutorError: an engine could not start.
     """
 
-    has_work, is_idle = False, True  # it only reacts
+    # it only reacts
+    has_work = False
+    is_idle = True
     first_scheduled: dict[str, float] | None = None  # see `EngineLoop`
     idle_seconds = None
 
-    def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True
+    ) -> None:
         WatchedProcesses.__init__(self)
         self.engines = self.ranks
-        self.config, self.trace, self._blocking = config, trace, blocking
+        self.config = config
+        self.trace = trace
+        self._blocking = blocking
         folder = resolve_model(config.model, config.revision)
         has_experts = ModelConfig.from_pretrained(folder).moe is not None
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
         self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
         self._poller = zmq.Poller()
-        self._start(dataclasses.replace(config, model=str(folder), served_model_name=config.model_names))
+        self._start(
+            dataclasses.replace(config, model=str(folder), served_model_name=config.model_names)
+        )
         blocks = min(rank.trace_settings["num_blocks"] for rank in self.ranks)
         capacity = blocks if config.enable_prefix_caching else 0
         self.router = Router(len(self.ranks), config.block_size, capacity)
@@ -82,14 +93,18 @@ class DataParallelCore(WatchedProcesses):
             for rank, environment in enumerate(environments := rank_environments(config)):
                 self.ranks.append(DataRank(rank_config(config, rank, address), environment))
                 self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
-            self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
+            self._finalizer = weakref.finalize(
+                self, end_processes, [rank.process for rank in self.ranks], self._folder
+            )
             deadline = time.monotonic() + START_SECONDS
             while late := [rank.name for rank in self.ranks if not rank.is_ready]:
                 self._hear(LOOK_SECONDS)
                 if time.monotonic() > deadline:
                     self._fail(f"{late[0]} has not started after {START_SECONDS:g} seconds")
             if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
-                shutil.rmtree(self._folder)  # all have met; but NCCL uses the file when two ranks first talk
+                shutil.rmtree(
+                    self._folder
+                )  # all have met; but NCCL uses the file when two ranks first talk
         except BaseException:
             self._end("the engines could not start")
             raise
@@ -106,7 +121,8 @@ class DataParallelCore(WatchedProcesses):
 
     @property
     def stats(self) -> EngineStats:
-        """The sums over all engines, and each engine's. Requests in flight to an engine count as waiting there."""
+        """The sums over all engines, and each engine's. Requests in flight to an engine count as
+        waiting there."""
         return EngineStats.together(
             [dataclasses.replace(rank.stats, num_waiting=rank.num_waiting) for rank in self.ranks]
         )
@@ -122,13 +138,17 @@ class DataParallelCore(WatchedProcesses):
         return [rank.reports for rank in self.ranks]
 
     def add_request(self, source: EngineRequest) -> None:
-        """Hand a sequence to one of the engines. If the engine refuses it, `step` returns its error.
+        """Hand a sequence to one of the engines. If the engine refuses it, `step` returns its
+        error.
 
         Raises:
             ExecutorError: an engine has died.
         """
         self._check()
-        loads = [load_score(rank.num_waiting + rank.stats.num_swapped, rank.stats.num_running) for rank in self.ranks]
+        loads = [
+            load_score(rank.num_waiting + rank.stats.num_swapped, rank.stats.num_running)
+            for rank in self.ranks
+        ]
         rank = self.ranks[self.router.choose(source, loads)]
         with uninterrupted():
             self._rank_of[source.request_id] = rank
@@ -167,20 +187,33 @@ class DataParallelCore(WatchedProcesses):
 
     def _take_reports(self) -> list[EngineOutput]:
         with uninterrupted():
-            return [o for rank in self.ranks for report in rank.take_reports() for o in self._take(rank, report)]
+            return [
+                o
+                for rank in self.ranks
+                for report in rank.take_reports()
+                for o in self._take(rank, report)
+            ]
 
     def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
         """Take in an engine's report.
 
-        A request that the engine refused (`report.refused`: id to reason) ends with an output with finish reason "error" and the reason as
-        `error`, and a line in the log. Each output gets the engine's number (`rank.rank`) as `engine`; if it has a finish reason, its
-        request leaves `_rank_of`. In lock-step, a report with more ended waves (`report.stats.num_waves`) than `waves.ended` is the first
-        that tells of the end of a wave: end that wave, and start the next one if it is needed (`_start_wave`).
+        A request that the engine refused (`report.refused`: id to reason) ends with an output with
+        finish reason "error" and the reason as `error`, and a line in the log. Each output gets the
+        engine's number (`rank.rank`) as `engine`; if it has a finish reason, its request leaves
+        `_rank_of`. In lock-step, a report with more ended waves (`report.stats.num_waves`) than
+        `waves.ended` is the first that tells of the end of a wave: end that wave, and start the
+        next one if it is needed (`_start_wave`).
 
-        Returns: outputs, then errors; without those of requests that are not, or no longer, this engine's.
-        """
-        refused = [EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()]
-        for request_id, reason in report.refused.items():  # its id was in use, or its kv_transfer_params are invalid
+        Returns: outputs, then errors; without those of requests that are not, or no longer, this
+        engine's."""
+        refused = [
+            EngineOutput(key, finish_reason="error", error=reason)
+            for key, reason in report.refused.items()
+        ]
+        for (
+            request_id,
+            reason,
+        ) in report.refused.items():  # its id was in use, or its kv_transfer_params are invalid
             logger.error("%s has rejected request %s: %s", rank.name, request_id, reason)
         if self.first_scheduled is not None:
             self.first_scheduled |= report.first_scheduled
@@ -191,7 +224,8 @@ class DataParallelCore(WatchedProcesses):
             if output.finish_reason is not None:
                 del self._rank_of[output.request_id]
         if self.waves is not None and report.stats.num_waves > self.waves.ended:
-            # The first engine to report the end of the wave. The others will, or have a request and need a new wave.
+            # The first engine to report the end of the wave. The others will, or have a request and
+            # need a new wave.
             self.waves.end(report.stats.num_waves - 1)
             self._start_wave()
         return news
@@ -232,9 +266,12 @@ class DataParallelCore(WatchedProcesses):
             self._end("the engines have been shut down")
 
     def _all_pause(self) -> bool:
-        """True if every engine that is in lock-step has seen the end of the last wave that was ordered."""
+        """True if every engine that is in lock-step has seen the end of the last wave that was
+        ordered."""
         waves = self.waves
-        return waves is None or all(r.stats.num_waves == waves.ended + waves.running for r in self.ranks)
+        return waves is None or all(
+            r.stats.num_waves == waves.ended + waves.running for r in self.ranks
+        )
 
     def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:
         """Take in reports until the condition holds, for at most this many seconds."""

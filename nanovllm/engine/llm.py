@@ -42,7 +42,9 @@ class LLMEngine:
         self.input_processor = InputProcessor(self.tokenizer, self.core.limits, config.seed)
         self.output_processor = OutputProcessor(self.tokenizer)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> None:
         """Queue a request.
 
         Raises:
@@ -86,18 +88,21 @@ class LLMEngine:
 class LLM:
     """Loads a model, and completes prompts with it.
 
-    Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`, only rank 0 continues with the
-    program. On the other ranks the constructor does not return: they compute for rank 0, and exit with 0 when it ends.
+    Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`,
+    only rank 0 continues with the program. On the other ranks the constructor does not return: they
+    compute for rank 0, and exit with 0 when it ends.
 
     Args:
         model: course model, local folder, or hub id.
-        trace: True keeps a record of every step in `self.trace`; a path writes it to a file. With `data_parallel_size`,
-            `self.trace` has the first engine's steps, and each engine writes its own file, see `trace_path`.
-        trust_remote_code: accepted, since vLLM has it, and of no effect: code in a model's folder is never run.
-        **options: any field of `EngineConfig`.
+        trace: True keeps a record of every step in `self.trace`; a path writes it to a file. With
+            `data_parallel_size`, `self.trace` has the first engine's steps, and each engine writes
+            its own file, see `trace_path`.
+        trust_remote_code: accepted, since vLLM has it, and of no effect: code in a model's folder
+        is never run. **options: any field of `EngineConfig`.
 
     Raises:
-        TypeError, ValueError: an unknown option, or one with a wrong value; the message names the fix.
+        TypeError, ValueError: an unknown option, or one with a wrong value; the message names the
+        fix.
     """
 
     def __init__(
@@ -108,10 +113,14 @@ class LLM:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        elsewhere = {name: f"SamplingParams({name}=...)" for name in SamplingParams.__dataclass_fields__}
+        elsewhere = {
+            name: f"SamplingParams({name}=...)" for name in SamplingParams.__dataclass_fields__
+        }
         check_keywords("LLM", options, EngineConfig, elsewhere | NAMES_IN_NANO_VLLM)
         if trust_remote_code:
-            logger.warning("trust_remote_code does nothing: nanovllm never runs code from a model's folder")
+            logger.warning(
+                "trust_remote_code does nothing: nanovllm never runs code from a model's folder"
+            )
         config = EngineConfig(model=model, **options)
         if is_follower(config):
             load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
@@ -131,7 +140,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, or vLLM's defaults; see `EngineConfig.generation_config`."""
+        """What the checkpoint's generation_config.json recommends, or vLLM's defaults; see
+        `EngineConfig.generation_config`."""
         return SamplingParams(**self.engine.core.limits.generation_defaults)
 
     def generate(
@@ -146,13 +156,15 @@ class LLM:
 
         Args:
             prompts: one prompt or a list: text, token ids, or `{"prompt_token_ids": [...]}`.
-            sampling_params: one for all prompts, or one per prompt; by default what the checkpoint recommends.
+            sampling_params: one for all prompts, or one per prompt; by default what the checkpoint
+                recommends.
 
         Returns:
             Finished outputs, in the order of the prompts.
 
         Raises:
-            ValueError: a bad prompt, or lists of different lengths. All requests of the call are ended.
+            ValueError: a bad prompt, or lists of different lengths. All requests of the call are
+                ended.
         """
         request_ids: list[str] = []
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -169,8 +181,15 @@ class LLM:
             raise
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        gathered: dict[str, OutputCollector] = {request_id: OutputCollector() for request_id in request_ids}
-        with tqdm(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        gathered: dict[str, OutputCollector] = {
+            request_id: OutputCollector() for request_id in request_ids
+        }
+        with tqdm(
+            total=len(request_ids),
+            desc="Processed prompts",
+            disable=not use_tqdm,
+            dynamic_ncols=True,
+        ) as bar:
             while self.engine.has_unfinished:
                 for output in self.engine.step():
                     if output.request_id in gathered:
@@ -179,11 +198,16 @@ class LLM:
         return [gathered[request_id].result() for request_id in request_ids]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
-        add_generation_prompt: bool = True, continue_final_message: bool = False, chat_template: str | None = None,
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """Answer one or several conversations with the model's chat template. See `generate`.
 
         Args:
@@ -193,9 +217,14 @@ class LLM:
             ValueError: see `generate` and `Tokenizer.apply_chat_template`.
             TypeError: a variable that is an argument here.
         """
-        options: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        options: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+        }
         options["continue_final_message"] = continue_final_message
-        prompts = encode_chats(messages, self.engine.tokenizer, **options, **(chat_template_kwargs or {}))
+        prompts = encode_chats(
+            messages, self.engine.tokenizer, **options, **(chat_template_kwargs or {})
+        )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def reset_prefix_cache(self) -> None:

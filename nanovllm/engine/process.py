@@ -1,7 +1,8 @@
 """The engine in a process of its own: a busy loop between two sockets.
 
-The front end tokenizes, detokenizes and serves HTTP in another process, under another interpreter lock, so none of this work
-delays a step. The two exchange plain data: msgpack over ZMQ sockets in a private folder.
+The front end tokenizes, detokenizes and serves HTTP in another process, under another interpreter
+lock, so none of this work delays a step. The two exchange plain data: msgpack over ZMQ sockets in a
+private folder.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -42,11 +43,13 @@ STOP_STARTING = signal.SIGUSR1
 
 @dataclass
 class Command:
-    """A message from the front end: requests to add, sequences to abort (id to reason), or another order.
+    """A message from the front end: requests to add, sequences to abort (id to reason), or another
+    order.
 
     Attributes:
-        order: "watch" asks for the records of all further steps or, if the engine sends them already, for a new snapshot;
-            "start_wave" tells an engine in lock-step to run steps together with the other engines (lecture 25).
+        order: "watch" asks for the records of all further steps or, if the engine sends them
+            already, for a new snapshot; "start_wave" tells an engine in lock-step to run steps
+            together with the other engines (lecture 25).
         engine: with "watch" and "unwatch", the number of the engine.
         wave: with "start_wave", the number of the wave.
     """
@@ -65,12 +68,13 @@ class Report:
     Attributes:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
-        first_scheduled: sequence id to time, for sequences that a step since the last report has computed for the first time, or
-            for the first time after a preemption.
+        first_scheduled: sequence id to time, for sequences that a step since the last report has
+            computed for the first time, or for the first time after a preemption.
         refused: sequence id to reason, for sequences that the engine refused.
         steps: by engine, its `StepRecord`s in msgpack, while the engine is watched.
         limits: only in the first report, which says that the engine is ready.
-        trace_settings: only in the first report: for each engine, the settings in the trace's header.
+        trace_settings: only in the first report: for each engine, the settings in the trace's
+            header.
         fatal: why the engine is about to end; empty while it works.
         user_error: whether the user can correct the fatal error, such as an unknown model.
     """
@@ -89,7 +93,8 @@ class Report:
 
 
 class EngineLoop:
-    """Runs an engine core until an order to stop, the end of the parent process, or a step that fails.
+    """Runs an engine core until an order to stop, the end of the parent process, or a step that
+    fails.
 
     Args:
         core: the engine.
@@ -99,16 +104,28 @@ class EngineLoop:
     """
 
     def __init__(
-        self, core: EngineCore, commands: zmq.Socket, reports: zmq.Socket, parent_sentinel: int | None = None
+        self,
+        core: EngineCore,
+        commands: zmq.Socket,
+        reports: zmq.Socket,
+        parent_sentinel: int | None = None,
     ) -> None:
-        self.core, self.commands, self.reports = core, commands, reports
+        self.core = core
+        self.commands = commands
+        self.reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._report = Report()  # the next one; until it is sent, its statistics are those of the previous report
+        self._report = (
+            Report()
+        )  # the next one; until it is sent, its statistics are those of the previous report
         self._has_news = False  # a report is due although no sequence has got a token
         self._sinks: dict[int, RecordSink] = {}  # by engine
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
-        for source in (commands, *core.sources, *([] if parent_sentinel is None else [parent_sentinel])):
+        for source in (
+            commands,
+            *core.sources,
+            *([] if parent_sentinel is None else [parent_sentinel]),
+        ):
             self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
@@ -118,8 +135,9 @@ class EngineLoop:
         self._report.trace_settings = [engine.trace_settings for engine in self.core.engines]
         self._send_report()
         while self._take_commands(wait=self.core.is_idle):
-            # Without requests this step computes nothing, but its report shows the blocks that an abort has freed. It counts as
-            # rest: if peers wait for this engine in vain, all its heartbeats must say the same.
+            # Without requests this step computes nothing, but its report shows the blocks that an
+            # abort has freed. It counts as rest: if peers wait for this engine in vain, all its
+            # heartbeats must say the same.
             with in_step() if self.core.has_work else contextlib.nullcontext():
                 self._report.outputs = self.core.step()
             if self._report.outputs or self._has_news or self.core.stats != self._report.stats:
@@ -127,19 +145,29 @@ class EngineLoop:
 
     def _send_report(self) -> None:
         report = self._report
-        report.stats, report.time = self.core.stats, time.monotonic()
+        report.stats = self.core.stats
+        report.time = time.monotonic()
         if self.core.first_scheduled:
-            report.first_scheduled, self.core.first_scheduled = self.core.first_scheduled, {}
+            report.first_scheduled = self.core.first_scheduled
+            self.core.first_scheduled = {}
         self.reports.send(msgspec.msgpack.encode(report))
-        self._report, self._has_news = Report(stats=report.stats, num_taken=report.num_taken), False
+        self._report = Report(stats=report.stats, num_taken=report.num_taken)
+        self._has_news = False
 
     def _take_commands(self, wait: bool) -> bool:
-        """Obey the commands that have arrived; with `wait`, sleep until something has. False means stop."""
+        """Obey the commands that have arrived; with `wait`, sleep until something has. False means
+        stop."""
         with at_rest():
             # Without steps, the loop wakes up now and then to check ranks in other processes.
-            seconds = [s for s in (LOOK_SECONDS, self.core.idle_seconds) if s is not None] if wait else [0.0]
+            seconds = (
+                [s for s in (LOOK_SECONDS, self.core.idle_seconds) if s is not None]
+                if wait
+                else [0.0]
+            )
             events = dict(self._poller.poll(math.ceil(1000 * min(seconds))))
-        if wait:  # without steps, only this call notices that a rank has died, and sends heartbeats to the ranks
+        # without steps, only this call notices that a rank has died, and sends heartbeats to the
+        # ranks
+        if wait:
             self.core.check_health()
         if self._parent_sentinel in events:
             return False  # without its parent the engine gets no more commands
@@ -151,17 +179,19 @@ class EngineLoop:
         return True
 
     def _obey(self, command: Command) -> bool:
-        """Carry out a command: add requests, then abort requests, then follow its order. Returns False for the order "shutdown".
+        """Carry out a command: add requests, then abort requests, then follow its order. Returns
+        False for the order "shutdown".
 
-        If the core refuses a request (ValueError), only this request fails: its reason goes into `_report.refused`. Any other error
-        ends the engine. `_report.num_taken` counts refused requests, too, because the front end subtracts it from the number of
-        requests that it has sent, to know how many are still in flight.
+        If the core refuses a request (ValueError), only this request fails: its reason goes into
+        `_report.refused`. Any other error ends the engine. `_report.num_taken` counts refused
+        requests, too, because the front end subtracts it from the number of requests that it has
+        sent, to know how many are still in flight.
 
-        The orders: "reset_prefix_cache" calls the core, and "start_wave" starts the command's wave in `core.waves`. "watch" and
-        "unwatch" call the engine in `core.engines` that the command names, with a sink that puts records into the next report: `_note`
-        with this engine's number, as a `functools.partial`. An engine recognises a sink only if it is the same object, so `_sinks`
-        keeps one per engine.
-        """
+        The orders: "reset_prefix_cache" calls the core, and "start_wave" starts the command's wave
+        in `core.waves`. "watch" and "unwatch" call the engine in `core.engines` that the command
+        names, with a sink that puts records into the next report: `_note` with this engine's
+        number, as a `functools.partial`. An engine recognises a sink only if it is the same object,
+        so `_sinks` keeps one per engine."""
         for request in command.add:
             self._report.num_taken += 1
             try:
@@ -175,26 +205,34 @@ class EngineLoop:
         elif command.order == "start_wave":
             self.core.waves.start(command.wave)
         elif command.order in ("watch", "unwatch"):
-            sink = self._sinks.setdefault(command.engine, functools.partial(self._note, command.engine))
+            sink = self._sinks.setdefault(
+                command.engine, functools.partial(self._note, command.engine)
+            )
             getattr(self.core.engines[command.engine], command.order)(sink)
         return command.order != "shutdown"
 
     def _note(self, engine: int, record: StepRecord) -> None:
         """Put a record of an engine's step into the next report."""
         self._has_news = True
-        self._report.steps.setdefault(engine, []).append(msgspec.Raw(msgspec.msgpack.encode(record)))
+        self._report.steps.setdefault(engine, []).append(
+            msgspec.Raw(msgspec.msgpack.encode(record))
+        )
 
 
-def run_engine(config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int) -> None:
-    """Run the engine's process from beginning to end. It ends with its parent, however the parent ends; see `EngineLoop`."""
-    # A terminal sends Ctrl-C to all its processes, and the end of a service (systemd, torchrun) signals all of the service's; but
-    # only the parent decides when the engine ends.
+def run_engine(
+    config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int
+) -> None:
+    """Run the engine's process from beginning to end. It ends with its parent, however the parent
+    ends; see `EngineLoop`."""
+    # A terminal sends Ctrl-C to all its processes, and the end of a service (systemd, torchrun)
+    # signals all of the service's; but only the parent decides when the engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(STOP_STARTING, lambda number, frame: sys.exit(128 + number))
     context = zmq.Context()
-    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands = context.socket(zmq.PULL)
+    reports = context.socket(zmq.PUSH)
     reports.set_hwm(0)  # a step never waits for the front end
     reports.setsockopt(zmq.LINGER, 2000)
     commands.connect(command_address)
@@ -209,7 +247,8 @@ def run_engine(config: EngineConfig, command_address: str, report_address: str, 
         EngineLoop(core, commands, reports, parent_sentinel).run()
     except Exception as error:
         signal.signal(STOP_STARTING, signal.SIG_IGN)  # it is ending anyway
-        # Before this process ends, it reports every error to its parent. An error that the user can mend needs no traceback.
+        # Before this process ends, it reports every error to its parent. An error that the user can
+        # mend needs no traceback.
         mistake = users_mistake(error) if core is None else None
         if mistake is None:
             logger.exception("the engine failed")

@@ -1,4 +1,5 @@
-"""What a caller of the asynchronous engine reads: the outputs of one request as they come, and the times of its events.
+"""What a caller of the asynchronous engine reads: the outputs of one request as they come, and the
+times of its events.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -42,23 +43,30 @@ class RequestTimes:
 
 
 class EngineObserver:
-    """Its methods are called when something happens in an engine. They do nothing; metrics override them."""
+    """Its methods are called when something happens in an engine. They do nothing; metrics override
+    them."""
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
-        """Called when a completion gets tokens or ends. `times` still shows the tokens before these."""
+        """Called when a completion gets tokens or ends. `times` still shows the tokens before
+        these."""
 
     def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
         """Called when a request has ended with all its completions; `last` is the last piece."""
 
 
 class RequestStream:
-    """The outputs of a request: `async for output in stream`, where each output has the new part only.
+    """The outputs of a request: `async for output in stream`, where each output has the new part
+    only.
 
-    A reader that leaves before the end has to call `close`. A slow reader finds one merged output, not a long queue.
-    """
+    A reader that leaves before the end has to call `close`. A slow reader finds one merged output,
+    not a long queue."""
 
-    def __init__(self, request_id: str, times: RequestTimes, on_close: Callable[[RequestStream], None]) -> None:
-        self.request_id, self.times, self._on_close = request_id, times, on_close
+    def __init__(
+        self, request_id: str, times: RequestTimes, on_close: Callable[[RequestStream], None]
+    ) -> None:
+        self.request_id = request_id
+        self.times = times
+        self._on_close = on_close
         self._unread: OutputCollector | None = None
         self._error: Exception | None = None
         self._ended = False
@@ -84,17 +92,19 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for an output, and return all outputs that were not read yet, as one (`OutputCollector.result`); they are read now.
+        """Wait for an output, and return all outputs that were not read yet, as one
+        (`OutputCollector.result`); they are read now.
 
-        The stream has ended (`_ended`) with an output that is `finished`, after an error was raised, or when it was closed; then this raises
-        StopAsyncIteration, without waiting. An error (`fail`) is raised by the call after the one that returns the last outputs. So
-        `_news` stays set while an output or an error is left, and is cleared when neither is.
-        """
+        The stream has ended (`_ended`) with an output that is `finished`, after an error was
+        raised, or when it was closed; then this raises StopAsyncIteration, without waiting. An
+        error (`fail`) is raised by the call after the one that returns the last outputs. So `_news`
+        stays set while an output or an error is left, and is cleared when neither is."""
         if self._ended:
             raise StopAsyncIteration
         await self._news.wait()
         if self._unread is not None:
-            output, self._unread = self._unread.result(), None
+            output = self._unread.result()
+            self._unread = None
             self._ended = output.finished
             if self._error is None:
                 self._news.clear()

@@ -1,4 +1,5 @@
-"""Lines in the log about an engine that has started: its model, its device, and the size of its KV cache."""
+"""Lines in the log about an engine that has started: its model, its device, and the size of its KV
+cache."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from nanovllm.models.config import ModelConfig
 logger = logging.getLogger("nanovllm.engine")
 
 
-def log_start(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> None:
+def log_start(
+    config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int
+) -> None:
     """Log the engine's model, device and KV cache, if the level of the logger is INFO or lower."""
     if logger.isEnabledFor(logging.INFO):
         for line in describe(config, model, executor, num_blocks):
             logger.info(line)
 
 
-def describe(config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int) -> list[str]:
+def describe(
+    config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int
+) -> list[str]:
     """Return the lines about an engine whose settings are complete."""
     assert config.max_model_len is not None
     rank: dict[str, str] = executor.collective_rpc("describe")[0]

@@ -6,8 +6,8 @@ from nanovllm.data.outputs import KVConnectorOutput
 
 
 class OutputAggregator:
-    """Combines the reports of all ranks: a transfer has ended when it has ended on every rank, and a block is invalid if it is
-    invalid on any."""
+    """Combines the reports of all ranks: a transfer has ended when it has ended on every rank, and
+    a block is invalid if it is invalid on any."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

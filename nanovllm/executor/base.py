@@ -14,7 +14,8 @@ from nanovllm.models.config import ModelConfig
 
 
 class ExecutorError(RuntimeError):
-    """A rank has died, hangs, or failed during a step; the message says which rank and why. All other ranks have been ended."""
+    """A rank has died, hangs, or failed during a step; the message says which rank and why. All
+    other ranks have been ended."""
 
 
 class Executor:
@@ -24,8 +25,10 @@ class Executor:
         on_gpu: the ranks compute on GPUs.
         num_blocks: KV blocks for which every rank has room.
         bytes_per_block: device memory of one KV block, on the rank that needs most.
-        sources: file descriptors or connections that become readable, at the latest, when a KV transfer of a rank has ended.
-        transfer_has_ended: a rank has reported the end of a KV transfer that no step has taken in yet.
+        sources: file descriptors or connections that become readable, at the latest, when a KV
+            transfer of a rank has ended.
+        transfer_has_ended: a rank has reported the end of a KV transfer that no step has taken in
+            yet.
     """
 
     config: EngineConfig
@@ -46,15 +49,17 @@ class Executor:
     def _take_memory(self) -> None:
         """Take in what `Worker.memory` says on every rank."""
         counts, sizes, on_gpu = zip(*self.collective_rpc("memory"), strict=True)
-        self.num_blocks, self.bytes_per_block, self.on_gpu = min(counts), max(sizes), on_gpu[0]
+        self.num_blocks = min(counts)
+        self.bytes_per_block = max(sizes)
+        self.on_gpu = on_gpu[0]
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Have every rank allocate its caches and buffers; the settings are complete now."""
         self.collective_rpc("allocate", self.config, num_blocks, num_host_blocks)
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step; returns a function that waits for its result. Steps run in the order of the calls, and their results
-        must be fetched in that order.
+        """Start a step; returns a function that waits for its result. Steps run in the order of the
+        calls, and their results must be fetched in that order.
 
         Raises:
             ExecutorError: here or while waiting.
@@ -62,9 +67,9 @@ class Executor:
         raise NotImplementedError
 
     def forget_ends(self) -> None:
-        """Drop notifications that a KV transfer has ended. Call this when the next step asks every rank what has ended, or when
-        no transfer is in flight: a notification can arrive after the step that has taken in its transfer's end, and would wake
-        an idle engine again and again."""
+        """Drop notifications that a KV transfer has ended. Call this when the next step asks every
+        rank what has ended, or when no transfer is in flight: a notification can arrive after the
+        step that has taken in its transfer's end, and would wake an idle engine again and again."""
 
     def forget_requests(self) -> None:
         """Drop the state of all requests after a step was broken off."""
@@ -100,13 +105,15 @@ def choose_backend(config: EngineConfig) -> str:
 
 
 def is_follower(config: EngineConfig) -> bool:
-    """True in a process that torchrun has started and that is not rank 0, which owns the engine. See `torchrun.follow_to_the_end`."""
+    """True in a process that torchrun has started and that is not rank 0, which owns the engine.
+    See `torchrun.follow_to_the_end`."""
     return choose_backend(config) == "external_launcher" and int(os.environ.get("RANK", "0")) > 0
 
 
 def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig:
-    """The checkpoint's configuration, together with what the engine's settings say about sampling defaults and experts. Does not
-    import torch, so that a setting that does not fit the model shows at once.
+    """The checkpoint's configuration, together with what the engine's settings say about sampling
+    defaults and experts. Does not import torch, so that a setting that does not fit the model shows
+    at once.
 
     Raises:
         ValueError: the model is not supported, or the settings do not fit it.
@@ -121,22 +128,29 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; do not set it")
     if model_config.quantization or config.quantization != "auto" or config.quantize_head:
         with_settings = load("nanovllm.checkpoint.quantization:with_settings", "quantization")
-        model_config = replace(model_config, quantization=with_settings(model_config.quantization, config))
+        model_config = replace(
+            model_config, quantization=with_settings(model_config.quantization, config)
+        )
     if config.world_size > 1:
-        check_tensor_parallel = load("nanovllm.executor.grid:check_tensor_parallel", "an engine of several processes")
+        check_tensor_parallel = load(
+            "nanovllm.executor.grid:check_tensor_parallel", "an engine of several processes"
+        )
         check_tensor_parallel(model_config, config.tensor_parallel_size)
         check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
     return model_config
 
 
-def create_executor(config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> Executor:
+def create_executor(
+    config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+) -> Executor:
     """The executor that the settings ask for, with the model loaded on every rank.
 
     Raises:
         ValueError: the model or this machine cannot take the grid; nothing has been loaded.
         ExecutorError: a rank could not start.
     """
-    several, backend = "an engine of several processes", choose_backend(config)
+    several = "an engine of several processes"
+    backend = choose_backend(config)
     if backend != "uni" or config.enable_expert_parallel:
         load("nanovllm.executor.grid:check_grid", several)(config, model_config)
     return load(EXECUTORS[backend], several)(config, model_config, folder)

@@ -1,4 +1,5 @@
-"""Checks, before anything loads, whether a model and this machine can take the grid of ranks that the settings ask for."""
+"""Checks, before anything loads, whether a model and this machine can take the grid of ranks that
+the settings ask for."""
 
 import os
 
@@ -17,7 +18,10 @@ def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
     if misfits := _misfits(config, tp):
         *others, last = (str(n) for n in range(1, config.num_heads + 1) if not _misfits(config, n))
         fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
-        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
+        raise ValueError(
+            f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be "
+            f"{fit}"
+        )
 
 
 def _misfits(config: ModelConfig, tp: int) -> list[str]:
@@ -35,17 +39,22 @@ def _misfits(config: ModelConfig, tp: int) -> list[str]:
 
 
 def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Check, before anything loads, that the experts can be divided as the settings say, and that there are enough processes
-    and devices.
+    """Check, before anything loads, that the experts can be divided as the settings say, and that
+    there are enough processes and devices.
 
     Raises:
         ValueError: the message names what would fit.
     """
-    tensor, pipeline, data = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    tensor = config.tensor_parallel_size
+    pipeline = config.pipeline_parallel_size
+    data = config.data_parallel_size
     if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
-        placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
+        placement = load(
+            "nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel"
+        )
         placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
-    backend, here = choose_backend(config), config.world_size
+    backend = choose_backend(config)
+    here = config.world_size
     asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"
     if backend == "external_launcher":
         if data > 1:

@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class MultiprocessExecutor(RemoteExecutor):
-    """Starts a process for each rank. Orders go to all of them at once through shared memory; answers come back through one
-    socket per rank."""
+    """Starts a process for each rank. Orders go to all of them at once through shared memory;
+    answers come back through one socket per rank."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+    ) -> None:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
         self._orders: MessageQueue | None = None
         super().__init__(config, model_config, folder)
@@ -45,7 +47,9 @@ class MultiprocessExecutor(RemoteExecutor):
             setup.orders = self._orders.handle
         except OSError as error:
             logger.warning(
-                "sending commands through one socket per rank, which is slower: no shared memory (%s)", error
+                "sending commands through one socket per rank, which is slower: no shared memory "
+                "(%s)",
+                error,
             )
         setup.init_method = self.config.data_parallel_address or f"file://{self._folder}/rendezvous"
 

@@ -1,4 +1,5 @@
-"""An executor whose ranks are actors of Ray, for models that outgrow one machine: Ray finds the machines and starts the processes."""
+"""An executor whose ranks are actors of Ray, for models that outgrow one machine: Ray finds the
+machines and starts the processes."""
 
 import contextlib
 import dataclasses
@@ -28,7 +29,8 @@ from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# How long to wait until a cluster has room for all ranks; a cluster that grows on demand has to start machines first.
+# How long to wait until a cluster has room for all ranks; a cluster that grows on demand has to
+# start machines first.
 PLACEMENT_SECONDS = 300.0
 # How long a rank that is known to live may take to connect.
 CONNECT_SECONDS = 60.0
@@ -36,8 +38,9 @@ CONNECT_SECONDS = 60.0
 FATE_SECONDS = 5.0
 # Nothing large travels through Ray, which would take a third of the memory by default.
 OBJECT_STORE_BYTES = 128 * 2**20
-# For a Ray that this program starts. Ray replaces 127.0.0.1 by an address that other machines can reach, unless the first variable
-# tells it to stay on this machine. A busy machine may need longer than the default 15 s to start an agent, without which Ray fails.
+# For a Ray that this program starts. Ray replaces 127.0.0.1 by an address that other machines can
+# reach, unless the first variable tells it to stay on this machine. A busy machine may need longer
+# than the default 15 s to start an agent, without which Ray fails.
 OWN_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -54,7 +57,13 @@ class RankActor:
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
-                address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+                address,
+                port,
+                None,
+                True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
             )
         return f"tcp://{address}:{port}"
 
@@ -63,7 +72,9 @@ class RankActor:
         torch.set_num_threads(threads or torch.get_num_threads())
         address = ray.util.get_node_ip_address()
         use_network_of(address)
-        with connect(invitation, address, rank=rank) as connection:  # Ray shows each actor one GPU, as its first
+        with connect(
+            invitation, address, rank=rank
+        ) as connection:  # Ray shows each actor one GPU, as its first
             run_worker(connection.recv(), connection)
 
 
@@ -95,24 +106,36 @@ def start_ray(num_cpus: int, folder: str) -> None:
     os.environ.update(OWN_RAY | os.environ)
     # The same as the variable says, which this process has read already when it imported Ray.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-    options |= {"object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1", "_temp_dir": folder}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
+    options |= {
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_node_ip_address": "127.0.0.1",
+        "_temp_dir": folder,
+    }
     for is_last in (False, True):
         try:
             ray.init(num_cpus=num_cpus, **options)
             return
-        except Exception as error:  # Ray has no class for this error, and leaves the processes that it has started
+        except (
+            Exception
+        ) as error:  # Ray has no class for this error, and leaves the processes that it has started
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.Error):  # it has ended meanwhile
                     if any(folder in word for word in child.cmdline()):
                         child.kill()
-            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start is faster.
+            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start
+            # is faster.
             if is_last:
                 raise ExecutorError(f"Ray could not start: {error}") from error
 
 
 def find_room(num_ranks: int, with_gpu: bool) -> Any:
-    """Reserve a CPU, and with `with_gpu` a GPU, for each rank, on as few machines as possible; returns the placement group.
+    """Reserve a CPU, and with `with_gpu` a GPU, for each rank, on as few machines as possible;
+    returns the placement group.
 
     Raises:
         ValueError: the cluster does not have enough of them, or they are in use.
@@ -121,23 +144,31 @@ def find_room(num_ranks: int, with_gpu: bool) -> Any:
     there = ray.cluster_resources()
     for kind in bundle:
         if there.get(kind, 0) < num_ranks:
-            mistake = f"{num_ranks} ranks need {num_ranks} {kind}s, but Ray's cluster has {there.get(kind, 0):g}"
-            raise ValueError(f"{mistake}: lower tensor_parallel_size x pipeline_parallel_size, or add machines")
+            mistake = (
+                f"{num_ranks} ranks need {num_ranks} {kind}s, but Ray's cluster has "
+                f"{there.get(kind, 0):g}"
+            )
+            raise ValueError(
+                f"{mistake}: lower tensor_parallel_size x pipeline_parallel_size, or add machines"
+            )
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
-        mistake = f"Ray's cluster could not place {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds"
+        mistake = (
+            f"Ray's cluster could not place {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds"
+        )
         raise ValueError(f"{mistake}; available: {ray.available_resources()}")
     return group
 
 
 class RayExecutor(RemoteExecutor):
-    """Starts an actor for each rank, in a placement group; also Ray itself, unless the program has, or RAY_ADDRESS names a
-    cluster."""
+    """Starts an actor for each rank, in a placement group; also Ray itself, unless the program has,
+    or RAY_ADDRESS names a cluster."""
 
     ranks: list[RayRank]
     # Of a Ray that this program has started, and of torch on each rank; 0 leaves them as they are.
-    folder, threads = "", 0
+    folder = ""
+    threads = 0
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         size = self.grid.world_size
@@ -151,7 +182,9 @@ class RayExecutor(RemoteExecutor):
         setup.config = dataclasses.replace(self.config, device=device)
         group = find_room(size, device == "cuda")
         # Its actors end with it. If Ray has ended already, there is nothing to give back.
-        self._lease.callback(lambda: remove_placement_group(group) if ray.is_initialized() else None)
+        self._lease.callback(
+            lambda: remove_placement_group(group) if ray.is_initialized() else None
+        )
         actor_class: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(RankActor)
         places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(size)]
         actors = [actor_class.options(scheduling_strategy=place).remote() for place in places]
@@ -161,7 +194,10 @@ class RayExecutor(RemoteExecutor):
             ray.get([actor.__ray_ready__.remote() for actor in actors])
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"Ray could not start the ranks: {error}") from error
-        runs = [actor.run.remote(rank, reception.invitation, self.threads) for rank, actor in enumerate(actors)]
+        runs = [
+            actor.run.remote(rank, reception.invitation, self.threads)
+            for rank, actor in enumerate(actors)
+        ]
         for run, card in zip(runs, reception.wait_for(range(size), CONNECT_SECONDS), strict=True):
             self.ranks.append(RayRank(grid=self.grid, **card))
             self.ranks[-1].run = run
@@ -173,7 +209,9 @@ class RayExecutor(RemoteExecutor):
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
             return
         self.threads = max(1, torch.get_num_threads() // self.grid.world_size)
-        short = None if len(tempfile.gettempdir()) < 20 else "/tmp"  # Ray adds long names of sockets
+        short = (
+            None if len(tempfile.gettempdir()) < 20 else "/tmp"
+        )  # Ray adds long names of sockets
         self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
         self._lease.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._lease.callback(ray.shutdown)  # callbacks run in reverse order

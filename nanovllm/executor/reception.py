@@ -22,14 +22,16 @@ LOST_SECONDS = 60.0
 
 
 def use_network_of(address: str) -> None:
-    """Have gloo use this machine's network interface that has the address, unless the user names another."""
+    """Have gloo use this machine's network interface that has the address, unless the user names
+    another."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in (each.address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 class Reception:
-    """Where ranks that the executor has not started connect to it. Only ranks that know the key are let in.
+    """Where ranks that the executor has not started connect to it. Only ranks that know the key are
+    let in.
 
     Args:
         host: the address of this machine at which the ranks can reach it.
@@ -41,8 +43,11 @@ class Reception:
         self._key = secrets.token_hex(32)
         self.invitation = (host, self._listener.getsockname()[1], self._key)
 
-    def wait_for(self, ranks: Collection[int], seconds: float = START_SECONDS) -> list[dict[str, Any]]:
-        """Wait until these ranks have connected; nothing listens any more after that. Returns the arguments of each `RemoteRank`.
+    def wait_for(
+        self, ranks: Collection[int], seconds: float = START_SECONDS
+    ) -> list[dict[str, Any]]:
+        """Wait until these ranks have connected; nothing listens any more after that. Returns the
+        arguments of each `RemoteRank`.
 
         Raises:
             ExecutorError: a rank has not connected in time.
@@ -53,7 +58,9 @@ class Reception:
             self._listener.settimeout(LOOK_SECONDS)
             while missing := [rank for rank in ranks if rank not in found]:
                 if time.monotonic() > deadline:
-                    raise ExecutorError(f"ranks {missing} have not connected within {seconds:g} seconds")
+                    raise ExecutorError(
+                        f"ranks {missing} have not connected within {seconds:g} seconds"
+                    )
                 with contextlib.suppress(OSError, EOFError):  # it may be a stranger
                     connection = _connection(self._listener.accept()[0])
                     key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
@@ -79,7 +86,8 @@ def connect(invitation: Sequence[Any], here: str, **card: Any) -> Connection:
 
 
 def _connection(line: socket.socket) -> Connection:
-    """A connection over TCP: messages leave at once, and sending fails when the other end is gone or stopped."""
+    """A connection over TCP: messages leave at once, and sending fails when the other end is gone
+    or stopped."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

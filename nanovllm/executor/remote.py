@@ -1,5 +1,6 @@
-"""What executors of ranks in other processes have in common: orders go out and answers come back over one connection per rank,
-and when something fails, the executor finds out which rank is to blame.
+"""What executors of ranks in other processes have in common: orders go out and answers come back
+over one connection per rank, and when something fails, the executor finds out which rank is to
+blame.
 
 Built by notebooks/20_executor.ipynb: edit it there.
 """
@@ -38,21 +39,26 @@ CLOSE_SECONDS = 1.0
 
 
 class RemoteRank(Peer):
-    """A rank as its executor knows it. Its name tells its place in the grid if there are several stages.
+    """A rank as its executor knows it. Its name tells its place in the grid if there are several
+    stages.
 
     Args:
         peer: see `Peer`.
 
     Attributes:
         local_rank: its number on its machine.
-        answers: by the number of the order; TRANSFER_ENDED while a KV transfer has ended that no step has taken in yet.
+        answers: by the number of the order; TRANSFER_ENDED while a KV transfer has ended that no
+            step has taken in yet.
     """
 
-    def __init__(self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any) -> None:
+    def __init__(
+        self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any
+    ) -> None:
         stage, tensor = divmod(rank, grid.tensor)
         place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
         super().__init__(f"rank {rank}{place}", **peer)
-        self.local_rank, self.pid = local_rank, self.pid or pid
+        self.local_rank = local_rank
+        self.pid = self.pid or pid
         self.answers: dict[int, Any] = {}
 
     def take(self, message: Any) -> None:
@@ -63,7 +69,8 @@ class RemoteRank(Peer):
 
 
 class WatchedProcesses:
-    """Processes that work together: if one fails, all are ended. A subclass says how to `_listen` to them and how to `_end` them.
+    """Processes that work together: if one fails, all are ended. A subclass says how to `_listen`
+    to them and how to `_end` them.
 
     Attributes:
         ranks: the processes.
@@ -75,7 +82,8 @@ class WatchedProcesses:
         self._reason = ""  # why they have been ended
 
     def _listen(self, timeout: float) -> None:
-        """Take in what they have sent, and mark those that are gone; wait up to `timeout` seconds for something."""
+        """Take in what they have sent, and mark those that are gone; wait up to `timeout` seconds
+        for something."""
         raise NotImplementedError
 
     def _end(self, reason: str) -> None:
@@ -107,7 +115,8 @@ class WatchedProcesses:
 
 
 class RemoteExecutor(WatchedProcesses, Executor):
-    """Sends every order to all ranks, in the same sequence; the first rank of the last stage answers with a step's result.
+    """Sends every order to all ranks, in the same sequence; the first rank of the last stage
+    answers with a step's result.
 
     A subclass says how to start the ranks and how to kill them.
 
@@ -115,13 +124,16 @@ class RemoteExecutor(WatchedProcesses, Executor):
         program: what runs as a rank on this machine.
 
     Raises:
-        ValueError: there is no room for the ranks, or one refuses a checkpoint, a device or a size; in its words.
+        ValueError: there is no room for the ranks, or one refuses a checkpoint, a device or a size;
+            in its words.
         ExecutorError: a rank could not start.
     """
 
     program = "from nanovllm.executor.worker import main; main()"
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+    ) -> None:
         super().__init__()
         self.config = config
         self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
@@ -132,7 +144,8 @@ class RemoteExecutor(WatchedProcesses, Executor):
             self._start_ranks(setup)
             _, first = engine_grid(config)
             for number, rank in enumerate(self.ranks):
-                setup.rank, setup.local_rank = first + number, rank.local_rank
+                setup.rank = first + number
+                setup.local_rank = rank.local_rank
                 with contextlib.suppress(OSError):  # `_answer` finds out why
                     rank.connection.send(setup)
             self._take_memory()
@@ -144,14 +157,17 @@ class RemoteExecutor(WatchedProcesses, Executor):
         self.sources = [rank.connection for rank in self.ranks]
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
-        """Start the processes that the ranks will run in, and put the ranks into `ranks`, with a connection to each. They wait for
-        `setup`, which this method completes (except for their numbers)."""
+        """Start the processes that the ranks will run in, and put the ranks into `ranks`, with a
+        connection to each. They wait for `setup`, which this method completes (except for their
+        numbers)."""
         raise NotImplementedError
 
     def _start_rank(self, rank: int, environment: Mapping[str, str], local_rank: int) -> None:
         """Start a rank on this machine."""
         process, connection = start_process(["-c", self.program], environment)
-        self.ranks.append(RemoteRank(rank, self.grid, local_rank, connection=connection, process=process))
+        self.ranks.append(
+            RemoteRank(rank, self.grid, local_rank, connection=connection, process=process)
+        )
 
     def _kill(self) -> None:
         """End all ranks, whatever they do. Their connections are closed."""
@@ -181,16 +197,18 @@ class RemoteExecutor(WatchedProcesses, Executor):
     def _answer(self, rank: RemoteRank, order: int) -> Any:
         """Wait for a rank's answer to an order.
 
-        It listens to all ranks meanwhile (`_hear`, for LOOK_SECONDS at most), so that it notices one that fails. This waiting is
-        marked as `waiting_for_others()`. The rank's answers to this order and to earlier ones are dropped, later ones are kept.
+        It listens to all ranks meanwhile (`_hear`, for LOOK_SECONDS at most), so that it notices
+        one that fails. This waiting is marked as `waiting_for_others()`. The rank's answers to this
+        order and to earlier ones are dropped, later ones are kept.
 
         Args:
             order: its number, under which the answer comes into `rank.answers`.
 
         Raises:
-            ExecutorError: the ranks have been ended (`_check`), one has failed (`_hear` raises it), or this one has not answered
-                after ORDER_SECONDS. A rank that is not ready yet (`is_ready`) has START_SECONDS. Then `_fail` ends all ranks, with
-                the message f"{rank}, has not answered after {seconds:g} seconds", or "has not started".
+            ExecutorError: the ranks have been ended (`_check`), one has failed (`_hear` raises it),
+                or this one has not answered after ORDER_SECONDS. A rank that is not ready yet
+                (`is_ready`) has START_SECONDS. Then `_fail` ends all ranks, with the message
+                f"{rank}, has not answered after {seconds:g} seconds", or "has not started".
         """
         self._check()
         what, seconds = ("answered", ORDER_SECONDS) if rank.is_ready else ("started", START_SECONDS)
@@ -213,12 +231,14 @@ class RemoteExecutor(WatchedProcesses, Executor):
         """Order a step from every rank, without waiting for it: the order is called "launch".
 
         Returns:
-            A function that waits for the result (`_answer`), which comes from the first tensor rank of the last stage; the ranks are in
-            order, stage by stage. If the step has `connector_metadata`, every rank answers, with a `connector_output`:
-            `_transfers.add` combines them into that of the result. Such a step also drops the notifications about transfers
-            that have ended (`forget_ends`) before the order, since each rank will report.
+            A function that waits for the result (`_answer`), which comes from the first tensor rank
+            of the last stage; the ranks are in order, stage by stage. If the step has
+            `connector_metadata`, every rank answers, with a `connector_output`: `_transfers.add`
+            combines them into that of the result. Such a step also drops the notifications about
+            transfers that have ended (`forget_ends`) before the order, since each rank will report.
         """
-        output_rank, has_transfers = -self.grid.tensor, schedule.connector_metadata is not None
+        output_rank = -self.grid.tensor
+        has_transfers = schedule.connector_metadata is not None
         if has_transfers:
             self.forget_ends()
         number = self._order("launch", schedule)
@@ -228,7 +248,9 @@ class RemoteExecutor(WatchedProcesses, Executor):
                 return self._answer(self.ranks[output_rank], number)
             results = [self._answer(rank, number) for rank in self.ranks]
             # A KV transfer has ended once it has ended on every rank.
-            results[output_rank].connector_output = self._transfers.add([r.connector_output for r in results])
+            results[output_rank].connector_output = self._transfers.add(
+                [r.connector_output for r in results]
+            )
             return results[output_rank]
 
         return gather

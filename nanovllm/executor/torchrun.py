@@ -1,8 +1,8 @@
 """An executor whose ranks are processes that torchrun has started, on one machine or on several.
 
-Rank 0's process owns the engine, and starts rank 0 as a process of its own. All other ranks `follow_to_the_end`: each connects to the
-executor, which listens only until all of them have. They get rank 0's settings.
-"""
+Rank 0's process owns the engine, and starts rank 0 as a process of its own. All other ranks
+`follow_to_the_end`: each connects to the executor, which listens only until all of them have. They
+get rank 0's settings."""
 
 import contextlib
 import dataclasses
@@ -47,22 +47,33 @@ class Launch:
             self.rank, self.local_rank, self.local_world_size, self.world_size = numbers
             self.address = os.environ["MASTER_ADDR"]
         except KeyError as error:
-            mistake = f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is not in the"
-            raise ValueError(f"{mistake} environment: start with torchrun --nproc-per-node N, or use 'mp'") from None
+            mistake = (
+                f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is "
+                "not in the"
+            )
+            raise ValueError(
+                f"{mistake} environment: start with torchrun --nproc-per-node N, or use 'mp'"
+            ) from None
 
     def join_network(self) -> str:
-        """Have gloo use the network that leads to rank 0, unless the user names another; returns the address of this process in
-        the former. (By default, gloo uses the address of this host's name, which other machines often cannot reach.)"""
+        """Have gloo use the network that leads to rank 0, unless the user names another; returns
+        the address of this process in the former. (By default, gloo uses the address of this host's
+        name, which other machines often cannot reach.)"""
         is_alone = self.local_world_size == self.world_size
-        found = socket.getaddrinfo("127.0.0.1" if is_alone else self.address, 1, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(
+            "127.0.0.1" if is_alone else self.address, 1, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(found[0], found[1]) as probe:
             probe.connect(found[4])  # sends nothing
             ours = probe.getsockname()[0]
         if ours.startswith("127.") and not is_alone:  # as a host's own name does on some systems
             logger.warning(
-                "--master-addr %s is a loopback address here (%s), which ranks on other machines cannot reach: give torchrun an "
-                "address that they can, as --master-addr or, with --rdzv-endpoint, as --local-addr", self.address, ours,
-            )  # fmt: skip
+                "--master-addr %s is a loopback address here (%s), which ranks on other machines "
+                "cannot reach: give torchrun an address that they can, as --master-addr or, with "
+                "--rdzv-endpoint, as --local-addr",
+                self.address,
+                ours,
+            )
         else:
             use_network_of(ours)
         return ours
@@ -82,9 +93,13 @@ class TorchrunExecutor(RemoteExecutor):
     def _start_ranks(self, setup: WorkerSetup) -> None:
         setup.init_method = "env://"
         launch = Launch()
-        reception, store = Reception(launch.join_network()), open_store()
+        reception = Reception(launch.join_network())
+        store = open_store()
         if store.add("engines", 1) > 1:
-            raise ValueError("the other ranks already serve an engine: under torchrun, a program can have only one")
+            raise ValueError(
+                "the other ranks already serve an engine: under torchrun, a program can have "
+                "only one"
+            )
         store.set("executor", json.dumps(reception.invitation))
         cards = reception.wait_for(range(1, launch.world_size))
         self._start_rank(0, {}, launch.local_rank)
@@ -93,8 +108,8 @@ class TorchrunExecutor(RemoteExecutor):
         weakref.finalize(self, _shut_down, [rank.connection for rank in self.ranks])
 
     def _kill(self) -> None:
-        """Wait for the ranks of this machine: they end when their connections are closed, unless they hang. (torchrun would wait
-        for those.)"""
+        """Wait for the ranks of this machine: they end when their connections are closed, unless
+        they hang. (torchrun would wait for those.)"""
         for process in psutil.wait_procs(self._neighbours, CLOSE_SECONDS)[1]:
             process.kill()
 
@@ -107,26 +122,33 @@ def _shut_down(connections: list[Connection]) -> None:
 
 
 def follow_to_the_end(config: EngineConfig) -> NoReturn:
-    """Be one of the ranks above 0: load a part of the model, carry out rank 0's orders, and end the process together with rank 0.
-    (At once: threads of libraries that still talk to other ranks do not survive the end of the interpreter.)
+    """Be one of the ranks above 0: load a part of the model, carry out rank 0's orders, and end the
+    process together with rank 0. (At once: threads of libraries that still talk to other ranks do
+    not survive the end of the interpreter.)
 
     Raises:
-        ValueError: not under torchrun, not with as many processes as the grid has ranks, or no such model.
+        ValueError: not under torchrun, not with as many processes as the grid has ranks, or no such
+            model.
     """
     folder = resolve_model(config.model, config.revision)
     check_grid(config, read_model_config(config, folder))
     launch = Launch()
     launch.join_network()
     invitation = json.loads(open_store().get("executor"))  # waits for rank 0
-    # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at once.
+    # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at
+    # once.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
     card = {"rank": launch.rank, "local_rank": launch.local_rank, "pid": pid}
     connection = connect(invitation, socket.gethostname(), **card)
     was_shut_down = False
-    with contextlib.suppress(EOFError, OSError):  # rank 0 tells the user why; torchrun ends it once this process ends
-        setup = dataclasses.replace(connection.recv(), folder=folder)  # where this machine has the checkpoint
+    with contextlib.suppress(
+        EOFError, OSError
+    ):  # rank 0 tells the user why; torchrun ends it once this process ends
+        setup = dataclasses.replace(
+            connection.recv(), folder=folder
+        )  # where this machine has the checkpoint
         was_shut_down = run_worker(setup, connection)
         while not was_shut_down:
             connection.recv_bytes()

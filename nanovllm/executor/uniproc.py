@@ -28,7 +28,8 @@ class WorkerSetup:
         folder: the checkpoint.
         rank, local_rank: in the grid, and on this machine.
         init_method: where the ranks meet; see `initialize_groups`. "": this is the only rank.
-        orders: the handle of the shared memory that carries orders; None if they come through the connection.
+        orders: the handle of the shared memory that carries orders; None if they come through the
+            connection.
         log_level: of this process's loggers.
     """
 
@@ -52,15 +53,32 @@ class Worker:
     def __init__(self, setup: WorkerSetup) -> None:
         config = setup.config
         if setup.init_method:
-            grid, _ = load("nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes")(config)
-            where = "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"
-            join = load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")
-            join(grid, setup.rank, setup.init_method, where, disable_custom_all_reduce=config.disable_custom_all_reduce)
+            grid, _ = load(
+                "nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes"
+            )(config)
+            where = (
+                "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"
+            )
+            join = load(
+                "nanovllm.distributed.process_groups:initialize_groups",
+                "an engine of several processes",
+            )
+            join(
+                grid,
+                setup.rank,
+                setup.init_method,
+                where,
+                disable_custom_all_reduce=config.disable_custom_all_reduce,
+            )
         self.runner = ModelRunner(config, setup.model_config, setup.folder)
 
     def memory(self) -> tuple[int, int, bool]:
         """KV blocks that fit here, bytes per block, and whether this rank computes on a GPU."""
-        return num_blocks_that_fit(self.runner), self.runner.bytes_per_block, self.runner.device.type != "cpu"
+        return (
+            num_blocks_that_fit(self.runner),
+            self.runner.bytes_per_block,
+            self.runner.device.type != "cpu",
+        )
 
     def describe(self) -> dict[str, str]:
         """Return what this rank computes with, in words, under the names of the settings."""
@@ -96,15 +114,23 @@ class Worker:
         """Leave the other ranks, and the engines with which this one shares KV."""
         self.runner.connector.close()
         if get_world_group().world_size > 1:
-            load("nanovllm.distributed.process_groups:destroy_groups", "an engine of several processes")()
+            load(
+                "nanovllm.distributed.process_groups:destroy_groups",
+                "an engine of several processes",
+            )()
 
 
 class InProcessExecutor(Executor):
-    """One rank, in this process. In lock-step, it is one rank of several, each of which has an engine of its own."""
+    """One rank, in this process. In lock-step, it is one rank of several, each of which has an
+    engine of its own."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+    ) -> None:
         self.config = config
-        rank, address = config.data_parallel_rank or 0, config.data_parallel_address  # "" unless in lock-step
+        # "" unless in lock-step
+        rank = config.data_parallel_rank or 0
+        address = config.data_parallel_address
         self.worker = Worker(WorkerSetup(config, model_config, folder, rank, init_method=address))
         self.runner = self.worker.runner
         self._ends: Any = None  # a mailbox, once this rank has KV transfers

@@ -1,7 +1,7 @@
 """The loop in which a rank in another process carries out the executor's orders.
 
-The executor starts a Python that calls `main`, with the number of a socket as its argument. The first message on the socket is a
-`WorkerSetup`; answers and heartbeats go back.
+The executor starts a Python that calls `main`, with the number of a socket as its argument. The
+first message on the socket is a `WorkerSetup`; answers and heartbeats go back.
 
 Built by notebooks/20_executor.ipynb: edit it there.
 """
@@ -22,7 +22,12 @@ from nanovllm.data.checks import users_mistake
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import at_rest, in_step
 from nanovllm.distributed.groups import get_pp_group, get_tp_group
-from nanovllm.distributed.life_signs import TRANSFER_ENDED, Complaint, Mouth, activity_of_this_thread
+from nanovllm.distributed.life_signs import (
+    TRANSFER_ENDED,
+    Complaint,
+    Mouth,
+    activity_of_this_thread,
+)
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.uniproc import Worker, WorkerSetup
 
@@ -30,16 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
-    """Start the rank, and carry out orders until the executor shuts it down or is gone. Reports errors.
+    """Start the rank, and carry out orders until the executor shuts it down or is gone. Reports
+    errors.
 
     Args:
-        connection: brings orders, if they do not come through shared memory: pickled names of methods with their arguments. Takes
-            answers and heartbeats.
+        connection: brings orders, if they do not come through shared memory: pickled names of
+            methods with their arguments. Takes answers and heartbeats.
 
     Returns:
         True if the executor has shut the rank down.
     """
-    mouth, is_starting = Mouth(connection.send, activity_of_this_thread(setup.rank)), True
+    mouth = Mouth(connection.send, activity_of_this_thread(setup.rank))
+    is_starting = True
     try:
         worker = Worker(setup)
         for number, (name, arguments) in enumerate(_orders(setup, connection), start=1):
@@ -56,7 +63,8 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
     except EOFError:
         return False  # the executor is gone
     except Exception as error:
-        # Until the first step, the user can mend what the message names, but not the loss of another rank.
+        # Until the first step, the user can mend what the message names, but not the loss of
+        # another rank.
         mistake = users_mistake(error) if is_starting else None
         complaint = Complaint.of_error() if mistake is None else Complaint(True, mistake)
         mouth.say(lambda: complaint)
@@ -68,7 +76,8 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
 
 
 def _orders(setup: WorkerSetup, connection: Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Wait for orders, and yield them until the rank is shut down. Raises EOFError when the executor is gone."""
+    """Wait for orders, and yield them until the rank is shut down. Raises EOFError when the
+    executor is gone."""
     receive = connection.recv_bytes
     if setup.orders is not None:
         receive = partial(MessageQueue.attach(setup.orders, setup.local_rank).get, float("inf"))
@@ -84,7 +93,8 @@ def _orders(setup: WorkerSetup, connection: Connection) -> Iterator[tuple[str, t
 
 
 def _launch(worker: Worker, schedule: SchedulerOutput, number: int, mouth: Mouth) -> None:
-    """Start a step. The output rank reports the sampled tokens, every other rank only its KV transfers, if there are any."""
+    """Start a step. The output rank reports the sampled tokens, every other rank only its KV
+    transfers, if there are any."""
     with in_step():
         wait = worker.launch(schedule)
     if get_pp_group().is_last and get_tp_group().is_first:
@@ -94,10 +104,13 @@ def _launch(worker: Worker, schedule: SchedulerOutput, number: int, mouth: Mouth
 
 
 def main() -> None:
-    """Run the process from beginning to end. Its argument is the number of the socket to the executor."""
+    """Run the process from beginning to end. Its argument is the number of the socket to the
+    executor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the executor decides when a rank ends
     connection = Connection(int(sys.argv[1]))
     setup: WorkerSetup = connection.recv()
-    logging.basicConfig(level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s")
+    logging.basicConfig(
+        level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s"
+    )
     # At once: groups that other ranks have left would wait for them.
     os._exit(0 if run_worker(setup, connection) else 1)

@@ -1,1 +1,2 @@
-"""The block pool, block tables with the prefix cache, and the interface of KV connectors (lectures 11, 12)."""
+"""The block pool, block tables with the prefix cache, and the interface of KV connectors (lectures
+11, 12)."""

@@ -1,4 +1,5 @@
-"""A pool of equally large KV blocks: reference counts, and a free list that doubles as the prefix cache.
+"""A pool of equally large KV blocks: reference counts, and a free list that doubles as the prefix
+cache.
 
 Built by notebooks/11_paged_memory.ipynb: edit it there.
 """
@@ -16,12 +17,14 @@ class InvariantError(AssertionError):
 class BlockPool:
     """Hands out block ids `0 .. num_blocks - 1`; knows nothing of requests, tokens or tensors.
 
-    A block is *free* when its reference count is 0. A free block keeps its content, and its hash if it has one, until it
-    is handed out again: so the free list, least recently used first, is the prefix cache.
+    A block is *free* when its reference count is 0. A free block keeps its content, and its hash if
+    it has one, until it is handed out again: so the free list, least recently used first, is the
+    prefix cache.
 
     Attributes:
         ref_counts: holders of each block.
-        block_hashes: the hash of each block's content, None where it is unknown or not to be shared.
+        block_hashes: the hash of each block's content, None where it is unknown or not to be
+            shared.
         free_block_queue: ids of free blocks in the order in which they will be reused.
         cached_blocks: from a hash to the one block that is found under it.
         num_evictions: how many cached blocks lost their content to a new owner.
@@ -52,7 +55,9 @@ class BlockPool:
             MemoryError: fewer than `count` blocks are free. Nothing is taken then.
         """
         if count > self.num_free:
-            raise MemoryError(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
+            raise MemoryError(
+                f"{count} blocks requested, {self.num_free} of {self.num_blocks} free"
+            )
         block_ids = [self.free_block_queue.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
             self._forget(block_id)
@@ -60,8 +65,9 @@ class BlockPool:
         return block_ids
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Give up one hold on each block. Pass the last block of a sequence first: it is then reused first, and the
-        beginning of the sequence, which other requests are likelier to share, stays longest.
+        """Give up one hold on each block. Pass the last block of a sequence first: it is then
+        reused first, and the beginning of the sequence, which other requests are likelier to share,
+        stays longest.
 
         Raises:
             InvariantError: a block is free already.
@@ -74,7 +80,8 @@ class BlockPool:
                 self.free_block_queue[block_id] = None
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Take one more hold on each block, and take free blocks out of the free list; O(1) per block."""
+        """Take one more hold on each block, and take free blocks out of the free list; O(1) per
+        block."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
                 del self.free_block_queue[block_id]
@@ -84,8 +91,9 @@ class BlockPool:
         """Let other requests find a full block under its hash.
 
         Returns:
-            Whether the block is found under this hash from now on. False, with nothing changed, if the hash leads to another
-            block (the two are not merged: a block table only ever grows at its end), or the block has another hash.
+            Whether the block is found under this hash from now on. False, with nothing changed, if
+            the hash leads to another block (the two are not merged: a block table only ever grows
+            at its end), or the block has another hash.
 
         Raises:
             InvariantError: the block is free.
@@ -118,17 +126,24 @@ class BlockPool:
         """Check the pool against the block tables of all live requests.
 
         Raises:
-            InvariantError: a count differs from the number of tables that hold the block, a free block is in
-                a table, a block is lost, or a hash leads to the wrong block.
+            InvariantError: a count differs from the number of tables that hold the block, a free
+                block is in a table, a block is lost, or a hash leads to the wrong block.
         """
         holders = Counter(block_id for table in tables for block_id in table)
         for block_id, count in enumerate(self.ref_counts):
             if count != holders[block_id]:
                 raise InvariantError(
-                    f"block {block_id} has a reference count of {count}, but is in {holders[block_id]} tables"
+                    f"block {block_id} has a reference count of {count}, but is in "
+                    f"{holders[block_id]} tables"
                 )
             if (count == 0) != (block_id in self.free_block_queue):
-                raise InvariantError(f"block {block_id} has {count} holders and is {'' if count else 'not '}free")
-        hashed = {block_hash: b for b, block_hash in enumerate(self.block_hashes) if block_hash is not None}
+                raise InvariantError(
+                    f"block {block_id} has {count} holders and is {'' if count else 'not '}free"
+                )
+        hashed = {
+            block_hash: b
+            for b, block_hash in enumerate(self.block_hashes)
+            if block_hash is not None
+        }
         if hashed != self.cached_blocks:
             raise InvariantError("the hash index and the blocks' own hashes differ")

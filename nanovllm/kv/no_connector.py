@@ -1,4 +1,5 @@
-"""What stands where KV could enter an engine from elsewhere, or leave it, in an engine that shares no KV."""
+"""What stands where KV could enter an engine from elsewhere, or leave it, in an engine that shares
+no KV."""
 
 from collections.abc import Sequence
 
@@ -8,14 +9,16 @@ from nanovllm.data.request import Request
 class NoConnector:
     """Takes the place of a KV connector: it has nothing to offer, and moves nothing.
 
-    The scheduler and every rank hold a connector. Lecture 31 builds those that move KV; `kv.connector` describes their methods.
-    """
+    The scheduler and every rank hold a connector. Lecture 31 builds those that move KV;
+    `kv.connector` describes their methods."""
 
     sources: Sequence[int] = ()
     has_work = has_news = False
     idle_seconds: float | None = None
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         """No other engine has KV of this request."""
         return 0, True
 
@@ -23,7 +26,9 @@ class NoConnector:
         """No other engine reads the blocks of a request that has ended: they can be freed."""
         return False, None
 
-    def choose_victim(self, request: Request, num_tokens: int, running: list[Request], manager: object) -> Request:
+    def choose_victim(
+        self, request: Request, num_tokens: int, running: list[Request], manager: object
+    ) -> Request:
         """The request to preempt so that `request` can have blocks: the last of the running ones."""
         return running[-1]
 

@@ -1,4 +1,5 @@
-"""Which connectors there are, how the two halves of one are made, and what must be equal on engines that share KV."""
+"""Which connectors there are, how the two halves of one are made, and what must be equal on engines
+that share KV."""
 
 import hashlib
 import pathlib
@@ -49,18 +50,24 @@ def create_scheduler_connector(
         ranks: what each rank's half says of itself; see `KVConnectorWorker.get_handshake_metadata`.
 
     Raises:
-        ValueError: the connector does not exist (the message lists those that do), or its settings make no sense.
+        ValueError: the connector does not exist (the message lists those that do), or its settings
+            make no sense.
     """
     return _half(config, 0)(config, kv_identity(config, model_config, folder), ranks)
 
 
 def cache_maker(config: EngineConfig) -> Callable[..., Tensor]:
-    """The function that makes a layer's cache `(shape, dtype, device)` in memory that the connector can use."""
+    """The function that makes a layer's cache `(shape, dtype, device)` in memory that the connector
+    can use."""
     return _half(config, 1).empty_kv_cache
 
 
 def create_worker_connector(
-    config: EngineConfig, model_config: ModelConfig, kv_caches: dict[int, Tensor], model: Any, backend: AttentionBackend
+    config: EngineConfig,
+    model_config: ModelConfig,
+    kv_caches: dict[int, Tensor],
+    model: Any,
+    backend: AttentionBackend,
 ) -> KVConnectorWorker:
     """Make a rank's half.
 
@@ -71,7 +78,8 @@ def create_worker_connector(
     Raises:
         ValueError: see `create_scheduler_connector`.
     """
-    group, cache = get_tp_group(), next(iter(kv_caches.values()))
+    group = get_tp_group()
+    cache = next(iter(kv_caches.values()))
     layout = KVLayout(
         num_layers=model_config.num_layers,
         num_kv_heads=0 if model_config.kv_lora_rank else model_config.num_kv_heads,
@@ -85,16 +93,17 @@ def create_worker_connector(
         tp_size=group.world_size,
     )
     connector: KVConnectorWorker = _half(config, 1)(config, layout, kv_caches)
-    connector.model, connector.backend = model, backend
+    connector.model = model
+    connector.backend = backend
     return connector
 
 
 def weights_digest(folder: pathlib.Path) -> str:
-    """A digest of a checkpoint's configuration and of all its weights, which have just been read and are in the page cache.
+    """A digest of a checkpoint's configuration and of all its weights, which have just been read
+    and are in the page cache.
 
-    It covers all bytes, since samples could not distinguish two models that differ in one bias. It finds mistakes, not forgeries:
-    xxHash is not cryptographic, but as fast as memory.
-    """
+    It covers all bytes, since samples could not distinguish two models that differ in one bias. It
+    finds mistakes, not forgeries: xxHash is not cryptographic, but as fast as memory."""
     digest = xxhash.xxh3_128()
     for path in [folder / "config.json", *weight_files(folder), *sorted(folder.glob("*.gguf"))]:
         if path.exists():
@@ -104,19 +113,25 @@ def weights_digest(folder: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def kv_identity(config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> dict[str, str | int]:
+def kv_identity(
+    config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+) -> dict[str, str | int]:
     """What must be equal, under the names that an error message shows.
 
     Args:
         folder: the checkpoint.
     """
-    weights = f"dummy, seed {config.seed}" if config.load_format == "dummy" else weights_digest(folder)
+    weights = (
+        f"dummy, seed {config.seed}" if config.load_format == "dummy" else weights_digest(folder)
+    )
     latent = model_config.kv_lora_rank > 0
     return {
         "model": model_config.architecture,
         "vocab_size": model_config.vocab_size,
         "weights": f"{weights} {model_config.quantization or ''}".strip(),
-        "dtype": str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch."),
+        "dtype": str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix(
+            "torch."
+        ),
         "kv_cache_dtype": config.kv_cache_dtype.partition("_")[0],
         "block_size": config.block_size,
         "num_layers": model_config.num_layers,

@@ -1,1 +1,2 @@
-"""Benchmarks, pictures, the course tool and the table of compiled kernels; the engine never imports it."""
+"""Benchmarks, pictures, the course tool and the table of compiled kernels; the engine never imports
+it."""

@@ -1,7 +1,8 @@
-"""Predicts the cost of collectives: a message takes latency + bytes / bandwidth, and an algorithm is a number of messages.
+"""Predicts the cost of collectives: a message takes latency + bytes / bandwidth, and an algorithm
+is a number of messages.
 
-The model is that of R. Hockney (1994), used for collectives by R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of
-Collective Communication Operations in MPICH" (2005).
+The model is that of R. Hockney (1994), used for collectives by R. Thakur, R. Rabenseifner and W.
+Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
 
 Built by notebooks/21_process_groups.ipynb: edit it there.
 """
@@ -40,21 +41,41 @@ _NCCL = "latency: NCCL src/graph/tuning.cc, ring, LL protocol"
 LINKS = {
     link.name: link
     for link in (
-        Link("NVLink 5", 0.6e-6, 900e9, f"NVIDIA B200 data sheet: 1.8 TB/s both directions; {_NCCL}"),
-        Link("NVLink 4", 0.6e-6, 450e9, f"NVIDIA H100 data sheet: 900 GB/s both directions; {_NCCL}"),
-        Link("PCIe 5.0 x16", 1.0e-6, 64e9, f"NVIDIA H100 data sheet: 128 GB/s both directions; {_NCCL}"),
-        Link("PCIe 4.0 x16", 1.0e-6, 32e9, f"NVIDIA A100 data sheet: 64 GB/s both directions; {_NCCL}"),
-        Link("InfiniBand NDR", 2.7e-6, 50e9, f"NVIDIA ConnectX-7: 400 Gb/s a port; {_NCCL}"),
-        Link("RoCE 100 Gb/s", 2.7e-6, 12.5e9, f"RDMA over 100 Gb/s Ethernet, IEEE 802.3ba; {_NCCL}"),
         Link(
-            "TCP 10 Gb/s", 30e-6, 1.25e9, "IEEE 802.3ae; tens of microseconds through two kernels, Barroso et al. 2017"
+            "NVLink 5", 0.6e-6, 900e9, f"NVIDIA B200 data sheet: 1.8 TB/s both directions; {_NCCL}"
+        ),
+        Link(
+            "NVLink 4", 0.6e-6, 450e9, f"NVIDIA H100 data sheet: 900 GB/s both directions; {_NCCL}"
+        ),
+        Link(
+            "PCIe 5.0 x16",
+            1.0e-6,
+            64e9,
+            f"NVIDIA H100 data sheet: 128 GB/s both directions; {_NCCL}",
+        ),
+        Link(
+            "PCIe 4.0 x16",
+            1.0e-6,
+            32e9,
+            f"NVIDIA A100 data sheet: 64 GB/s both directions; {_NCCL}",
+        ),
+        Link("InfiniBand NDR", 2.7e-6, 50e9, f"NVIDIA ConnectX-7: 400 Gb/s a port; {_NCCL}"),
+        Link(
+            "RoCE 100 Gb/s", 2.7e-6, 12.5e9, f"RDMA over 100 Gb/s Ethernet, IEEE 802.3ba; {_NCCL}"
+        ),
+        Link(
+            "TCP 10 Gb/s",
+            30e-6,
+            1.25e9,
+            "IEEE 802.3ae; tens of microseconds through two kernels, Barroso et al. 2017",
         ),
     )
 }
 
 
 def ring_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
-    """Reduce-scatter, then all-gather, around a ring: 2 (n - 1) steps with 1/n of the bytes each. Fewest bytes, many steps."""
+    """Reduce-scatter, then all-gather, around a ring: 2 (n - 1) steps with 1/n of the bytes each.
+    Fewest bytes, many steps."""
     return 2 * (world_size - 1) * link.message(num_bytes / world_size)
 
 
@@ -74,7 +95,8 @@ def two_shot_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
 
 
 def ring_all_gather(link: Link, world_size: int, num_bytes: float) -> float:
-    """Each rank's `num_bytes` go around a ring in n - 1 steps. A reduce-scatter of `world_size * num_bytes` takes as long."""
+    """Each rank's `num_bytes` go around a ring in n - 1 steps. A reduce-scatter of
+    `world_size * num_bytes` takes as long."""
     return (world_size - 1) * link.message(num_bytes)
 
 

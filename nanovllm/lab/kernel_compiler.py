@@ -1,4 +1,5 @@
-"""Records the Triton launches of the engine, and compiles them for GPUs that are not in this machine."""
+"""Records the Triton launches of the engine, and compiles them for GPUs that are not in this
+machine."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ INSTRUCTIONS = {
     "mma.sync": r"(?<![\w.])mma\.sync",
     "mfma": r"\bv_mfma_",
     "cp.async": r"\bcp\.async\.c[ag]",
-    "16-byte load": r"\bld\.global[\w.:]*\.(?:v4\.[busf]32|v2\.[busf]64)|\b(?:global|buffer)_load_dwordx4",
+    "16-byte load": (
+        r"\bld\.global[\w.:]*\.(?:v4\.[busf]32|v2\.[busf]64)|\b(?:global|buffer)_load_dwordx4"
+    ),
 }
 
 
@@ -79,12 +82,17 @@ class Launch(NamedTuple):
     @property
     def dtype(self) -> str:
         """The dtype of the first tensor."""
-        dtypes = (value.dtype for value in (*self.arguments, *self.options.values()) if hasattr(value, "dtype"))
+        dtypes = (
+            value.dtype
+            for value in (*self.arguments, *self.options.values())
+            if hasattr(value, "dtype")
+        )
         return str(next(dtypes)).removeprefix("torch.")
 
 
 def record_launches(run: Callable[[], object]) -> list[Launch]:
-    """Call `run()`, and return the kernel launches that it makes, in order, instead of executing them.
+    """Call `run()`, and return the kernel launches that it makes, in order, instead of executing
+    them.
 
     Tensors may be on any device: the compiler looks only at dtype, address and size.
     """
@@ -92,7 +100,9 @@ def record_launches(run: Callable[[], object]) -> list[Launch]:
 
     launches: list[Launch] = []
 
-    def record(function: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def record(
+        function: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
         launches.append(Launch(function, arguments, options))
 
     with mock.patch.object(JITFunction, "run", record):
@@ -101,15 +111,16 @@ def record_launches(run: Callable[[], object]) -> list[Launch]:
 
 
 def specialise(launch: Launch, target: Target) -> tuple[ASTSource, Any]:
-    """Return what Triton would compile for a launch: the source with its signature, and the compiler's options.
+    """Return what Triton would compile for a launch: the source with its signature, and the
+    compiler's options.
 
-    The signature has types, integers that are 1, and which addresses and integers are divisible by 16. Triton's own
-    functions decide this.
-    """
+    The signature has types, integers that are 1, and which addresses and integers are divisible by
+    16. Triton's own functions decide this."""
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    backend, function = make_backend(target.for_triton()), launch.function
+    backend = make_backend(target.for_triton())
+    function = launch.function
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialisation, keywords = bind(*launch.arguments, **launch.options)
     options, *source = function._pack_args(backend, launch.options, bound, specialisation, keywords)
@@ -120,7 +131,8 @@ def compile_launch(launch: Launch, target: str) -> dict[str, Any]:
     """Compile a recorded launch for one of `TARGETS`.
 
     Returns:
-        registers and spilled_bytes per thread, shared_memory in bytes per program, num_warps, num_stages,
+        registers and spilled_bytes per thread, shared_memory in bytes per program, num_warps,
+        num_stages,
         instructions: how many of each of `INSTRUCTIONS` the assembly has, and assembly: its text.
 
     Raises:
@@ -132,7 +144,9 @@ def compile_launch(launch: Launch, target: str) -> dict[str, Any]:
     source, options = specialise(launch, gpu)
     kernel = triton.compile(source, target=gpu.for_triton(), options=options.__dict__)
     if gpu.backend == "cuda":
-        text, usage, names = kernel.asm["ptx"], _usage_of_cubin(kernel.asm["cubin"]), ("REG", "STACK")
+        text = kernel.asm["ptx"]
+        usage = _usage_of_cubin(kernel.asm["cubin"])
+        names = ("REG", "STACK")
     else:  # the assembly ends with its resource usage
         text = usage = kernel.asm["amdgcn"]
         names = (".vgpr_count", ".private_segment_fixed_size")
@@ -144,7 +158,9 @@ def compile_launch(launch: Launch, target: str) -> dict[str, Any]:
         "shared_memory": kernel.metadata.shared,
         "num_warps": kernel.metadata.num_warps,
         "num_stages": kernel.metadata.num_stages,
-        "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+        "instructions": {
+            name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()
+        },
         "assembly": text,
     }
 

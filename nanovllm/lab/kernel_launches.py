@@ -1,8 +1,8 @@
 """The launches of the engine's Triton kernels on a target GPU, recorded without the GPU.
 
-The engine's own code runs on tensors without memory (torch's device "meta") and is told the target's hardware. So the
-recorded specialisations are those that the target would run, and there is no second list of signatures.
-"""
+The engine's own code runs on tensors without memory (torch's device "meta") and is told the
+target's hardware. So the recorded specialisations are those that the target would run, and there is
+no second list of signatures."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,15 @@ GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 VARIANTS = ((0, 0.0), (4096, 0.0), (0, 50.0), (4096, 50.0))  # (sliding window, soft cap)
 NUM_KV_HEADS = 8
-# Latent attention as in DeepSeek-V2-Lite, and in V2 and V3 on four ranks and on one; rope and rank, also such as fill no power of two.
-LATENT_HEADS, LATENT_SIZES = (16, 32, 128), ((64, 512), (48, 384))
+# Latent attention as in DeepSeek-V2-Lite, and in V2 and V3 on four ranks and on one; rope and rank,
+# also such as fill no power of two.
+LATENT_HEADS = (16, 32, 128)
+LATENT_SIZES = ((64, 512), (48, 384))
 # Rows of SmolLM2-135M, Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B.
 HIDDEN_SIZES = (576, 2048, 4096, 8192)
 INTERMEDIATE_SIZES = (1536, 8192, 14336, 28672)
-# (experts per rank, hidden size, intermediate size) of Mixtral-8x7B, Qwen3-30B-A3B, and DeepSeek-V3 on 8 ranks.
+# (experts per rank, hidden size, intermediate size) of Mixtral-8x7B, Qwen3-30B-A3B, and DeepSeek-V3
+# on 8 ranks.
 EXPERTS = ((8, 4096, 14336), (128, 2048, 768), (32, 7168, 2048))
 ROWS_PER_EXPERT = (4, 100, 1000)  # one for each height of a tile
 
@@ -43,7 +46,9 @@ class Batch(NamedTuple):
     max_seq_len: int
 
 
-DECODES = tuple(Batch(num_seqs, num_seqs, 1, 131072) for num_seqs in (64, 1, 8, 16, 32, 128, 256, 512))
+DECODES = tuple(
+    Batch(num_seqs, num_seqs, 1, 131072) for num_seqs in (64, 1, 8, 16, 32, 128, 256, 512)
+)
 # Queries for each height of a tile, of one sequence or several, with long contexts and short ones.
 PREFILLS = (
     Batch(1, 8, 8, 131072),
@@ -80,19 +85,26 @@ def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
             yield case._replace(batches=DECODES + PREFILLS)
             yield from (case._replace(group=group) for group in GROUPS)
             yield from (case._replace(block_size=size) for size in BLOCK_SIZES)
-            yield from (case._replace(sliding_window=window, soft_cap=cap) for window, cap in VARIANTS)
+            yield from (
+                case._replace(sliding_window=window, soft_cap=cap) for window, cap in VARIANTS
+            )
         elif dtype != "float16" or head_dim == 128 or "bfloat16" not in dtypes:
             yield case
         if dtype == "bfloat16":
-            yield from (case._replace(kv_dtype=dtype, batches=(*FEW_BATCHES, PREFILLS[3])) for dtype in LARGEST)
+            yield from (
+                case._replace(kv_dtype=dtype, batches=(*FEW_BATCHES, PREFILLS[3]))
+                for dtype in LARGEST
+            )
 
 
 def launch_attention(case: Case, target: Target) -> None:
     """Run the Triton backend as a model would on the target."""
-    backend, options = TritonBackend(_hardware(target)), (0.1, case.sliding_window, case.soft_cap)
+    backend = TritonBackend(_hardware(target))
+    options = (0.1, case.sliding_window, case.soft_cap)
     if case.kv_dtype is not None:
         backend = QuantizedTritonBackend(backend, case.kv_dtype)
-    dtype, num_heads = getattr(torch, case.dtype), case.group * NUM_KV_HEADS
+    dtype = getattr(torch, case.dtype)
+    num_heads = case.group * NUM_KV_HEADS
     with torch.device("meta"):
         # Over 2^31 bytes, as on a real GPU: on AMD, Triton addresses smaller tensors differently.
         num_blocks = 2**32 // (NUM_KV_HEADS * case.block_size * case.head_dim)
@@ -101,7 +113,9 @@ def launch_attention(case: Case, target: Target) -> None:
         kv_cache = torch.empty(shape, dtype=case.kv_dtype or dtype)
         cos_sin = torch.empty(131072, case.head_dim, dtype=torch.float32)
         for batch in case.batches:
-            heads = torch.empty(batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, case.head_dim, dtype=dtype)
+            heads = torch.empty(
+                batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, case.head_dim, dtype=dtype
+            )
             q, k, v = heads.split([num_heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
             rotary = Rotary(torch.empty(batch.num_tokens, dtype=torch.int64), cos_sin)
             metadata = _metadata(batch, case.block_size)
@@ -111,12 +125,23 @@ def launch_attention(case: Case, target: Target) -> None:
 
 def launch_latent_attention(dtype_name: str, target: Target) -> None:
     """Run the Triton backend of latent attention on batches of decodes (torch computes prompts)."""
-    backend, dtype = TritonLatentBackend(_hardware(target)), getattr(torch, dtype_name)
-    # Every number of splits once; the number of heads, the sizes and other dtypes change other things.
-    every = [(LATENT_HEADS[0], batch, LATENT_SIZES[0]) for batch in DECODES] if dtype_name == "bfloat16" else []
+    backend = TritonLatentBackend(_hardware(target))
+    dtype = getattr(torch, dtype_name)
+    # Every number of splits once; the number of heads, the sizes and other dtypes change other
+    # things.
+    every = (
+        [(LATENT_HEADS[0], batch, LATENT_SIZES[0]) for batch in DECODES]
+        if dtype_name == "bfloat16"
+        else []
+    )
     with torch.device("meta"):
-        for num_heads, batch, (rope, rank) in [*every, *itertools.product(LATENT_HEADS, DECODES[:2], LATENT_SIZES)]:
-            kv_cache = torch.empty(latent_cache_shape(2**32 // (16 * rank), 16, rank + rope), dtype=dtype)
+        for num_heads, batch, (rope, rank) in [
+            *every,
+            *itertools.product(LATENT_HEADS, DECODES[:2], LATENT_SIZES),
+        ]:
+            kv_cache = torch.empty(
+                latent_cache_shape(2**32 // (16 * rank), 16, rank + rope), dtype=dtype
+            )
             q = torch.empty(batch.num_seqs, num_heads, 128 + rope, dtype=dtype)
             up = torch.empty(num_heads, 128 + 128, rank, dtype=dtype)
             latent = torch.empty(batch.num_seqs, rank + rope, dtype=dtype)
@@ -132,7 +157,9 @@ def _metadata(batch: Batch, block_size: int) -> AttentionMetadata:
     return AttentionMetadata(
         query_start_loc=torch.empty(batch.num_seqs + 1, dtype=torch.int32),
         seq_lens=torch.empty(batch.num_seqs, dtype=torch.int32),
-        block_tables=torch.empty(batch.num_seqs, -(-batch.max_seq_len // block_size), dtype=torch.int32),
+        block_tables=torch.empty(
+            batch.num_seqs, -(-batch.max_seq_len // block_size), dtype=torch.int32
+        ),
         slot_mapping=torch.empty(batch.num_tokens, dtype=torch.int64),
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
@@ -152,7 +179,8 @@ def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
             quantized.quantize_rows(torch.empty(64, size, dtype=dtype))
         # Each tile, with few programs and with many.
         for tokens, outputs in itertools.product((1, 64, 1000), (1024, 65536)):
-            x, scales = torch.empty(tokens, 4096, dtype=dtype), torch.empty(outputs, 32, dtype=dtype)
+            x = torch.empty(tokens, 4096, dtype=dtype)
+            scales = torch.empty(outputs, 32, dtype=dtype)
             values = torch.empty(outputs, 4096, dtype=torch.int8)
             [nibbles] = quantized.pack_nibbles(torch.empty(outputs, 512, dtype=torch.int32))
             for zeros in (None, values[:, :32].contiguous()):
@@ -163,7 +191,9 @@ def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
             counts = torch.empty(num_experts, dtype=torch.int64)
             for inputs, outputs in ((hidden, 2 * size), (size, hidden)):
                 x = torch.empty(num_experts * rows, inputs, dtype=dtype)
-                ops.grouped_linear(x, torch.empty(num_experts, outputs, inputs, dtype=dtype), counts)
+                ops.grouped_linear(
+                    x, torch.empty(num_experts, outputs, inputs, dtype=dtype), counts
+                )
         for head_dim in head_dims:
             heads = torch.empty(64, 6 * NUM_KV_HEADS, head_dim, dtype=dtype)
             q, k, _ = heads.split([4 * NUM_KV_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)

@@ -1,4 +1,5 @@
-"""Processes for a benchmark, a lecture or a test: a function on every rank of a grid, in real processes with the groups made."""
+"""Processes for a benchmark, a lecture or a test: a function on every rank of a grid, in real
+processes with the groups made."""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanovllm.distributed.groups import Grid
 
-# One server process imports torch once; it forks a rank in milliseconds, where a new interpreter takes seconds.
+# One server process imports torch once; it forks a rank in milliseconds, where a new interpreter
+# takes seconds.
 PRELOADED = ["nanovllm.lab.processes", "nanovllm.models.loader"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_CPU_AFFINITY")
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "GOMP_CPU_AFFINITY",
+)
 
 
 class RankError(RuntimeError):
@@ -33,8 +40,8 @@ class RankError(RuntimeError):
 
 
 def python_environment() -> dict[str, str]:
-    """Environment variables under which another Python finds this package, even in a checkout without installation, and
-    chooses its number of threads itself."""
+    """Environment variables under which another Python finds this package, even in a checkout
+    without installation, and chooses its number of threads itself."""
     found = {name: value for name, value in os.environ.items() if name not in _THREAD_VARIABLES}
     package_home = str(pathlib.Path(__file__).parents[2])
     paths = [package_home, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -59,15 +66,18 @@ def run_ranks(
     collective_timeout: float = 120.0,
     disable_custom_all_reduce: bool = False,
 ) -> list[Any]:
-    """Run `function(*arguments)` in one process per rank of the grid, with the groups initialized, and wait for all.
+    """Run `function(*arguments)` in one process per rank of the grid, with the groups initialized,
+    and wait for all.
 
     Args:
-        function: of a module, because it is pickled by its name; arguments and results are pickled too.
+        function: of a module, because it is pickled by its name; arguments and results are pickled
+            too.
         timeout: seconds after which all ranks are killed.
         threads: of torch, per process.
         device: "cpu", or "cuda" for a GPU per rank.
-        return_failures: return a `RankError` as the result of a rank that failed, instead of raising it.
-        collective_timeout, disable_custom_all_reduce: of the groups, see `initialize_groups`.
+        return_failures: return a `RankError` as the result of a rank that failed, instead of
+        raising it. collective_timeout, disable_custom_all_reduce: of the groups, see
+        `initialize_groups`.
 
     Returns:
         The result of each rank, in the order of the ranks.
@@ -81,7 +91,10 @@ def run_ranks(
         "disable_custom_all_reduce": disable_custom_all_reduce,
     }
     work = functools.partial(function, *arguments)
-    with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder, contextlib.ExitStack() as at_the_end:
+    with (
+        tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder,
+        contextlib.ExitStack() as at_the_end,
+    ):
         settings["init_method"] = f"file://{pathlib.Path(folder) / 'rendezvous'}"
         pipes = []
         for rank in range(grid.world_size):
@@ -104,7 +117,11 @@ def _collect(pipes: list[Connection], timeout: float, return_failures: bool) -> 
     deadline = time.monotonic() + timeout
     while pending:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-        failures = {} if ready else {r: f"rank {r} has not ended after {timeout:g} s" for r in pending.values()}
+        failures = (
+            {}
+            if ready
+            else {r: f"rank {r} has not ended after {timeout:g} s" for r in pending.values()}
+        )
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pending.pop(pipe)
@@ -123,7 +140,11 @@ def _collect(pipes: list[Connection], timeout: float, return_failures: bool) -> 
 
 
 def _run_rank(
-    settings: dict[str, Any], threads: int, work: Callable[[], Any], environment: dict[str, str], answer: Connection
+    settings: dict[str, Any],
+    threads: int,
+    work: Callable[[], Any],
+    environment: dict[str, str],
+    answer: Connection,
 ) -> None:
     """The main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends all ranks

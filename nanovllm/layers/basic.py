@@ -1,4 +1,5 @@
-"""The layers that every model consists of (linear product, embedding, norm), and where a checkpoint's tensors go.
+"""The layers that every model consists of (linear product, embedding, norm), and where a
+checkpoint's tensors go.
 
 Built by notebooks/10_first_tokens.ipynb: edit it there.
 """
@@ -17,7 +18,9 @@ from nanovllm import ops
 class Layer(nn.Module):
     """A layer with weights of its own: mostly one, and perhaps a bias."""
 
-    parts: tuple[str, ...] = ()  # names of the checkpoint's layers whose matrices are stacked in this one
+    parts: tuple[
+        str, ...
+    ] = ()  # names of the checkpoint's layers whose matrices are stacked in this one
     weight: nn.Parameter
     packable = False  # whether the weight may be rearranged, since nothing but a product uses it
 
@@ -32,10 +35,13 @@ class Layer(nn.Module):
             AttributeError: this layer has no such parameter.
         """
         parameter = getattr(self, kind)
-        return Place(parameter, tuple(slice(0, size) for size in parameter.shape), tuple(parameter.shape))
+        return Place(
+            parameter, tuple(slice(0, size) for size in parameter.shape), tuple(parameter.shape)
+        )
 
     def places(self, path: str) -> Iterator[tuple[str, Place]]:
-        """Yield the names of the checkpoint's tensors for this layer, whose own name is `path`, and where they belong."""
+        """Yield the names of the checkpoint's tensors for this layer, whose own name is `path`, and
+        where they belong."""
         parent = path.rpartition(".")[0]
         for part, name in enumerate([f"{parent}.{name}" for name in self.parts] or [path]):
             # A weight is a parameter, or a module that holds several (lecture 41).
@@ -44,9 +50,12 @@ class Layer(nn.Module):
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Rearrange the weight, where it is, so that this machine multiplies fastest; see `ops.pack_weight`."""
+        """Rearrange the weight, where it is, so that this machine multiplies fastest; see
+        `ops.pack_weight`."""
         packed = ops.pack_weight(self.weight)
-        self.weight = nn.Parameter(self.weight.view(packed.shape).copy_(packed), requires_grad=False)
+        self.weight = nn.Parameter(
+            self.weight.view(packed.shape).copy_(packed), requires_grad=False
+        )
 
 
 class Linear(Layer):
@@ -75,7 +84,8 @@ class Embedding(Layer):
 
 
 class RMSNorm(Layer):
-    """x / rms(x) * weight (Zhang and Sennrich 2019); with a residual, the sum of both is normalised."""
+    """x / rms(x) * weight (Zhang and Sennrich 2019); with a residual, the sum of both is
+    normalised."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -105,8 +115,10 @@ class Place:
     shape: tuple[int, ...]
 
     def part_of_wider(self, axis: int, index: int, count: int) -> Place:
-        """The same memory, if the file has `count` such tensors as one, side by side along `axis`, and this is number `index`."""
-        sizes, parts = list(self.shape), list(self.source)
+        """The same memory, if the file has `count` such tensors as one, side by side along `axis`,
+        and this is number `index`."""
+        sizes = list(self.shape)
+        parts = list(self.source)
         shift = index * sizes[axis]
         parts[axis] = slice(parts[axis].start + shift, parts[axis].stop + shift)
         sizes[axis] *= count

@@ -1,9 +1,10 @@
-"""Quantized weights: a `QuantizedWeight` in the place of a layer's matrix, and how a checkpoint's tensors come into it.
+"""Quantized weights: a `QuantizedWeight` in the place of a layer's matrix, and how a checkpoint's
+tensors come into it.
 
-Layers do not know of it: they hand their weight to `ops.linear`, slice it where a rank keeps a part of it, and say by a `Place` where
-the checkpoint's matrix belongs. From this one place follow the places of the tensors that store the quantized matrix: GPTQ's, AWQ's
-and compressed-tensors' are converted to one form (ops/quantized.py) while they are copied.
-"""
+Layers do not know of it: they hand their weight to `ops.linear`, slice it where a rank keeps a part
+of it, and say by a `Place` where the checkpoint's matrix belongs. From this one place follow the
+places of the tensors that store the quantized matrix: GPTQ's, AWQ's and compressed-tensors' are
+converted to one form (ops/quantized.py) while they are copied."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# AWQ's words hold the outputs 0, 2, 4, 6, 1, 3, 5, 7 in this order, which its GPU kernels unpack fastest; hence output j is number:
+# AWQ's words hold the outputs 0, 2, 4, 6, 1, 3, 5, 7 in this order, which its GPU kernels unpack
+# fastest; hence output j is number:
 AWQ_NUMBERS = (0, 4, 1, 5, 2, 6, 3, 7)
-# Words of the zero points of symmetric GPTQ: version 1 stores them less 1. Labels lie, so both are read whatever the label says.
+# Words of the zero points of symmetric GPTQ: version 1 stores them less 1. Labels lie, so both are
+# read whatever the label says.
 GPTQ_ZEROS = {4: (0x77777777, 0x88888888 - 2**32), 8: (0x7F7F7F7F, 0x80808080 - 2**32)}
-# Inputs of a group if weights are quantized to 4 bits while they are loaded: the first that divides their number.
+# Inputs of a group if weights are quantized to 4 bits while they are loaded: the first that divides
+# their number.
 GROUP_SIZES = (64, 32)
 
 
@@ -57,11 +61,13 @@ class Scheme:
         return inputs // (self.group_size or inputs)
 
 
-W8A16, W8A8 = Scheme(8), Scheme(8, quantizes_inputs=True)
+W8A16 = Scheme(8)
+W8A8 = Scheme(8, quantizes_inputs=True)
 
 
 class QuantizedWeight(nn.Module):
-    """A matrix, or one for each expert, as integers and scales. Slicing its first axis gives a view, as with a tensor.
+    """A matrix, or one for each expert, as integers and scales. Slicing its first axis gives a
+    view, as with a tensor.
 
     Attributes:
         values: nibbles or 8-bit integers; see `ops.quantized` for this and `scales` and `zeros`.
@@ -72,11 +78,20 @@ class QuantizedWeight(nn.Module):
     packable = True
 
     def __init__(
-        self, shape: tuple[int, ...], scheme: Scheme, values: Tensor, scales: Tensor, zeros: Tensor | None = None
+        self,
+        shape: tuple[int, ...],
+        scheme: Scheme,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.scheme, self.dtype = shape, scheme, torch.get_default_dtype()
-        self.values, self.scales = (nn.Parameter(tensor, requires_grad=False) for tensor in (values, scales))
+        self.shape = shape
+        self.scheme = scheme
+        self.dtype = torch.get_default_dtype()
+        self.values, self.scales = (
+            nn.Parameter(tensor, requires_grad=False) for tensor in (values, scales)
+        )
         self.zeros = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
         self.addresses: Tensor | None = None  # see `compiled`
         self._keep_dtypes()
@@ -87,7 +102,11 @@ class QuantizedWeight(nn.Module):
         *outer, inputs = shape
         width, kind = (inputs // 8, torch.int32) if scheme.bits == 4 else (inputs, torch.int8)
         groups = scheme.groups(inputs)
-        zeros = torch.empty(*outer, groups, dtype=torch.uint8, device=device) if scheme.has_zeros else None
+        zeros = (
+            torch.empty(*outer, groups, dtype=torch.uint8, device=device)
+            if scheme.has_zeros
+            else None
+        )
         values = torch.empty(*outer, width, dtype=kind, device=device)
         return cls(shape, scheme, values, torch.empty(*outer, groups, device=device), zeros)
 
@@ -100,8 +119,15 @@ class QuantizedWeight(nn.Module):
         return self.shape[0]
 
     def __getitem__(self, index: int | slice) -> QuantizedWeight:
-        sizes = self.shape[1:] if isinstance(index, int) else (len(range(*index.indices(len(self)))), *self.shape[1:])
-        tensors = (tensor if tensor is None else tensor[index] for tensor in (self.values, self.scales, self.zeros))
+        sizes = (
+            self.shape[1:]
+            if isinstance(index, int)
+            else (len(range(*index.indices(len(self)))), *self.shape[1:])
+        )
+        tensors = (
+            tensor if tensor is None else tensor[index]
+            for tensor in (self.values, self.scales, self.zeros)
+        )
         part = QuantizedWeight(sizes, self.scheme, *tensors)  # type: ignore[arg-type]
         part.dtype = self.dtype
         return part
@@ -114,7 +140,11 @@ class QuantizedWeight(nn.Module):
 
     def _keep_dtypes(self) -> None:
         """Mark what does not take the model's dtype; see `load_model`."""
-        for tensor in (self.values, self.zeros, self.scales if self.scheme.quantizes_inputs else None):
+        for tensor in (
+            self.values,
+            self.zeros,
+            self.scales if self.scheme.quantizes_inputs else None,
+        ):
             if tensor is not None:
                 tensor.kept_dtype = tensor.dtype  # type: ignore[attr-defined]
 
@@ -123,14 +153,19 @@ class QuantizedWeight(nn.Module):
         if self.values.is_floating_point():  # dequantized
             return linear(x, self.values, bias)
         zeros = [self.zeros] if self.scheme.bits == 4 else []
-        return getattr(quantized, f"linear_{self.scheme.kind}")(x, self.values, self.scales, *zeros, bias)
+        return getattr(quantized, f"linear_{self.scheme.kind}")(
+            x, self.values, self.scales, *zeros, bias
+        )
 
     def compiled(self) -> tuple[int, int]:
-        """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
+        """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives
+        their own."""
         if self.values.is_floating_point():
             return 0, self.values.data_ptr() * (self.values.ndim == 4)
         if self.addresses is None:  # there may be several callers
-            self.function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
+            self.function, self.addresses = quantized.compiled(
+                self.scheme.kind, self.dtype, *self.parameters()
+            )
         return self.function, self.addresses.data_ptr()
 
     def rows(self, token_ids: Tensor) -> Tensor:
@@ -144,17 +179,21 @@ class QuantizedWeight(nn.Module):
     def copy_(self, weight: Tensor) -> None:
         """Fill it from a matrix, each weight rounded to the nearest value of its grid."""
         if not weight.is_meta:
-            groups, dtype = self.scales.shape[-1], self.scales.dtype
+            groups = self.scales.shape[-1]
+            dtype = self.scales.dtype
             values, scales, _ = round_to_nearest(weight, self.scheme.bits, groups, dtype=dtype)
             self.values.copy_(values)
             self.scales.copy_(scales)
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix
+        is dequantized here once, not in each
         step: it takes the memory of an unquantized one, and multiplies as fast."""
         flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
-        values, fits = flat[0], self.shape[-2] % 16 == 0  # layouts have groups of 16 outputs, of one expert
+        # layouts have groups of 16 outputs, of one expert
+        values = flat[0]
+        fits = self.shape[-2] % 16 == 0
         if fits and self.scheme.bits == 4:
             flat = quantized.pack_nibbles(*flat)
         elif fits and self.scheme.quantizes_inputs:
@@ -165,15 +204,21 @@ class QuantizedWeight(nn.Module):
         for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
             place = getattr(self, name)
-            if (place.dtype, place.numel()) == (packed.dtype, packed.numel()) and place.data_ptr() != packed.data_ptr():
+            if (place.dtype, place.numel()) == (
+                packed.dtype,
+                packed.numel(),
+            ) and place.data_ptr() != packed.data_ptr():
                 packed = place.view(packed.shape).copy_(packed)
             setattr(self, name, nn.Parameter(packed, requires_grad=False))
         self.addresses = None
 
 
-def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the matrices of a model on the meta device by quantized ones. Its `checkpoint_places` become those of the tensors that
-    store them, or stay as they are if an unquantized checkpoint is to be quantized while it is loaded.
+def quantize_layers(
+    model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Replace the matrices of a model on the meta device by quantized ones. Its `checkpoint_places`
+    become those of the tensors that store them, or stay as they are if an unquantized checkpoint is
+    to be quantized while it is loaded.
 
     Args:
         tensors: the checkpoint's; their names and shapes are enough.
@@ -190,14 +235,23 @@ def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Itera
         owner = getattr(layer, "experts", layer)
         if not isinstance(layer, Layer) or not owner.packable:
             continue
-        shapes = {name: place.shape for name, place in layer.places(path) if name.endswith(".weight")}
-        schemes = {name: _scheme(quantization, stored, name, shape) for name, shape in shapes.items()}
+        shapes = {
+            name: place.shape for name, place in layer.places(path) if name.endswith(".weight")
+        }
+        schemes = {
+            name: _scheme(quantization, stored, name, shape) for name, shape in shapes.items()
+        }
         first, scheme = next(iter(schemes.items()))
         if other := [name for name, its in schemes.items() if its != scheme]:
-            mistake = f"{first} and {other[0]}, which this engine stores as one matrix, are quantized differently"
+            mistake = (
+                f"{first} and {other[0]}, which this engine stores as one matrix, are quantized "
+                "differently"
+            )
             raise UnsupportedModelError(f"{mistake}: quantize both in the same way")
         _replace_matrices(owner, scheme)
-    if quantization.w4a8 and not any(getattr(m, "scheme", W8A16).bits == 4 for m in model.modules()):
+    if quantization.w4a8 and not any(
+        getattr(m, "scheme", W8A16).bits == 4 for m in model.modules()
+    ):
         raise UnsupportedModelError(
             "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it"
         )
@@ -207,7 +261,9 @@ def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Itera
             _replace_matrices(layer, W8A8)
     model.tie_weights()
     if stored:
-        model.checkpoint_places = partial(_stored_places, model.checkpoint_places, quantization, stored)
+        model.checkpoint_places = partial(
+            _stored_places, model.checkpoint_places, quantization, stored
+        )
 
 
 def _replace_matrices(layer: nn.Module, scheme: Scheme | None) -> None:
@@ -218,18 +274,34 @@ def _replace_matrices(layer: nn.Module, scheme: Scheme | None) -> None:
             layer.packable = False  # type: ignore[assignment]  # the weight packs itself
 
 
-def _scheme(quantization: QuantizationConfig, stored: Shapes, name: str, shape: tuple[int, ...]) -> Scheme | None:
-    """How a matrix of the checkpoint is quantized, by the names and shapes of the tensors; None if it is not."""
-    inputs, layer = shape[-1], name.removesuffix(".weight")
+def _scheme(
+    quantization: QuantizationConfig, stored: Shapes, name: str, shape: tuple[int, ...]
+) -> Scheme | None:
+    """How a matrix of the checkpoint is quantized, by the names and shapes of the tensors; None if
+    it is not."""
+    inputs = shape[-1]
+    layer = name.removesuffix(".weight")
     if quantization.method in ONLINE:
         group_size = next((size for size in GROUP_SIZES if inputs % size == 0), 0)
-        scheme = W8A8 if quantization.method == "w8a8" else Scheme(4, group_size, False, quantization.method == "w4a8")
+        scheme = (
+            W8A8
+            if quantization.method == "w8a8"
+            else Scheme(4, group_size, False, quantization.method == "w4a8")
+        )
         return None if layer == "lm_head" else scheme
-    packed, awq = stored.get(f"{layer}.weight_packed"), quantization.method == "awq"
-    words, scales = packed or stored.get(f"{layer}.qweight"), stored.get(f"{layer}.weight_scale")
+    packed = stored.get(f"{layer}.weight_packed")
+    awq = quantization.method == "awq"
+    words = packed or stored.get(f"{layer}.qweight")
+    scales = stored.get(f"{layer}.weight_scale")
     if words is None and scales is None:
         return None
-    bits = quantization.bits if words is None else 8 if words[1 if packed else 0] * 4 == inputs and not awq else 4
+    bits = (
+        quantization.bits
+        if words is None
+        else 8
+        if words[1 if packed else 0] * 4 == inputs and not awq
+        else 4
+    )
     if words is None and bits == 8:
         return W8A8 if quantization.quantizes_inputs else W8A16
     sizes = [size if size > 0 else inputs for size in quantization.group_sizes]
@@ -238,14 +310,21 @@ def _scheme(quantization: QuantizationConfig, stored: Shapes, name: str, shape: 
     size = next((size for size in sizes if size * groups == inputs), None)
     if size is None:
         fit = [str(size) for size in (128, *GROUP_SIZES) if inputs % size == 0]
-        mistake = f"{layer} has {inputs} inputs, which is not a multiple of {' or '.join(map(str, sizes))}"
-        raise UnsupportedModelError(f"{mistake}: quantize with group_size {' or '.join([*fit, '-1'])}")
+        mistake = (
+            f"{layer} has {inputs} inputs, which is not a multiple of "
+            f"{' or '.join(map(str, sizes))}"
+        )
+        raise UnsupportedModelError(
+            f"{mistake}: quantize with group_size {' or '.join([*fit, '-1'])}"
+        )
     has_zeros = f"{layer}.{'qzeros' if awq else 'weight_zero_point'}" in stored
     if size % 8:
         raise UnsupportedModelError(
             f"{layer}: a group of {size} ends within a word of 8 inputs; quantize with 32 or 64"
         )
-    integers = bits == 4 and (quantization.w4a8 or (words is None and quantization.quantizes_inputs))
+    integers = bits == 4 and (
+        quantization.w4a8 or (words is None and quantization.quantizes_inputs)
+    )
     return Scheme(bits, 0 if groups == 1 else size, has_zeros, integers)
 
 
@@ -272,7 +351,8 @@ def _place(target: Any, *axes: Axis) -> Place:
 
 
 class _StoredMatrix:
-    """The tensors that store one matrix in a checkpoint, and what of them this rank reads into a weight.
+    """The tensors that store one matrix in a checkpoint, and what of them this rank reads into a
+    weight.
 
     Raises:
         UnsupportedModelError: the rank's inputs end within a group.
@@ -280,36 +360,66 @@ class _StoredMatrix:
 
     def __init__(self, layer: str, matrix: Place, weight: QuantizedWeight) -> None:
         (rows, columns), (outputs, inputs), scheme = matrix.source, matrix.shape, weight.scheme
-        per_word, size, first, end = 32 // scheme.bits, scheme.group_size, columns.start, columns.stop
+        per_word = 32 // scheme.bits
+        size = scheme.group_size
+        first = columns.start
+        end = columns.stop
         if first % (unit := size or per_word) or end % unit:
-            fit = [str(n) for n in range(1, inputs // unit + 1) if inputs % n == 0 and inputs // n % unit == 0]
-            mistake = f"{layer}: a rank would have {end - first} of {inputs} inputs, which splits a group of {unit}"
-            raise UnsupportedModelError(f"{mistake}; for this layer, tensor_parallel_size may be {', '.join(fit)}")
-        self.layer, self.weight, self.bits = layer, weight, scheme.bits
-        self.outputs, self.inputs = (rows, outputs), (columns, inputs)
+            fit = [
+                str(n)
+                for n in range(1, inputs // unit + 1)
+                if inputs % n == 0 and inputs // n % unit == 0
+            ]
+            mistake = (
+                f"{layer}: a rank would have {end - first} of {inputs} inputs, which splits a "
+                f"group of {unit}"
+            )
+            raise UnsupportedModelError(
+                f"{mistake}; for this layer, tensor_parallel_size may be {', '.join(fit)}"
+            )
+        self.layer = layer
+        self.weight = weight
+        self.bits = scheme.bits
+        self.outputs = (rows, outputs)
+        self.inputs = (columns, inputs)
         self.words = slice(first // per_word, end // per_word), inputs // per_word
-        self.groups = (slice(first // size, end // size) if size else slice(0, 1)), scheme.groups(inputs)
+        self.groups = (
+            (slice(first // size, end // size) if size else slice(0, 1)),
+            scheme.groups(inputs),
+        )
         # Where outputs share a word: the words that have this rank's, and its own outputs in them.
         self.output_words = slice(rows.start // 8, -(-rows.stop // 8)), -(-outputs // 8)
         self.own = slice(rows.start % 8, rows.start % 8 + rows.stop - rows.start)
         self.group_of_input = torch.arange(first, end, device="cpu") // (size or inputs)
 
     def places(self, method: str, stored: Shapes) -> dict[str, Place]:
-        """The places of the tensors, by the ends of their names: of those that there must be, and of others that the file has."""
+        """The places of the tensors, by the ends of their names: of those that there must be, and
+        of others that the file has."""
         packed = f"{self.layer}.weight_packed" in stored
-        formats = {"awq": self._awq, "gptq": self._gptq, "compressed-tensors": self._packed if packed else self._whole}
+        formats = {
+            "awq": self._awq,
+            "gptq": self._gptq,
+            "compressed-tensors": self._packed if packed else self._whole,
+        }
         needed, optional = formats[method]()
-        return needed | {kind: place for kind, place in optional.items() if f"{self.layer}.{kind}" in stored}
+        return needed | {
+            kind: place for kind, place in optional.items() if f"{self.layer}.{kind}" in stored
+        }
 
     def _whole(self) -> tuple[dict[str, Place], dict[str, Place]]:
         target = Reader(self._read_4_bits) if self.bits == 4 else self.weight.values
         values = _place(target, self.outputs, self.inputs)
-        return {"weight": values, "weight_scale": _place(self.weight.scales, self.outputs, self.groups)}, {}
+        return {
+            "weight": values,
+            "weight_scale": _place(self.weight.scales, self.outputs, self.groups),
+        }, {}
 
     def _packed(self) -> tuple[dict[str, Place], dict[str, Place]]:
         values = Reader(self._read_bytes) if self.bits == 8 else self.weight.values
         sizes = torch.tensor([self.outputs[1], self.inputs[1]], device="cpu")
-        shape = Reader(lambda t: self._expect("weight_shape", t, [sizes], "the configuration says otherwise"))
+        shape = Reader(
+            lambda t: self._expect("weight_shape", t, [sizes], "the configuration says otherwise")
+        )
         zeros = Reader(lambda t: self._read_zeros(unpack(t.mT)))
         return {
             "weight_packed": _place(values, self.outputs, self.words),
@@ -329,22 +439,37 @@ class _StoredMatrix:
         return {
             "qweight": _place(Reader(read), self.inputs, self.output_words),
             "scales": _place(self.weight.scales.mT, self.groups, self.outputs),
-            "qzeros": _place(Reader(lambda t: self._read_zeros(by_output(t))), self.groups, self.output_words),
+            "qzeros": _place(
+                Reader(lambda t: self._read_zeros(by_output(t))), self.groups, self.output_words
+            ),
         }, {}
 
     def _gptq(self) -> tuple[dict[str, Place], dict[str, Place]]:
-        values = Reader(lambda t: self._read_bytes(t.mT)) if self.bits == 8 else self.weight.values.mT
+        values = (
+            Reader(lambda t: self._read_bytes(t.mT)) if self.bits == 8 else self.weight.values.mT
+        )
         width = -(-self.outputs[1] * self.bits // 32)
-        asymmetric = f"a zero point is not {2**self.bits // 2}; store asymmetric weights as compressed-tensors"
-        order = "its inputs are not in the order of their groups; quantize with desc_act: false or static_groups: true"
+        asymmetric = (
+            f"a zero point is not {2**self.bits // 2}; store asymmetric weights as "
+            "compressed-tensors"
+        )
+        order = (
+            "its inputs are not in the order of their groups; quantize with desc_act: false or "
+            "static_groups: true"
+        )
         zeros = Reader(lambda t: self._expect("qzeros", t, GPTQ_ZEROS[self.bits], asymmetric))
         index = Reader(lambda t: self._expect("g_idx", t, [self.group_of_input], order))
         return {
             "qweight": _place(values, self.words, self.outputs),
             "scales": _place(self.weight.scales.mT, self.groups, self.outputs),
-        }, {"qzeros": _place(zeros, self.groups, (slice(None), width)), "g_idx": _place(index, self.inputs)}
+        }, {
+            "qzeros": _place(zeros, self.groups, (slice(None), width)),
+            "g_idx": _place(index, self.inputs),
+        }
 
-    def _expect(self, kind: str, tensor: Tensor, expected: Sequence[Tensor | int], otherwise: str) -> None:
+    def _expect(
+        self, kind: str, tensor: Tensor, expected: Sequence[Tensor | int], otherwise: str
+    ) -> None:
         """Check that a tensor equals one of those expected, or is full of one of these numbers."""
         if not any(bool((tensor == right).all()) for right in expected):
             raise ModelFileError(f"{self.layer}.{kind}: {otherwise}")
@@ -362,11 +487,16 @@ class _StoredMatrix:
 def _stored_places(
     matrices: Callable[[], dict[str, list[Place]]], quantization: QuantizationConfig, stored: Shapes
 ) -> dict[str, list[Place]]:
-    """`checkpoint_places`, with the places of the tensors that store a quantized matrix instead of the matrix's."""
+    """`checkpoint_places`, with the places of the tensors that store a quantized matrix instead of
+    the matrix's."""
     found: dict[str, list[Place]] = {}
     whole = matrices()
     for name, places in whole.items():
-        scheme = _scheme(quantization, stored, name, places[0].shape) if name.endswith(".weight") else None
+        scheme = (
+            _scheme(quantization, stored, name, places[0].shape)
+            if name.endswith(".weight")
+            else None
+        )
         if scheme is None:
             found[name] = places
             continue
@@ -376,7 +506,9 @@ def _stored_places(
                 found.setdefault(f"{layer}.{kind}", []).append(piece)
         if f"{layer}.bias" in stored.keys() - whole.keys():  # some writers of GPTQ store zeros
             [size] = stored[f"{layer}.bias"]
-            found[f"{layer}.bias"] = [_place(Reader(partial(_refuse_bias, layer)), (slice(None), size))]
+            found[f"{layer}.bias"] = [
+                _place(Reader(partial(_refuse_bias, layer)), (slice(None), size))
+            ]
     return found
 
 
@@ -385,7 +517,9 @@ def _refuse_bias(layer: str, bias: Tensor) -> None:
         raise ModelFileError(f"{layer}.bias is not zero, and this architecture has no bias there")
 
 
-def _pieces(layer: str, matrix: Place, scheme: Scheme, method: str, stored: Shapes) -> dict[str, Place]:
+def _pieces(
+    layer: str, matrix: Place, scheme: Scheme, method: str, stored: Shapes
+) -> dict[str, Place]:
     """The places of the tensors that store a matrix, by the ends of their names."""
     target: Any = matrix.target
     if isinstance(target, QuantizedWeight):
@@ -402,4 +536,6 @@ def _pieces(layer: str, matrix: Place, scheme: Scheme, method: str, stored: Shap
         if not missing:
             target.copy_(weight.dequantize())
 
-    return {kind: replace(piece, target=Reader(partial(read, kind))) for kind, piece in pieces.items()}  # type: ignore[arg-type]
+    return {
+        kind: replace(piece, target=Reader(partial(read, kind))) for kind, piece in pieces.items()
+    }  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Layers that are divided among ranks, which together compute the whole layer's result (Shoeybi et al. 2019).
+"""Layers that are divided among ranks, which together compute the whole layer's result (Shoeybi et
+al. 2019).
 
 Built by notebooks/22_tensor_parallel.ipynb: edit it there.
 """
@@ -25,8 +26,8 @@ class Shard:
 
     @classmethod
     def of(cls, total: int, group: GroupCoordinator) -> Shard:
-        """This rank's share. Every rank has ⌈total / world_size⌉ rows, in the order of the ranks, until no rows are left: the last ranks
-        may have fewer, or none (then `start` is `total`)."""
+        """This rank's share. Every rank has ⌈total / world_size⌉ rows, in the order of the ranks,
+        until no rows are left: the last ranks may have fewer, or none (then `start` is `total`)."""
         most = -(-total // group.world_size)
         start = min(group.rank_in_group * most, total)
         return cls(start, min(most, total - start), total)
@@ -44,34 +45,41 @@ class Shard:
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes some of the outputs, `[num_tokens, in_features]` to `[num_tokens, out_features / tp]`.
+    """Each rank computes some of the outputs, `[num_tokens, in_features]` to
+    `[num_tokens, out_features / tp]`.
 
     "Column" refers to Megatron's y = xA: the columns of A are the rows of the weight, which is Aᵀ.
 
     Args:
-        in_features, out_features: of the whole layer. Several numbers of outputs are several layers with the same input,
-            as one product: a rank stacks its rows of each. A `Shard` says which rows these are.
+        in_features, out_features: of the whole layer. Several numbers of outputs are several layers
+            with the same input, as one product: a rank stacks its rows of each. A `Shard` says
+            which rows these are.
         group: the ranks that share the layer; the tensor-parallel group by default.
     """
 
     def __init__(
-        self, in_features: int, out_features: int | Sequence[int | Shard], bias: bool = False,
+        self,
+        in_features: int,
+        out_features: int | Sequence[int | Shard],
+        bias: bool = False,
         group: GroupCoordinator | None = None,
-    ) -> None:  # fmt: skip
-        group, parts = group or get_tp_group(), [out_features] if isinstance(out_features, int) else out_features
+    ) -> None:
+        group = group or get_tp_group()
+        parts = [out_features] if isinstance(out_features, int) else out_features
         shards = [part if isinstance(part, Shard) else Shard.of(part, group) for part in parts]
         super().__init__(in_features, sum(shard.size for shard in shards), bias)
         self.shards = shards
 
     def place(self, kind: str, part: int = 0) -> Place:
-        """The place of this rank's rows of a checkpoint's tensor, which is part number `part` of this layer."""
+        """The place of this rank's rows of a checkpoint's tensor, which is part number `part` of
+        this layer."""
         first = sum(shard.size for shard in self.shards[:part])
         return self.shards[part].place(getattr(self, kind), first)
 
 
 class RowParallelLinear(Linear):
-    """Each rank has some of the inputs, `[num_tokens, in_features / tp]`, and the sum over the ranks is the layer's
-    output, `[num_tokens, out_features]`, on all of them.
+    """Each rank has some of the inputs, `[num_tokens, in_features / tp]`, and the sum over the
+    ranks is the layer's output, `[num_tokens, out_features]`, on all of them.
 
     Args:
         in_features, out_features: of the whole layer.
@@ -79,16 +87,23 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, reduce: bool = True,
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        reduce: bool = True,
         group: GroupCoordinator | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         group = group or get_tp_group()
         shard = Shard.of(in_features, group)
         super().__init__(shard.size, out_features, bias)
-        self.group, self.shard, self.reduce = group, shard, reduce
+        self.group = group
+        self.shard = shard
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply this rank's columns of the whole input by its columns of the weight (`ops.linear`). The first rank alone adds the bias.
+        """Multiply this rank's columns of the whole input by its columns of the weight
+        (`ops.linear`). The first rank alone adds the bias.
 
         Returns: with `reduce`, the sum over the ranks; without, this rank's addend.
         """
@@ -111,12 +126,14 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 def num_kv_heads_of_rank(num_kv_heads: int, tp: int) -> int:
-    """The number of KV heads on each of `tp` ranks: an equal share, but at least one, which several ranks then replicate."""
+    """The number of KV heads on each of `tp` ranks: an equal share, but at least one, which several
+    ranks then replicate."""
     return max(1, num_kv_heads // tp)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections as one product; a rank has whole query heads and their KV heads.
+    """Query, key and value projections as one product; a rank has whole query heads and their KV
+    heads.
 
     Args:
         hidden_size: number of inputs.
@@ -129,43 +146,54 @@ class QKVParallelLinear(ColumnParallelLinear):
     parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool = False,
         group: GroupCoordinator | None = None,
-    ) -> None:  # fmt: skip
-        """Create this rank's rows, see `ColumnParallelLinear`: an equal share of the query heads, and a `Shard` of the keys and one of the
-        values (the same rows).
+    ) -> None:
+        """Create this rank's rows, see `ColumnParallelLinear`: an equal share of the query heads,
+        and a `Shard` of the keys and one of the values (the same rows).
 
-        Query head h uses KV head `h * num_kv_heads // num_heads`. A rank has `num_kv_heads_of_rank` KV heads, from the one that its first query
-        head uses. A head is `head_dim` rows. Sets `num_heads` and `num_kv_heads`.
-        """
+        Query head h uses KV head `h * num_kv_heads // num_heads`. A rank has `num_kv_heads_of_rank`
+        KV heads, from the one that its first query head uses. A head is `head_dim` rows. Sets
+        `num_heads` and `num_kv_heads`."""
         group = group or get_tp_group()
         tp = group.world_size
         kept = num_kv_heads_of_rank(num_kv_heads, tp)
         first = group.rank_in_group * num_kv_heads // tp  # KV head of this rank's first query head
         kv = Shard(first * head_dim, kept * head_dim, num_kv_heads * head_dim)
         super().__init__(hidden_size, [num_heads * head_dim, kv, kv], bias, group)
-        self.num_heads, self.num_kv_heads = num_heads // tp, kept
+        self.num_heads = num_heads // tp
+        self.num_kv_heads = kept
 
 
 class VocabParallelEmbedding(Embedding):
-    """Each rank has the rows of some tokens, `[num_tokens]` to `[num_tokens, hidden_size]`. It uses zeros for the other
-    tokens, and the ranks add up their results.
+    """Each rank has the rows of some tokens, `[num_tokens]` to `[num_tokens, hidden_size]`. It uses
+    zeros for the other tokens, and the ranks add up their results.
 
-    A vocabulary that cannot be divided evenly is padded: the last ranks have rows, never read, for tokens that do not exist.
-    """
+    A vocabulary that cannot be divided evenly is padded: the last ranks have rows, never read, for
+    tokens that do not exist."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None
+    ) -> None:
         group = group or get_tp_group()
         super().__init__(-(-vocab_size // group.world_size), hidden_size)
-        self.group, self.shard = group, Shard.of(vocab_size, group)
+        self.group = group
+        self.shard = Shard.of(vocab_size, group)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Look up this rank's tokens, use zeros for the others, and sum over the ranks (`group.all_reduce`).
+        """Look up this rank's tokens, use zeros for the others, and sum over the ranks
+        (`group.all_reduce`).
 
-        Row i of this rank's weight is token `shard.start + i`, and only the first `shard.size` rows are tokens. `Embedding.forward` looks up
-        rows, of which every number must exist, so a token of another rank needs a row of this rank first, and zeros afterwards: written, not
-        multiplied, since a row of padding may be NaN. A group of one looks up all tokens and calls no collective.
-        """
+        Row i of this rank's weight is token `shard.start + i`, and only the first `shard.size` rows
+        are tokens. `Embedding.forward` looks up rows, of which every number must exist, so a token
+        of another rank needs a row of this rank first, and zeros afterwards: written, not
+        multiplied, since a row of padding may be NaN. A group of one looks up all tokens and calls
+        no collective."""
         if self.group.world_size == 1:  # this rank has all tokens: nothing to mask
             return super().forward(token_ids)
         local = token_ids - self.shard.start
@@ -179,8 +207,8 @@ class VocabParallelEmbedding(Embedding):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Each rank scores the tokens of its embedding, then all ranks gather all scores: `[num_rows, hidden_size]` to
-    `[num_rows, vocab_size]`."""
+    """Each rank scores the tokens of its embedding, then all ranks gather all scores:
+    `[num_rows, hidden_size]` to `[num_rows, vocab_size]`."""
 
     packable = True
 

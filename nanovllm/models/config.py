@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Architecture in config.json -> how it differs from Llama. "routing" are values of keys that may be absent or null; "class" is
-# the model's class, and "moe" a reader of its experts: parts of the package that are loaded when a checkpoint needs them.
-# defaults.py has the defaults of missing keys.
+# Architecture in config.json -> how it differs from Llama. "routing" are values of keys that may be
+# absent or null; "class" is the model's class, and "moe" a reader of its experts: parts of the
+# package that are loaded when a checkpoint needs them. defaults.py has the defaults of missing
+# keys.
 _DEEPSEEK: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
     "latent": True,
     "rope_types": ("default", "yarn"),
 }
-_V3_ROUTING = dict(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5)
+_V3_ROUTING = dict(
+    topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5
+)
 _MIXTRAL: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.moe:MoEForCausalLM",
@@ -58,15 +61,17 @@ class ModelConfig:
     Attributes:
         layer_windows: sliding window of each layer in tokens, 0 for full attention.
         attention_scale: factor on q·k, 0 for the usual `head_dim ** -0.5`.
-        q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim: of latent attention (DeepSeek); kv_lora_rank is 0 for a
-            model without. With it, `head_dim` counts the rotated channels (qk_rope_head_dim), and q_lora_rank 0 means
-            that queries are not compressed.
+        q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim: of latent attention (DeepSeek);
+            kv_lora_rank is 0 for a model without. With it, `head_dim` counts the rotated channels
+            (qk_rope_head_dim), and q_lora_rank 0 means that queries are not compressed.
         rope_interleave: pairs of rotated channels are neighbours in the checkpoint (DeepSeek).
         moe: experts and how tokens are routed to them; None for a model without experts.
-        attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none (Gemma 2).
+        attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none
+            (Gemma 2).
         rope_scaling: the checkpoint's parameters, {"rope_type": "default"} if it has none.
         quantization: how the weights are quantized; None if they are not.
-        eos_token_ids: every id that ends a sequence, from config.json and from generation_config.json.
+        eos_token_ids: every id that ends a sequence, from config.json and from
+            generation_config.json.
         generation_defaults: sampling values that the checkpoint recommends.
     """
 
@@ -103,20 +108,27 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | pathlib.Path) -> ModelConfig:
-        """Read config.json and generation_config.json; and quantize_config.json or quant_config.json, unless config.json says how the weights are quantized.
+        """Read config.json and generation_config.json; and quantize_config.json or
+        quant_config.json, unless config.json says how the weights are quantized.
 
         Raises:
-            UnsupportedModelError: an architecture, activation or rotary scaling that is not supported.
+            UnsupportedModelError: an architecture, activation or rotary scaling that is not
+                supported.
             ModelFileError: a field that is missing, of another type or out of its range.
         """
         names = ("config", "generation_config", "quantize_config", "quant_config")
-        raw, generation, of_gptq, of_awq = (read_json(pathlib.Path(folder, f"{name}.json")) for name in names)
+        raw, generation, of_gptq, of_awq = (
+            read_json(pathlib.Path(folder, f"{name}.json")) for name in names
+        )
         # Old AutoGPTQ and AutoAWQ wrote the settings of the quantization into files of their own.
         return cls.from_dict({"quantization_config": of_gptq or of_awq or None} | raw, generation)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-        """The same from parsed files; transformers 4 and 5 spell some keys differently, and both are read."""
+    def from_dict(
+        cls, raw: dict[str, Any], generation: dict[str, Any] | None = None
+    ) -> ModelConfig:
+        """The same from parsed files; transformers 4 and 5 spell some keys differently, and both
+        are read."""
         raw = files.ConfigFile.check(raw, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
         files.check_supported("architecture", architecture, SUPPORTED_ARCHITECTURES)
@@ -126,8 +138,11 @@ class ModelConfig:
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
         if raw.get("use_bidirectional_attention"):
-            raise UnsupportedModelError("use_bidirectional_attention is not supported; supported is causal attention")
-        num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
+            raise UnsupportedModelError(
+                "use_bidirectional_attention is not supported; supported is causal attention"
+            )
+        num_heads = raw["num_attention_heads"]
+        num_layers = raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, architecture)
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
         for fields in (raw, generation):
@@ -137,27 +152,42 @@ class ModelConfig:
         latent = traits.get("latent", False)
         same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
         same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
-        optional = ["rms_norm_eps", "tie_word_embeddings", "mlp_bias", *(["q_lora_rank"] if latent else [])]
+        optional = [
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "mlp_bias",
+            *(["q_lora_rank"] if latent else []),
+        ]
         config = cls(
             architecture=architecture,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_heads,
-            head_dim=raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // num_heads,
+            head_dim=raw.get("qk_rope_head_dim")
+            or raw.get("head_dim")
+            or raw["hidden_size"] // num_heads,
             rope_theta=theta,
             rope_scaling=scaling,
             qkv_bias=traits.get("qkv_bias", attention_bias),
             output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
             qk_norm=traits.get("qk_norm", False),
             layer_windows=_windows(raw, architecture),
-            attention_scale=raw["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
+            attention_scale=raw["query_pre_attn_scalar"] ** -0.5
+            if "query_pre_attn_scalar" in raw
+            else 0.0,
             attention_soft_cap=raw.get("attn_logit_softcapping", 0.0),
             logit_soft_cap=raw.get("final_logit_softcapping", 0.0),
-            moe=load(traits["moe"], f"architecture {architecture}").from_dict(raw) if "moe" in traits else None,
+            moe=load(traits["moe"], f"architecture {architecture}").from_dict(raw)
+            if "moe" in traits
+            else None,
             rope_interleave=latent and raw.get("rope_interleave", True),
-            eos_token_ids=list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))),
+            eos_token_ids=list(
+                dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))
+            ),
             generation_defaults=_sampling_defaults(generation),
-            quantization=load(QUANTIZATION, "quantization").from_dict(raw) if raw.get("quantization_config") else None,
+            quantization=load(QUANTIZATION, "quantization").from_dict(raw)
+            if raw.get("quantization_config")
+            else None,
             **{name: raw[name] for name in same},
             **{name: raw[name] for name in optional if name in raw},
         )
@@ -170,52 +200,74 @@ class ModelConfig:
             counts = f"{self.num_heads} and {self.num_kv_heads}"
             wrong = f"num_attention_heads must be a multiple of num_key_value_heads, got {counts}"
         elif self.head_dim < 2 or self.head_dim % 2:
-            wrong = f"head_dim must be even, since channels are rotated in pairs, got {self.head_dim}"
+            wrong = (
+                f"head_dim must be even, since channels are rotated in pairs, got {self.head_dim}"
+            )
         elif (found := len(self.layer_windows)) != self.num_layers:
-            wrong = f"layer_types must have num_hidden_layers ({self.num_layers}) entries, got {found}"
+            wrong = (
+                f"layer_types must have num_hidden_layers ({self.num_layers}) entries, got {found}"
+            )
         if wrong:
             raise ModelFileError(f"config.json: {wrong}")
 
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers that the KV cache stores for one token, over all layers."""
-        return self.num_layers * (self.latent_width if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim)
+        return self.num_layers * (
+            self.latent_width if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim
+        )
 
     @property
     def latent_width(self) -> int:
-        """Numbers of a token's row in a layer's latent cache: the latent and the rotated part of the key."""
+        """Numbers of a token's row in a layer's latent cache: the latent and the rotated part of
+        the key."""
         return self.kv_lora_rank + self.head_dim
 
 
 def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any]]:
-    """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and transformers 4 into `rope_theta`
-    and `rope_scaling`. If a file has both, `rope_scaling` replaces all of `rope_parameters`, theta included, as in transformers."""
+    """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and
+    transformers 4 into `rope_theta` and `rope_scaling`. If a file has both, `rope_scaling` replaces
+    all of `rope_parameters`, theta included, as in transformers."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     per_layer_type = [name for name, value in scaling.items() if isinstance(value, dict)]
     if per_layer_type:
         what = f"rotary parameters per layer type ({', '.join(per_layer_type)}) are"
-        raise UnsupportedModelError(f"{what} not supported; supported is one set of parameters for all layers")
+        raise UnsupportedModelError(
+            f"{what} not supported; supported is one set of parameters for all layers"
+        )
     if scaling.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor is not supported; supported is 1, all channels of a head")
+        raise UnsupportedModelError(
+            "partial_rotary_factor is not supported; supported is 1, all channels of a head"
+        )
     if not scaling.pop("truncate", True):
-        raise UnsupportedModelError("truncate: false in rope_scaling is not supported; supported is true, the default")
+        raise UnsupportedModelError(
+            "truncate: false in rope_scaling is not supported; supported is true, the default"
+        )
     theta = scaling.pop("rope_theta", raw.get("rope_theta", DEFAULTS[architecture]["rope_theta"]))
     kind = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", kind)
-    supported = SUPPORTED_ARCHITECTURES[architecture].get("rope_types", ("default", "linear", "llama3"))
+    supported = SUPPORTED_ARCHITECTURES[architecture].get(
+        "rope_types", ("default", "linear", "llama3")
+    )
     files.check_supported("rope_scaling of type", kind, supported)
     if kind in ("llama3", "yarn"):
-        original = raw.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
+        original = raw.get(
+            "original_max_position_embeddings", scaling.get("original_max_position_embeddings")
+        )
         scaling["original_max_position_embeddings"] = original or raw["max_position_embeddings"]
     return float(theta), scaling
 
 
 def _windows(raw: dict[str, Any], architecture: str) -> list[int]:
-    """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer from the first, and Qwen
-    for those that `layer_types` or `max_window_layers` names, if `use_sliding_window` is true."""
-    keys, num_layers = DEFAULTS[architecture], raw["num_hidden_layers"]
-    has_window = "sliding_window" in keys and ("use_sliding_window" not in keys or raw.get("use_sliding_window"))
+    """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer
+    from the first, and Qwen for those that `layer_types` or `max_window_layers` names, if
+    `use_sliding_window` is true."""
+    keys = DEFAULTS[architecture]
+    num_layers = raw["num_hidden_layers"]
+    has_window = "sliding_window" in keys and (
+        "use_sliding_window" not in keys or raw.get("use_sliding_window")
+    )
     window = raw.get("sliding_window", 0) if has_window else 0
     kinds = raw.get("layer_types")
     if kinds is not None:

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts in all layers but the first.
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts in all
+layers but the first.
 
 Built by notebooks/26_latent_attention.ipynb: edit it there.
 """
@@ -24,14 +25,17 @@ LATENT_EPS = 1e-6
 
 
 def yarn_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position for each pair of rotated channels, `[head_dim / 2]` float32, as YaRN stretches them (Peng et al.
-    2023, arXiv 2309.00071).
+    """Angle per position for each pair of rotated channels, `[head_dim / 2]` float32, as YaRN
+    stretches them (Peng et al. 2023, arXiv 2309.00071).
 
-    A pair that turns more than `beta_fast` times within the original context keeps its frequency. A pair that turns less
-    than `beta_slow` times is slowed by `factor`. Between those two pairs, the factor is interpolated linearly by number.
-    """
-    scaling, dim = config.rope_scaling, config.head_dim
-    frequencies = config.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    A pair that turns more than `beta_fast` times within the original context keeps its frequency. A
+    pair that turns less than `beta_slow` times is slowed by `factor`. Between those two pairs, the
+    factor is interpolated linearly by number."""
+    scaling = config.rope_scaling
+    dim = config.head_dim
+    frequencies = config.rope_theta ** -(
+        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    )
 
     def pair_that_turns(times: float) -> float:
         context = scaling["original_max_position_embeddings"]
@@ -49,34 +53,48 @@ def yarn_mscale(factor: float, weight: float) -> float:
 
 
 def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
-    """`rotary_table`, or YaRN's table if the checkpoint uses YaRN: `[max_positions, head_dim]` float32 on the CPU."""
+    """`rotary_table`, or YaRN's table if the checkpoint uses YaRN: `[max_positions, head_dim]`
+    float32 on the CPU."""
     scaling = config.rope_scaling
     if scaling["rope_type"] != "yarn":
         return rotary_table(config, max_positions)
-    scale, factor = scaling.get("attention_factor"), scaling["factor"]
+    scale = scaling.get("attention_factor")
+    factor = scaling["factor"]
     if scale is None:
-        # DeepSeek applies the part for all channels to the scores; the rotated channels get the rest.
-        mscale, all_dim = scaling.get("mscale") or 0.0, scaling.get("mscale_all_dim") or 0.0
+        # DeepSeek applies the part for all channels to the scores; the rotated channels get the
+        # rest.
+        mscale = scaling.get("mscale") or 0.0
+        all_dim = scaling.get("mscale_all_dim") or 0.0
         both = mscale > 0 and all_dim > 0
-        scale = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
+        scale = (
+            yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+            if both
+            else yarn_mscale(factor, 1.0)
+        )
     return rotary_table(config, max_positions, yarn_frequencies(config)) * scale
 
 
 class LatentAttention(nn.Module):
-    """Projections to queries and to one latent for all heads, rotary positions, and a call of the attention backend.
+    """Projections to queries and to one latent for all heads, rotary positions, and a call of the
+    attention backend.
 
     Ranks share the heads. The latent has no heads, so every rank computes and caches all of it.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.rank, self.nope = layer, config.kv_lora_rank, config.qk_nope_head_dim
-        self.interleaved, self.q_rank = config.rope_interleave, config.q_lora_rank
+        self.layer = layer
+        self.rank = config.kv_lora_rank
+        self.nope = config.qk_nope_head_dim
+        self.interleaved = config.rope_interleave
+        self.q_rank = config.q_lora_rank
         self.head_dim = config.qk_nope_head_dim + config.head_dim
         scaling = config.rope_scaling
         sharper = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
         self.scale = self.head_dim**-0.5 * sharper**2
-        hidden, width, bias = config.hidden_size, config.num_heads * self.head_dim, config.output_bias
+        hidden = config.hidden_size
+        width = config.num_heads * self.head_dim
+        bias = config.output_bias
         if config.q_lora_rank:
             self.q_a_proj = Linear(hidden, config.q_lora_rank, bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
@@ -85,7 +103,8 @@ class LatentAttention(nn.Module):
             self.q_proj = ColumnParallelLinear(hidden, width)
         self.kv_a_proj_with_mqa = Linear(hidden, config.latent_width, bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS)
-        # For each head, the matrix that makes its key and its value from a latent. Attention multiplies with parts of it.
+        # For each head, the matrix that makes its key and its value from a latent. Attention
+        # multiplies with parts of it.
         self.head_rows = self.nope + config.v_head_dim
         self.kv_b_proj = ColumnParallelLinear(self.rank, config.num_heads * self.head_rows)
         self.kv_b_proj.packable = False
@@ -95,7 +114,8 @@ class LatentAttention(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_rank else self.q_proj(x)
         q = q.view(len(x), -1, self.head_dim)
         latent = self.kv_a_proj_with_mqa(x)
-        q_rope, k_rope = self._in_halves(q[:, :, self.nope :]), self._in_halves(latent[:, None, self.rank :])
+        q_rope = self._in_halves(q[:, :, self.nope :])
+        k_rope = self._in_halves(latent[:, None, self.rank :])
         q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
         q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
@@ -103,9 +123,13 @@ class LatentAttention(nn.Module):
         return self.o_proj(attend(q, latent, up, self.layer, self.scale).flatten(1))
 
     def _in_halves(self, x: Tensor) -> Tensor:
-        """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope` expects. q·k does not
-        change, since both are put in the same order."""
-        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x.contiguous()
+        """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope`
+        expects. q·k does not change, since both are put in the same order."""
+        return (
+            x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            if self.interleaved
+            else x.contiguous()
+        )
 
 
 class DeepseekDecoderLayer(MoEDecoderLayer):
@@ -121,7 +145,11 @@ class DeepseekForCausalLM(MoEForCausalLM):
     rotary_table = staticmethod(latent_rotary_table)
 
     def checkpoint_name(self, name: str) -> str | None:
-        """As `MoEForCausalLM.checkpoint_name`; None also for V3's multi-token prediction, which is stored as a layer after
-        the last."""
+        """As `MoEForCausalLM.checkpoint_name`; None also for V3's multi-token prediction, which is
+        stored as a layer after the last."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return None if layer and int(layer[1]) >= self.config.num_layers else super().checkpoint_name(name)
+        return (
+            None
+            if layer and int(layer[1]) >= self.config.num_layers
+            else super().checkpoint_name(name)
+        )

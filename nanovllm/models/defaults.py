@@ -1,9 +1,8 @@
 """Default values of the keys of config.json, for every supported architecture.
 
 Each default equals the default of the architecture's configuration class in `transformers`, which
-tests/models/test_config_defaults.py checks. A key that the class lacks is not in the architecture's table. A default of None
-means that the key is optional.
-"""
+tests/models/test_config_defaults.py checks. A key that the class lacks is not in the architecture's
+table. A default of None means that the key is optional."""
 
 from __future__ import annotations
 
@@ -257,12 +256,14 @@ DEFAULTS: dict[str, Defaults] = {
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
 }
 
-# Three names of one number: transformers 5 writes `num_local_experts` where files of the hub have one of the others.
+# Three names of one number: transformers 5 writes `num_local_experts` where files of the hub have
+# one of the others.
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def with_defaults(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Return the values of a config.json, and the defaults of its missing keys. A value of null stays null, as in transformers."""
+    """Return the values of a config.json, and the defaults of its missing keys. A value of null
+    stays null, as in transformers."""
     defaults: dict[str, Any] = dict(DEFAULTS[architecture])
     if any(raw.get(name) is not None for name in NUM_EXPERTS):
         defaults = {name: value for name, value in defaults.items() if name not in NUM_EXPERTS}

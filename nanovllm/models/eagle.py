@@ -1,10 +1,12 @@
-"""EAGLE draft heads (EAGLE-1: Li et al. 2024, arXiv 2401.15077; EAGLE-3: Li et al. 2025, arXiv 2503.01840).
+"""EAGLE draft heads (EAGLE-1: Li et al. 2024, arXiv 2401.15077; EAGLE-3: Li et al. 2025, arXiv
+2503.01840).
 
-A head is one decoder layer that reads what the target has computed. Of position i it takes the target's hidden states and the token at
-position i + 1, which the target has just chosen, and guesses the token at i + 2. To guess further, its own output stands in for the hidden
-states that only the target could compute. EAGLE-3 reads the residual stream of three of the target's layers, and guesses among the most
-frequent tokens only; EAGLE-1 reads the last hidden states, predicts the next ones, and leaves the rest to the target's output head.
-"""
+A head is one decoder layer that reads what the target has computed. Of position i it takes the
+target's hidden states and the token at position i + 1, which the target has just chosen, and
+guesses the token at i + 2. To guess further, its own output stands in for the hidden states that
+only the target could compute. EAGLE-3 reads the residual stream of three of the target's layers,
+and guesses among the most frequent tokens only; EAGLE-1 reads the last hidden states, predicts the
+next ones, and leaves the rest to the target's output head."""
 
 from __future__ import annotations
 
@@ -28,14 +30,22 @@ from nanovllm.checkpoint.files import (
 from nanovllm.checkpoint.weights import open_tensors, weight_files
 from nanovllm.data.parts import load
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
-from nanovllm.layers.tensor_parallel import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
+from nanovllm.layers.tensor_parallel import (
+    ParallelLMHead,
+    QKVParallelLinear,
+    VocabParallelEmbedding,
+)
 from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
 from nanovllm.models.loader import load_weights
 from nanovllm.ops.device import weight_memory
 
-# What config.json calls a head with the layer of this architecture. Some files name the target's architecture.
-LLAMA = "LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM"
+# What config.json calls a head with the layer of this architecture. Some files name the target's
+# architecture.
+LLAMA = (
+    "LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLMEagle3 "
+    "Eagle3LlamaForCausalLM"
+)
 LLAMA += " Eagle3Speculator Eagle3DraftModel"
 ARCHITECTURES = dict.fromkeys(LLAMA.split(), "LlamaForCausalLM")
 ARCHITECTURES |= {name: name for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")}
@@ -50,7 +60,9 @@ EagleFile = described(
         dict[str, Any]: "eagle_config transformer_layer_config",
     },
 )
-AuxFile = described("AuxFile", {list[int]: "eagle_aux_hidden_state_layer_ids", bool: "norm_before_fc"})
+AuxFile = described(
+    "AuxFile", {list[int]: "eagle_aux_hidden_state_layer_ids", bool: "norm_before_fc"}
+)
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 UNUSED = ("t2d",)  # d2t says it, too
 HEADS = Path(__file__).parent / "heads"
@@ -70,7 +82,8 @@ class EagleConfig:
         draft_vocab_size: tokens that it can guess.
         aux_layers: of the target, see `default_aux_layers`; empty for EAGLE-1.
         norm_before_residual: the layer adds to the normalised hidden states.
-        has_embedding, has_head, fc_bias: the file has these tensors; otherwise embedding or output head are the target's.
+        has_embedding, has_head, fc_bias: the file has these tensors; otherwise embedding or output
+            head are the target's.
     """
 
     layer: ModelConfig
@@ -93,36 +106,55 @@ class EagleConfig:
             ModelFileError: a field that is missing, or of another type.
         """
         fields = EagleFile.read(raw, "config.json")
-        check_supported("speculators_model_type", fields.get("speculators_model_type", "eagle3"), ["eagle", "eagle3"])
+        check_supported(
+            "speculators_model_type",
+            fields.get("speculators_model_type", "eagle3"),
+            ["eagle", "eagle3"],
+        )
         inner = AuxFile.read(fields.get("eagle_config", {}), "config.json: eagle_config")
         raw = raw | fields.get("transformer_layer_config", {})
-        architectures = ConfigFile.read(raw, "config.json").get("architectures") or ["LlamaForCausalLM"]
+        architectures = ConfigFile.read(raw, "config.json").get("architectures") or [
+            "LlamaForCausalLM"
+        ]
         check_supported("a draft head of architecture", architectures[0], ARCHITECTURES)
         kind = ARCHITECTURES[architectures[0]]
         if "midlayer.self_attn.q_norm.weight" in tensors:
             kind = "Qwen3ForCausalLM"
         layer = ModelConfig.from_dict(raw | {"architectures": [kind], "quantization_config": None})
         layer = replace(layer, architecture="draft head")  # in messages
-        if layer.num_layers != 1 or (wrong := [name for name in UNSUPPORTED if fields.get(name, inner.get(name))]):
+        if layer.num_layers != 1 or (
+            wrong := [name for name in UNSUPPORTED if fields.get(name, inner.get(name))]
+        ):
             what = f"{layer.num_layers} layers" if layer.num_layers != 1 else wrong[0]
             raise UnsupportedModelError(
-                f"a draft head with {what} is not supported; supported is one layer, without {', '.join(UNSUPPORTED)}"
+                f"a draft head with {what} is not supported; supported is one layer, without "
+                f"{', '.join(UNSUPPORTED)}"
             )
         is_eagle3 = "midlayer.hidden_norm.weight" in tensors
-        aux = fields.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
+        aux = fields.get("eagle_aux_hidden_state_layer_ids") or inner.get(
+            "eagle_aux_hidden_state_layer_ids"
+        )
         aux_layers = tuple(aux or default_aux_layers(num_layers)) if is_eagle3 else ()
         if list(aux_layers) != sorted({*aux_layers} & {*range(num_layers)}):
-            what = f"the draft head reads layers {list(aux_layers)}, and the model has layers 0 to {num_layers - 1}"
+            what = (
+                f"the draft head reads layers {list(aux_layers)}, and the model has layers 0 to "
+                f"{num_layers - 1}"
+            )
             raise UnsupportedModelError(f"{what}: use a head that was trained for this model")
-        vocab_size = fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
+        vocab_size = (
+            fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
+        )
         norm_first = fields.get("norm_before_residual", False)
-        embedding, head, bias = (name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias"))
+        embedding, head, bias = (
+            name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias")
+        )
         head = head or vocab_size != layer.vocab_size  # the target's would score other tokens
         return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
 
 
 class EagleAttention(SelfAttention):
-    """The attention of EAGLE-3, whose inputs are a token's embedding and hidden states, side by side."""
+    """The attention of EAGLE-3, whose inputs are a token's embedding and hidden states, side by
+    side."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
@@ -135,9 +167,11 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        layer, size = config.layer, (config.layer.hidden_size, config.layer.rms_norm_eps)
+        layer = config.layer
+        size = (config.layer.hidden_size, config.layer.rms_norm_eps)
         if config.aux_layers:
-            self.input_layernorm, self.hidden_norm = RMSNorm(*size), RMSNorm(*size)
+            self.input_layernorm = RMSNorm(*size)
+            self.hidden_norm = RMSNorm(*size)
         self.self_attn = EagleAttention(layer) if config.aux_layers else SelfAttention(layer, 0)
         self.post_attention_layernorm = RMSNorm(*size)
         self.mlp = MLP(layer.hidden_size, layer.intermediate_size, layer.mlp_bias)
@@ -156,7 +190,8 @@ class EagleModel(nn.Module):
         target: whose embedding and output head it uses, unless it has its own.
 
     Attributes:
-        draft_to_target: `[draft_vocab_size]` int64, the target's ids of the tokens that it can guess.
+        draft_to_target: `[draft_vocab_size]` int64, the target's ids of the tokens that it can
+            guess.
         aux_layers: see `EagleConfig`; what `LlamaModel.collect_hidden_states` takes.
         num_kv_heads, head_dim: of its KV cache, over all ranks.
         fused: what runs in the place of the layer, where a CPU can (models/fused.py).
@@ -169,9 +204,12 @@ class EagleModel(nn.Module):
 
     def __init__(self, config: EagleConfig, target: LlamaForCausalLM) -> None:
         super().__init__()
-        self.config, self.aux_layers = config.layer, config.aux_layers
-        self.num_kv_heads, self.head_dim = config.layer.num_kv_heads, config.layer.head_dim
-        hidden, vocab_size = config.layer.hidden_size, config.layer.vocab_size
+        self.config = config.layer
+        self.aux_layers = config.aux_layers
+        self.num_kv_heads = config.layer.num_kv_heads
+        self.head_dim = config.layer.head_dim
+        hidden = config.layer.hidden_size
+        vocab_size = config.layer.vocab_size
         self.fc = Linear(hidden * (len(config.aux_layers) or 2), hidden, config.fc_bias)
         self.midlayer = EagleLayer(config)
         # The target's modules are called, and are no part of this one.
@@ -185,8 +223,9 @@ class EagleModel(nn.Module):
             self.score = self.lm_head.forward
 
     def combine_hidden_states(self, aux: Tensor) -> Tensor:
-        """What a first draft step takes as `hidden`, `[num_tokens, hidden_size]`, of what the target has computed: for EAGLE-3 its auxiliary
-        states side by side, `[num_tokens, 3 * hidden_size]`; for EAGLE-1 its last hidden states."""
+        """What a first draft step takes as `hidden`, `[num_tokens, hidden_size]`, of what the
+        target has computed: for EAGLE-3 its auxiliary states side by side,
+        `[num_tokens, 3 * hidden_size]`; for EAGLE-1 its last hidden states."""
         return self.fc(aux) if self.aux_layers else aux
 
     def compute_logits(self, x: Tensor) -> Tensor:
@@ -198,7 +237,9 @@ class EagleModel(nn.Module):
 
     def checkpoint_places(self) -> dict[str, list[Place]]:
         """See `LlamaForCausalLM.checkpoint_places`."""
-        layers = [(path, module) for path, module in self.named_modules() if isinstance(module, Layer)]
+        layers = [
+            (path, module) for path, module in self.named_modules() if isinstance(module, Layer)
+        ]
         return {name: [place] for path, layer in layers for name, place in layer.places(path)}
 
     def checkpoint_name(self, name: str) -> str:
@@ -214,27 +255,36 @@ class Eagle3(EagleModel):
         self.norm = RMSNorm(config.layer.hidden_size, config.layer.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """One draft step.
 
         Args:
             input_ids: `[num_tokens]` int64, the token after each position.
             positions: `[num_tokens]` int64.
-            hidden: `[num_tokens, hidden_size]`, of `combine_hidden_states`, or the second result of the step before.
+            hidden: `[num_tokens, hidden_size]`, of `combine_hidden_states`, or the second result of
+                the step before.
 
-        Returns: what `compute_logits` takes, and what stands in for the hidden states of the guessed tokens; `[num_tokens, hidden_size]`.
-        """
-        embedded, normed = self.midlayer.input_layernorm(self.embed(input_ids)), self.midlayer.hidden_norm(hidden)
+        Returns: what `compute_logits` takes, and what stands in for the hidden states of the
+        guessed tokens; `[num_tokens, hidden_size]`."""
+        embedded = self.midlayer.input_layernorm(self.embed(input_ids))
+        normed = self.midlayer.hidden_norm(hidden)
         residual = (normed if self.norm_before_residual else hidden).clone()  # is overwritten
         layer = self.fused or self.midlayer
-        x, residual = layer(torch.cat([embedded, normed], 1), residual, Rotary(positions, self.cos_sin))
+        x, residual = layer(
+            torch.cat([embedded, normed], 1), residual, Rotary(positions, self.cos_sin)
+        )
         return self.norm.add(x, residual)
 
 
 class Eagle1(EagleModel):
-    """EAGLE-1, and EAGLE-2, which has the same head: its output is like the target's last hidden states."""
+    """EAGLE-1, and EAGLE-2, which has the same head: its output is like the target's last hidden
+    states."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """One draft step, as in `Eagle3.forward`; both results are the same tensor."""
         x = self.fc(torch.cat([self.embed(input_ids), hidden], 1))
         x, residual = (self.fused or self.midlayer)(x, x.clone(), Rotary(positions, self.cos_sin))
@@ -245,51 +295,72 @@ class Eagle1(EagleModel):
 
 
 def shipped_head(model_name: str) -> Path | None:
-    """The EAGLE-3 head that comes with this package for a model, by the name that a user gives; None if there is none."""
+    """The EAGLE-3 head that comes with this package for a model, by the name that a user gives;
+    None if there is none."""
     file = HEADS / f"{model_name}-eagle3.safetensors"
     return file if file.is_file() else None
 
 
 @torch.inference_mode()
 def load_draft_model(
-    folder: Path, target: LlamaForCausalLM, dtype: torch.dtype, device: torch.device | str, max_positions: int
+    folder: Path,
+    target: LlamaForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_positions: int,
 ) -> EagleModel:
     """Load a head for a target.
 
     Args:
-        folder: with config.json and safetensors files under the names of EAGLE, SpecForge, speculators or vLLM; or one safetensors file with
-            the configuration in its metadata.
+        folder: with config.json and safetensors files under the names of EAGLE, SpecForge,
+            speculators or vLLM; or one safetensors file with the configuration in its metadata.
         max_positions: length of the longest sequence.
 
     Raises:
-        ValueError: a head that cannot be loaded, or that does not fit the target; the message says what would work.
+        ValueError: a head that cannot be loaded, or that does not fit the target; the message says
+            what would work.
     """
     raw, tensors = read_head(Path(folder))
-    config, targets = EagleConfig.of(raw, tensors, target.config.num_layers), target.config
+    config = EagleConfig.of(raw, tensors, target.config.num_layers)
+    targets = target.config
     for what, its, has in (
         ("hidden size", config.layer.hidden_size, targets.hidden_size),
-        ("target's hidden size", raw.get("target_hidden_size") or targets.hidden_size, targets.hidden_size),
+        (
+            "target's hidden size",
+            raw.get("target_hidden_size") or targets.hidden_size,
+            targets.hidden_size,
+        ),
         ("vocabulary", config.layer.vocab_size, targets.vocab_size),
     ):
         if its != has:
             raise UnsupportedModelError(
-                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use a head that was trained for this model"
+                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use "
+                "a head that was trained for this model"
             )
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
     ids = torch.arange(len(offsets), device="cpu") + offsets
     if len(ids) != config.draft_vocab_size or ids.min() < 0 or ids.max() >= targets.vocab_size:
         raise ModelFileError(
-            f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of the model"
+            f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of "
+            "the model"
         )
     with torch.device("meta"):
         model = Eagle3(config, target) if config.aux_layers else Eagle1(config, target)
-    if any(name.endswith("_scale") for name in tensors):  # 8-bit weights, and inputs that are rounded to 8 bits, too
-        quantization = load(QUANTIZATION, "quantization")("compressed-tensors", quantizes_inputs=True)
-        load("nanovllm.layers.quantization:quantize_layers", "quantization")(model, quantization, tensors.items())
+    if any(
+        name.endswith("_scale") for name in tensors
+    ):  # 8-bit weights, and inputs that are rounded to 8 bits, too
+        quantization = load(QUANTIZATION, "quantization")(
+            "compressed-tensors", quantizes_inputs=True
+        )
+        load("nanovllm.layers.quantization:quantize_layers", "quantization")(
+            model, quantization, tensors.items()
+        )
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
     take = weight_memory(device)
     model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
-    model.register_buffer("cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False)
+    model.register_buffer(
+        "cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False
+    )
     model.register_buffer("draft_to_target", ids.to(device), persistent=False)
     load_weights(model, tensors.items())  # type: ignore[arg-type]
     return model.eval()
@@ -297,7 +368,8 @@ def load_draft_model(
 
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors of a head, under EAGLE-3's own names."""
-    raw, found = read_json(path / "config.json"), dict[str, Tensor]()
+    raw = read_json(path / "config.json")
+    found = dict[str, Tensor]()
     for file in [path] if path.is_file() else weight_files(path):
         with open_tensors(file) as tensors:
             if path.is_file():

@@ -1,5 +1,5 @@
-"""On a CPU, all layers of a decoder in one call: the operators of `DecoderLayer.forward` in their order, hence with the same bits,
-without Python's ten calls per layer."""
+"""On a CPU, all layers of a decoder in one call: the operators of `DecoderLayer.forward` in their
+order, hence with the same bits, without Python's ten calls per layer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,26 @@ from nanovllm.distributed.pipeline_parallel import Elsewhere
 from nanovllm.models.llama import DecoderLayer
 from nanovllm.ops.native import call, kernel_of
 
-#: What the C++ code computes. A layer with a module of another file, such as a lecture or a model with experts, runs as it is.
-FILES = "models.llama", "models.eagle", "layers.basic", "layers.tensor_parallel", "layers.quantization"
+# : What the C++ code computes. A layer with a module of another file, such as a lecture or a model
+# with experts, runs as it is.
+FILES = (
+    "models.llama",
+    "models.eagle",
+    "layers.basic",
+    "layers.tensor_parallel",
+    "layers.quantization",
+)
 MODULES = {f"nanovllm.{name}" for name in FILES}
-#: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and norms of queries and keys.
+# : A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
+# norms of queries and keys.
 NORMS = ["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"]
 MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
 def fuse_layers(model: Any) -> None:
-    """Let the layers of a model with packed weights run in one call, if this machine and these layers can. Otherwise, and where a
-    hook or a connector follows the layers of a step, they run one by one."""
+    """Let the layers of a model with packed weights run in one call, if this machine and these
+    layers can. Otherwise, and where a hook or a connector follows the layers of a step, they run
+    one by one."""
     if (head := getattr(model, "midlayer", None)) is not None:  # a model that drafts
         model.fused = _fuse([head])
         return
@@ -37,32 +46,53 @@ def fuse_layers(model: Any) -> None:
 
 
 def _fuse(layers: Sequence[Any]) -> FusedLayers | None:
-    return FusedLayers(layers) if all(map(_fits, layers)) and get_tp_group().world_size == 1 else None
+    return (
+        FusedLayers(layers) if all(map(_fits, layers)) and get_tp_group().world_size == 1 else None
+    )
 
 
 def _fits(layer: Any) -> bool:
-    if not {name for m in layer.modules() for name in (type(m).__module__, type(m).forward.__module__)} <= MODULES:
+    if (
+        not {
+            name
+            for m in layer.modules()
+            for name in (type(m).__module__, type(m).forward.__module__)
+        }
+        <= MODULES
+    ):
         return False
     return all(_weight(layer.get_submodule(name).weight)[1] for name in MATRICES)
 
 
 def _weight(weight: Any) -> tuple[int, int]:
-    """The addresses of the function that multiplies by a weight (null: `linear_packed`) and of what this function reads, null
-    unless the weight is packed for compiled operators."""
-    return (0, weight.data_ptr() * (weight.ndim == 4)) if isinstance(weight, Tensor) else weight.compiled()
+    """The addresses of the function that multiplies by a weight (null: `linear_packed`) and of what
+    this function reads, null unless the weight is packed for compiled operators."""
+    return (
+        (0, weight.data_ptr() * (weight.ndim == 4))
+        if isinstance(weight, Tensor)
+        else weight.compiled()
+    )
 
 
 class FusedLayers:
     """In the place of layers: `(x, residual, rotary)` to what the last of them returns."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers, self.self_attn, rows = layers, layers[0].self_attn, []
+        self.layers = layers
+        self.self_attn = layers[0].self_attn
+        rows = []
         modules = [module for layer in layers for module in layer.modules()]
-        self.hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self.hooks = [
+            hooks
+            for module in modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
         for layer in layers:
             found = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
             row = [found.get(f"{name}.weight", 0) for name in NORMS]
-            row[0] *= isinstance(layer, DecoderLayer)  # a draft head's first norms are outside of its layer
+            row[0] *= isinstance(
+                layer, DecoderLayer
+            )  # a draft head's first norms are outside of its layer
             for name in MATRICES:
                 row += [*_weight(layer.get_submodule(name).weight), found.get(f"{name}.bias", 0)]
             # The addresses of the cache and of its functions are known when there is one.
@@ -73,29 +103,66 @@ class FusedLayers:
         self.caches: list[Any] = [None] * len(layers)
 
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        context, attention = get_forward_context(), self.self_attn
-        batch, backend = context.metadata, context.backend
-        functions = (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
+        context = get_forward_context()
+        attention = self.self_attn
+        batch = context.metadata
+        backend = context.backend
+        functions = (
+            (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
+        )
         if functions is None or context.connector is not None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
             return x, residual
         caches = [context.kv_caches[number] for number in self.numbers]
         if functions != self.functions or not all(map(is_, caches, self.caches)):
-            self.functions, self.caches = functions, caches
-            self.addresses[:, -4:-1] = torch.tensor([[*functions, cache.data_ptr()] for cache in caches])
+            self.functions = functions
+            self.caches = caches
+            self.addresses[:, -4:-1] = torch.tensor(
+                [[*functions, cache.data_ptr()] for cache in caches]
+            )
         x = x.clone()  # a pipeline's buffer, perhaps
-        tables, lengths = batch.block_tables, batch.seq_lens
-        tensors = (x, residual, self.addresses, *rotary, batch.slot_mapping, tables, lengths, batch.query_start_loc)
+        tables = batch.block_tables
+        lengths = batch.seq_lens
+        tensors = (
+            x,
+            residual,
+            self.addresses,
+            *rotary,
+            batch.slot_mapping,
+            tables,
+            lengths,
+            batch.query_start_loc,
+        )
         heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
         width = self.layers[0].mlp.down_proj.shard.size
         num_blocks, _, _, block_size, _ = caches[0].shape
-        cache_sizes = block_size, num_blocks, caches[0].stride(0), tables.shape[1], tables.stride(0)
-        sizes = len(caches), *x.shape, residual.shape[1], *heads, width, len(rotary.cos_sin), len(lengths), *cache_sizes
-        factors = self.layers[0].post_attention_layernorm.eps, attention.scale, attention.options.get("soft_cap", 0.0)
+        cache_sizes = (
+            block_size,
+            num_blocks,
+            caches[0].stride(0),
+            tables.shape[1],
+            tables.stride(0),
+        )
+        sizes = (
+            len(caches),
+            *x.shape,
+            residual.shape[1],
+            *heads,
+            width,
+            len(rotary.cos_sin),
+            len(lengths),
+            *cache_sizes,
+        )
+        factors = (
+            self.layers[0].post_attention_layernorm.eps,
+            attention.scale,
+            attention.options.get("soft_cap", 0.0),
+        )
         kernel = kernel_of("decoder_layers", x.dtype)
         if kernel is None or not call(kernel, tensors, *sizes, *factors):
             raise IndexError(
-                "positions, slot_mapping, block_tables and seq_lens do not agree with the cache or each other"
+                "positions, slot_mapping, block_tables and seq_lens do not agree with the cache or "
+                "each other"
             )
         return x.flatten()[: residual.numel()].view_as(residual), residual

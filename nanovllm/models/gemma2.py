@@ -1,8 +1,9 @@
-"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): Llama with bounded scores and logits, and twice as many norms.
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): Llama with bounded scores and logits, and twice as
+many norms.
 
-`llama.py` covers what the configuration expresses: heads of any size, the factor on the scores and their bound (soft
-cap), a window for every second layer. This module has the layers that compute differently.
-"""
+`llama.py` covers what the configuration expresses: heads of any size, the factor on the scores and
+their bound (soft cap), a window for every second layer. This module has the layers that compute
+differently."""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,8 @@ class Gemma2Embedding(VocabParallelEmbedding):
 
 
 class Gemma2RMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight), all in float32: in bfloat16, 1 + weight would lose most of a small weight."""
+    """x / rms(x) * (1 + weight), all in float32: in bfloat16, 1 + weight would lose most of a small
+    weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
@@ -45,7 +47,8 @@ class Gemma2MLP(MLP):
 
 
 class Gemma2DecoderLayer(DecoderLayer):
-    """Attention and MLP, each on the normalised residual stream, and each normalised again before it is added."""
+    """Attention and MLP, each on the normalised residual stream, and each normalised again before
+    it is added."""
 
     norm_class = Gemma2RMSNorm
 
@@ -71,7 +74,8 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     layer_class = Gemma2DecoderLayer
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, within `± logit_soft_cap` if there is one."""
+        """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, within `± logit_soft_cap` if there
+        is one."""
         logits = super().compute_logits(hidden)
         cap = self.config.logit_soft_cap
         return cap * torch.tanh(logits / cap) if cap else logits

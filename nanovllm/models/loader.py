@@ -31,9 +31,12 @@ from nanovllm.ops.device import weight_memory
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_tensors(folder: pathlib.Path, only_shapes: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied. With `only_shapes`, yield meta
-    tensors, by the files' headers. The names are standard ones, see `standard_tensors`.
+def checkpoint_tensors(
+    folder: pathlib.Path, only_shapes: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied. With
+    `only_shapes`, yield meta tensors, by the files' headers. The names are standard ones, see
+    `standard_tensors`.
 
     Raises:
         CheckpointError, PermissionError: see `open_tensors`.
@@ -50,12 +53,15 @@ def checkpoint_tensors(folder: pathlib.Path, only_shapes: bool = False) -> Itera
 
 
 def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
-    """Return the configuration, without `tie_word_embeddings` if the folder contains an output head that differs from the
+    """Return the configuration, without `tie_word_embeddings` if the folder contains an output head
+    that differs from the
     embedding: as in transformers, this head is used."""
     if not config.tie_word_embeddings or not has_own_head(checkpoint_tensors(folder)):
         return config
     logger.warning(
-        "tie_word_embeddings is true, but the output head in %s differs from the embedding, and is used", folder
+        "tie_word_embeddings is true, but the output head in %s differs from the embedding, and is "
+        "used",
+        folder,
     )
     return replace(config, tie_word_embeddings=False)
 
@@ -63,7 +69,8 @@ def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
 def stored_tensors(
     config: ModelConfig, folder: pathlib.Path, only_shapes: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as `checkpoint_tensors` does. If embedding and output head are one matrix, the file may contain either."""
+    """Yield the tensors as `checkpoint_tensors` does. If embedding and output head are one matrix,
+    the file may contain either."""
     tensors = checkpoint_tensors(folder, only_shapes)
     return with_embedding(tensors) if config.tie_word_embeddings else tensors
 
@@ -72,8 +79,9 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
     """Copy each tensor to its place, and convert its dtype.
 
     Raises:
-        CheckpointError: its message contains `NAME has shape [3]` if a tensor is of another shape than its place, `no place
-            for 'NAME'` if the model has none, and `lacks NAME` (up to five names) if tensors have not come.
+        CheckpointError: its message contains `NAME has shape [3]` if a tensor is of another shape
+            than its place, `no place for 'NAME'` if the model has none, and `lacks NAME` (up to
+            five names) if tensors have not come.
     """
     places = model.checkpoint_places()
     for name_in_file, tensor in tensors:
@@ -89,26 +97,33 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
                 raise CheckpointError(f"{name_in_file} has shape {shapes}")
             place.target.copy_(tensor[place.source])  # reads only this slice of the mapped file
     if places:
-        first, more = ", ".join(list(places)[:5]), f" and {len(places) - 5} more" if len(places) > 5 else ""
+        first = ", ".join(list(places)[:5])
+        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
         raise CheckpointError(f"the checkpoint lacks {first}{more}")
 
 
 def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all others normal with a
-    deviation of 0.02. A tensor depends on the seed and on its name, so every grid of ranks has the same model."""
+    """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all
+    others normal with a deviation of 0.02. A tensor depends on the seed and on its name, so every
+    grid of ranks has the same model."""
     parameter = next(model.parameters())
     for name, [place, *_] in model.checkpoint_places().items():
         tensor = torch.ones(place.shape, dtype=parameter.dtype, device=parameter.device)
         if "norm" not in name:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:6], "little"))
+            generator = torch.Generator(parameter.device).manual_seed(
+                int.from_bytes(digest[:6], "little")
+            )
             tensor.normal_(0.0, 0.02, generator=generator)
         yield name, tensor
 
 
 def build_model(config: ModelConfig) -> LlamaForCausalLM:
-    """The model, or this rank's part of it, on torch's meta device: with shapes, but without memory."""
-    entry = SUPPORTED_ARCHITECTURES[config.architecture].get("class", "nanovllm.models.llama:LlamaForCausalLM")
+    """The model, or this rank's part of it, on torch's meta device: with shapes, but without
+    memory."""
+    entry = SUPPORTED_ARCHITECTURES[config.architecture].get(
+        "class", "nanovllm.models.llama:LlamaForCausalLM"
+    )
     model_class = load(entry, f"architecture {config.architecture}")
     with torch.device("meta"):
         return model_class(config, 1)
@@ -116,10 +131,16 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM:
 
 @torch.inference_mode()
 def load_model(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu",
-    max_positions: int | None = None, load_format: str = "auto", seed: int = 0,
-) -> LlamaForCausalLM:  # fmt: skip
-    """Build the model and fill it from the checkpoint in `folder`, or with random weights (`load_format="dummy"`).
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_positions: int | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> LlamaForCausalLM:
+    """Build the model and fill it from the checkpoint in `folder`, or with random weights
+    (`load_format="dummy"`).
 
     Args:
         max_positions: length of the longest sequence; default: the model's own maximum.
@@ -127,7 +148,8 @@ def load_model(
     Raises:
         CheckpointError: see `load_weights` and `checkpoint_tensors`.
     """
-    folder, dummy = pathlib.Path(folder), load_format == "dummy"
+    folder = pathlib.Path(folder)
+    dummy = load_format == "dummy"
     if not dummy:
         config = stored_config(config, folder)
     model = build_model(config)
@@ -139,7 +161,8 @@ def load_model(
         # A mismatch raises an error before memory is allocated.
         load_weights(model, stored_tensors(config, folder, only_shapes=True))
     check_memory(model, dtype, device, positions * config.head_dim)
-    # A layer may keep the dtype of a parameter. As `to_empty`, but without the half second that torch needs for its imports there.
+    # A layer may keep the dtype of a parameter. As `to_empty`, but without the half second that
+    # torch needs for its imports there.
     take = weight_memory(device)
     model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
     model.tie_weights()  # `_apply` gave each name memory of its own

@@ -1,4 +1,5 @@
-"""Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and adds up their outputs.
+"""Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and
+adds up their outputs.
 
 Built by notebooks/24_expert_parallel.ipynb: edit it there.
 """
@@ -24,21 +25,28 @@ from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from nanovllm.models.moe_config import MoEConfig
 
 
-def select_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_experts(
+    logits: Tensor, config: MoEConfig, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the experts that each token visits, and their weights.
 
     Args:
         logits: `[num_tokens, num_experts]`, the router's.
-        bias: `[num_experts]` float32, added for choosing only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        bias: `[num_experts]` float32, added for choosing only (DeepSeek-V3, arXiv 2412.19437,
+            section 2.1.2).
 
-    Returns: (weights `[num_tokens, top_k]` float32, experts `[num_tokens, top_k]` int64), the best first.
-    """
+    Returns: (weights `[num_tokens, top_k]` float32, experts `[num_tokens, top_k]` int64), the best
+    first."""
     scores = logits.float().softmax(-1) if config.scoring == "softmax" else logits.float().sigmoid()
     choice = scores if bias is None else scores + bias
     if config.num_groups > 1:
         groups = choice.unflatten(1, (config.num_groups, -1))
-        best = groups.amax(-1) if bias is None else groups.topk(min(2, groups.shape[2])).values.sum(-1)
-        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(config.topk_group).indices, False)
+        best = (
+            groups.amax(-1) if bias is None else groups.topk(min(2, groups.shape[2])).values.sum(-1)
+        )
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(config.topk_group).indices, False
+        )
         choice = groups.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
     experts = choice.topk(config.top_k).indices
     weights = scores.gather(1, experts)
@@ -53,10 +61,14 @@ class Router(Layer):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, hidden_size), requires_grad=False
+        )
         self.e_score_correction_bias: nn.Parameter | None = None
         if config.correction_bias:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+            self.e_score_correction_bias = nn.Parameter(
+                torch.empty(config.num_experts), requires_grad=False
+            )
             # Training changes it by less than bfloat16 can represent.
             self.e_score_correction_bias.kept_dtype = torch.float32  # type: ignore[attr-defined]
 
@@ -72,7 +84,8 @@ class Experts(nn.Module):
 
     Args:
         num_slots: number of experts that this rank holds.
-        intermediate_size: of a whole expert; the ranks of `group` share each one, as they share an MLP.
+        intermediate_size: of a whole expert; the ranks of `group` share each one, as they share an
+            MLP.
 
     Attributes:
         w13: `[num_slots, 2 * intermediate_size, hidden_size]`, gate on up.
@@ -81,7 +94,9 @@ class Experts(nn.Module):
 
     packable = True
 
-    def __init__(self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
+    def __init__(
+        self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator
+    ) -> None:
         super().__init__()
         self.shard = Shard.of(intermediate_size, group)
         width = self.shard.size
@@ -101,12 +116,15 @@ class Experts(nn.Module):
         """
         num_tokens, top_k = slots.shape
         flat = slots.flatten()
-        order = flat.argsort(stable=True)[num_absent:]  # pairs of token and expert, sorted by expert
+        order = flat.argsort(stable=True)[
+            num_absent:
+        ]  # pairs of token and expert, sorted by expert
         counts = torch.zeros(len(self.w13) + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, flat + 1, torch.ones_like(flat))[1:]
         gated = ops.silu_and_mul(ops.grouped_linear(x[order // top_k], self.w13, counts))
         answers = ops.grouped_linear(gated, self.w2, counts) * weights.flatten()[order, None]
-        # Not index_add_: on a GPU it adds in the order in which threads arrive, so results would differ from run to run.
+        # Not index_add_: on a GPU it adds in the order in which threads arrive, so results would
+        # differ from run to run.
         pairs = answers.new_zeros(num_tokens * top_k, x.shape[1])
         pairs[order] = answers
         return pairs.view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
@@ -115,23 +133,31 @@ class Experts(nn.Module):
         """Where the "gate", "up" or "down" matrix of the expert in a slot belongs."""
         if matrix == "down":
             hidden = self.w2.shape[1]
-            return Place(self.w2[slot], (slice(0, hidden), self.shard.rows), (hidden, self.shard.total))
+            return Place(
+                self.w2[slot], (slice(0, hidden), self.shard.rows), (hidden, self.shard.total)
+            )
         return self.shard.place(self.w13[slot], self.shard.size if matrix == "up" else 0)
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Rearrange the matrices, where they are, so that this machine multiplies fastest, see `ops.pack_weight`."""
+        """Rearrange the matrices, where they are, so that this machine multiplies fastest, see
+        `ops.pack_weight`."""
         for name, weight in list(self.named_parameters(recurse=False)):
             if weight.shape[1] % 16 == 0:
                 packed = ops.pack_weight(weight.flatten(0, 1)).unflatten(0, (len(weight), -1))
-                setattr(self, name, nn.Parameter(weight.view(packed.shape).copy_(packed), requires_grad=False))
+                setattr(
+                    self,
+                    name,
+                    nn.Parameter(weight.view(packed.shape).copy_(packed), requires_grad=False),
+                )
 
 
 class MoE(Layer):
     """A router and its experts, in place of a layer's MLP.
 
-    Without expert parallelism, the tensor-parallel ranks hold a slice of every expert, compute the same tokens and add up their results.
-    With it, each rank of the expert-parallel group holds whole experts, and tokens are sent to their experts' ranks.
+    Without expert parallelism, the tensor-parallel ranks hold a slice of every expert, compute the
+    same tokens and add up their results. With it, each rank of the expert-parallel group holds
+    whole experts, and tokens are sent to their experts' ranks.
 
     Attributes:
         load: tokens that this rank sent to each expert since the last reset, `[num_experts]` int64.
@@ -140,19 +166,29 @@ class MoE(Layer):
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
-        self.config, self.tp, ep = config, get_tp_group(), get_ep_group()
+        self.config = config
+        self.tp = get_tp_group()
+        ep = get_ep_group()
         self.gate = Router(config, hidden_size)
         self.load = torch.zeros(config.num_routed, dtype=torch.int64, device="cpu")
         self.dispatcher: ExpertDispatcher | None = None
-        holders, num_slots = self.tp, config.num_routed
+        holders = self.tp
+        num_slots = config.num_routed
         if config.enable_expert_parallel:
-            placement = ExpertPlacement.initial(config.num_routed, ep.world_size, config.num_redundant_experts)
-            self.dispatcher, num_slots = ExpertDispatcher(placement, ep), placement.num_slots
+            placement = ExpertPlacement.initial(
+                config.num_routed, ep.world_size, config.num_redundant_experts
+            )
+            self.dispatcher = ExpertDispatcher(placement, ep)
+            num_slots = placement.num_slots
             holders = GroupCoordinator("whole", [ep.rank], ep.rank)  # each expert is whole
         self.experts = Experts(num_slots, hidden_size, config.intermediate_size, holders)
-        shared = 0 if config.shared_as_routed else config.num_shared_experts * config.intermediate_size
+        shared = (
+            0 if config.shared_as_routed else config.num_shared_experts * config.intermediate_size
+        )
         # Every token visits these: one MLP, whole on each rank of a group of one.
-        self.shared_experts = MLP(hidden_size, shared, False, reduce=False, group=holders) if shared else None
+        self.shared_experts = (
+            MLP(hidden_size, shared, False, reduce=False, group=holders) if shared else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same shape."""
@@ -178,7 +214,8 @@ class MoE(Layer):
         return weights, experts
 
     def _over_ranks(self, x: Tensor, dispatcher: ExpertDispatcher) -> Tensor:
-        """Each tensor-parallel rank routes its share of the tokens (all ranks have all tokens); then they gather the results."""
+        """Each tensor-parallel rank routes its share of the tokens (all ranks have all tokens);
+        then they gather the results."""
         share = -(-len(x) // self.tp.world_size)
         mine = x[self.tp.rank_in_group * share :][:share]
         weights, experts = self._route(mine)
@@ -191,11 +228,15 @@ class MoE(Layer):
         return self.tp.all_gather(out, dim=0)[: len(x)]
 
     def expert_weights(self) -> list[Tensor]:
-        """The tensors whose row i belongs to slot i of this rank, as bytes. These rows move with an expert."""
-        return [parameter.data.flatten(1).view(torch.uint8) for parameter in self.experts.parameters()]
+        """The tensors whose row i belongs to slot i of this rank, as bytes. These rows move with an
+        expert."""
+        return [
+            parameter.data.flatten(1).view(torch.uint8) for parameter in self.experts.parameters()
+        ]
 
     def place(self, matrix: str, expert: int = 0) -> Place:
-        """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it is on another rank."""
+        """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it
+        is on another rank."""
         if self.dispatcher is None:
             return self.experts.place(expert, matrix)
         slots = self.dispatcher.placement.slots[self.dispatcher.group.rank_in_group]
@@ -205,8 +246,10 @@ class MoE(Layer):
         return replace(place, target=place.target[:0], source=(slice(0, 0), *place.source[1:]))
 
     def places(self, path: str) -> Iterator[tuple[str, Place]]:
-        """See `Layer.places`. Shared experts are stored as one wide MLP, of which each slot takes an expert's channels."""
-        num_experts, num_shared = self.config.num_experts, self.config.num_routed - self.config.num_experts
+        """See `Layer.places`. Shared experts are stored as one wide MLP, of which each slot takes
+        an expert's channels."""
+        num_experts = self.config.num_experts
+        num_shared = self.config.num_routed - self.config.num_experts
         for matrix, axis in (("gate", 0), ("up", 0), ("down", 1)):
             for expert in range(num_experts):
                 yield f"{path}.experts.{expert}.{matrix}_proj.weight", self.place(matrix, expert)
@@ -220,15 +263,25 @@ class MoEDecoderLayer(DecoderLayer):
 
     def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
         sparse = config.moe is not None and config.moe.sparse_layers[layer]
-        return MoE(config.moe, config.hidden_size) if config.moe and sparse else super().build_mlp(config, layer)
+        return (
+            MoE(config.moe, config.hidden_size)
+            if config.moe and sparse
+            else super().build_mlp(config, layer)
+        )
 
 
 # Mixtral's names in a checkpoint -> those of all other models.
-MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+MIXTRAL_NAMES = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
 
 
 class MoEForCausalLM(LlamaForCausalLM):
-    """A decoder-only model in which some layers have a `MoE` as `mlp`: Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen3-MoE."""
+    """A decoder-only model in which some layers have a `MoE` as `mlp`: Mixtral (Jiang et al. 2024,
+    arXiv 2401.04088), Qwen3-MoE."""
 
     layer_class = MoEDecoderLayer
 
@@ -243,7 +296,8 @@ class MoEForCausalLM(LlamaForCausalLM):
 
 
 def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:
-    """Create the balancer that moves a model's experts between ranks by their load; see `LoadBalancer.after_step`.
+    """Create the balancer that moves a model's experts between ranks by their load; see
+    `LoadBalancer.after_step`.
 
     Args:
         settings: fields of `EPLBConfig`, as JSON.

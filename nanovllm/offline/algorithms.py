@@ -1,13 +1,14 @@
 """How to choose the integers that stand for a matrix: to the nearest, by GPTQ, and by AWQ.
 
-Each function takes a matrix and what the layer's inputs are like, and knows no engine. `weight` is `[out_features, in_features]`, a
-layer's inputs are `[tokens, in_features]`, and the product is `inputs @ weight.T`.
+Each function takes a matrix and what the layer's inputs are like, and knows no engine. `weight` is
+`[out_features, in_features]`, a layer's inputs are `[tokens, in_features]`, and the product is
+`inputs @ weight.T`.
 
 - Rounding to the nearest (RTN) needs no inputs.
-- GPTQ (Frantar et al. 2022, arXiv 2210.17323) rounds one input's column after the other, and changes the columns that are not rounded
-  yet so that the layer's output errs least.
-- AWQ (Lin et al. 2023, arXiv 2306.00978) rounds to the nearest, but first multiplies the columns of large inputs by a factor, by which the
-  layer before divides them, and cuts off outliers.
+- GPTQ (Frantar et al. 2022, arXiv 2210.17323) rounds one input's column after the other, and
+  changes the columns that are not rounded yet so that the layer's output errs least.
+- AWQ (Lin et al. 2023, arXiv 2306.00978) rounds to the nearest, but first multiplies the columns of
+  large inputs by a factor, by which the layer before divides them, and cuts off outliers.
 
 Built by notebooks/41_quantization.ipynb: edit it there.
 """
@@ -24,11 +25,14 @@ from nanovllm.ops.reference_quantized import round_to_nearest
 
 # Columns that GPTQ rounds before it updates all later ones at once, if a group is a whole row.
 BLOCK_SIZE = 128
-AWQ_STEPS, CLIP_STEPS, CLIP_LEAST = 20, 10, 0.5
+AWQ_STEPS = 20
+CLIP_STEPS = 10
+CLIP_LEAST = 0.5
 
 
 class Grid(NamedTuple):
-    """The numbers that a quantized weight can be: `(q - zero) * scale`, for the integers q from `low` to `high`.
+    """The numbers that a quantized weight can be: `(q - zero) * scale`, for the integers q from
+    `low` to `high`.
 
     Attributes:
         scales, zeros: `[out_features, groups]` float32, each for a group of neighbouring inputs.
@@ -44,7 +48,8 @@ class Grid(NamedTuple):
         return Grid(self.scales[:, groups], self.zeros[:, groups], self.low, self.high)
 
     def round(self, weight: Tensor) -> Tensor:
-        """The nearest integers q; a scale and a zero belong to as many neighbouring inputs as the shapes say."""
+        """The nearest integers q; a scale and a zero belong to as many neighbouring inputs as the
+        shapes say."""
         grouped = weight.unflatten(1, (self.scales.shape[1], -1))
         q = (grouped / self.scales[..., None]).round() + self.zeros[..., None]
         return q.clamp(self.low, self.high).flatten(1)
@@ -62,7 +67,8 @@ class Format:
     Attributes:
         bits: 4 or 8.
         group_size: neighbouring inputs with one scale; 0: all inputs.
-        symmetric: the zeros are the middle of the range; otherwise (with 4 bits alone) each group has a zero of its own.
+        symmetric: the zeros are the middle of the range; otherwise (with 4 bits alone) each group
+            has a zero of its own.
         dtype: of the stored scales.
     """
 
@@ -77,7 +83,9 @@ class Format:
         _, scales, zeros = round_to_nearest(weight, self.bits, groups, self.symmetric, self.dtype)
         low, high, middle = (0, 15, 8) if self.bits == 4 else (-127, 127, 0)
         wide = scales.float()
-        return Grid(wide, torch.full_like(wide, middle) if zeros is None else zeros.float(), low, high)
+        return Grid(
+            wide, torch.full_like(wide, middle) if zeros is None else zeros.float(), low, high
+        )
 
 
 class Quantized(NamedTuple):
@@ -98,24 +106,27 @@ def rtn(weight: Tensor, form: Format) -> Quantized:
 
 
 def hessian_of(inputs: Tensor) -> Tensor:
-    """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative of an output's squared error, mean
-    over the tokens, by this output's weights. It is the same for all outputs."""
+    """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative
+    of an output's squared error, mean over the tokens, by this output's weights. It is the same for
+    all outputs."""
     x = inputs.float()
     return x.T @ x * (2 / len(x))
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
-    """The squared error of each output, mean over the tokens, `[out_features]`, if the weight is wrong by `difference`: `d H dᵀ / 2`."""
+    """The squared error of each output, mean over the tokens, `[out_features]`, if the weight is
+    wrong by `difference`: `d H dᵀ / 2`."""
     return ((difference @ hessian) * difference).sum(1) / 2
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper triangular U with `UᵀU = H⁻¹`. Row i says how the columns from i on are best changed when column i is wrong: by
-    `-error * U[i, i:] / U[i, i]`. It is the first row of the inverse Hessian of these columns alone, up to a factor.
+    """The upper triangular U with `UᵀU = H⁻¹`. Row i says how the columns from i on are best
+    changed when column i is wrong: by `-error * U[i, i:] / U[i, i]`. It is the first row of the
+    inverse Hessian of these columns alone, up to a factor.
 
     Args:
-        damping: share of the mean of the diagonal that is added to the diagonal, since inputs that depend on each other, or are
-            always 0, have no inverse.
+        damping: share of the mean of the diagonal that is added to the diagonal, since inputs that
+            depend on each other, or are always 0, have no inverse.
     """
     damped = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -130,75 +141,99 @@ def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tens
         factor: the block's part of `inverse_factor`.
         grid: of each column.
 
-    Returns: (integers, errors), both `[out_features, columns]`. An error is divided by the factor's diagonal.
-    """
-    left, q, errors = weight.clone(), torch.empty_like(weight), torch.empty_like(weight)
+    Returns: (integers, errors), both `[out_features, columns]`. An error is divided by the factor's
+    diagonal."""
+    left = weight.clone()
+    q = torch.empty_like(weight)
+    errors = torch.empty_like(weight)
     for i in range(weight.shape[1]):
-        here, column = grid.columns(torch.tensor([i])), left[:, i : i + 1]
+        here = grid.columns(torch.tensor([i]))
+        column = left[:, i : i + 1]
         q[:, i : i + 1] = here.round(column)
         errors[:, i : i + 1] = (column - here.dequantize(q[:, i : i + 1])) / factor[i, i]
         left[:, i:] -= torch.outer(errors[:, i], factor[i, i:])
     return q, errors
 
 
-def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, damping: float = 0.05) -> Quantized:
+def gptq(
+    weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, damping: float = 0.05
+) -> Quantized:
     """Round column after column, and have the columns that follow make up for the error.
 
-    The columns of a block change each other at once (`gptq_block`), and all later ones together when the block is done: the same sums
-    in one product of matrices.
+    The columns of a block change each other at once (`gptq_block`), and all later ones together
+    when the block is done: the same sums in one product of matrices.
 
     Args:
         hessian: see `hessian_of`.
-        act_order: begin with the largest inputs, while many columns are left to make up for their errors. The grids are then those of
-            the original weights ("static groups"), so that groups stay together. Otherwise a group's grid is chosen when its first
-            column is reached, for weights that have been changed.
+        act_order: begin with the largest inputs, while many columns are left to make up for their
+            errors. The grids are then those of the original weights ("static groups"), so that
+            groups stay together. Otherwise a group's grid is chosen when its first column is
+            reached, for weights that have been changed.
         damping: see `inverse_factor`.
     """
     weight, size = weight.float(), form.group_size or weight.shape[1]
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(len(hessian))
-    factor, grid = inverse_factor(hessian[order][:, order], damping), form.grid(weight)
-    left, q = weight[:, order], torch.empty_like(weight)
+    factor = inverse_factor(hessian[order][:, order], damping)
+    grid = form.grid(weight)
+    left = weight[:, order]
+    q = torch.empty_like(weight)
     for start in range(0, len(order), form.group_size or BLOCK_SIZE):
         block = slice(start, start + (form.group_size or BLOCK_SIZE))
         if not act_order and start % size == 0:
             here = form.grid(left[:, start : start + size])
-            grid.scales[:, start // size], grid.zeros[:, start // size] = here.scales[:, 0], here.zeros[:, 0]
-        q[:, block], errors = gptq_block(left[:, block], factor[block, block], grid.columns(order[block] // size))
+            grid.scales[:, start // size], grid.zeros[:, start // size] = (
+                here.scales[:, 0],
+                here.zeros[:, 0],
+            )
+        q[:, block], errors = gptq_block(
+            left[:, block], factor[block, block], grid.columns(order[block] // size)
+        )
         left[:, block.stop :] -= errors @ factor[block, block.stop :]
     return Quantized(q[:, order.argsort()], grid)
 
 
 def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Format) -> Tensor:
-    """A factor for each input, `[in_features]` float32, for which the rounded product of `inputs / factors` and `weight * factors` errs
+    """A factor for each input, `[in_features]` float32, for which the rounded product of
+    `inputs / factors` and `weight * factors` errs
     least: `magnitudes ** alpha`, with the best of twenty alphas from 0 on.
 
-    A column that is multiplied by a factor above 1 mostly keeps its group's scale, so that its weights are rounded in finer steps.
+    A column that is multiplied by a factor above 1 mostly keeps its group's scale, so that its
+    weights are rounded in finer steps.
 
     Args:
         magnitudes: `[in_features]`, the mean of each input's absolute value.
     """
-    best, least = torch.ones_like(magnitudes), float("inf")
+    best = torch.ones_like(magnitudes)
+    least = float("inf")
     for step in range(AWQ_STEPS):
         factors = magnitudes.clamp(min=1e-4) ** (step / AWQ_STEPS)
         factors = factors / (factors.max() * factors.min()).sqrt()
-        error = output_error(rtn(weight * factors, form).dequantize() / factors - weight, hessian).sum().item()
+        error = (
+            output_error(rtn(weight * factors, form).dequantize() / factors - weight, hessian)
+            .sum()
+            .item()
+        )
         if error < least:
-            best, least = factors, error
+            best = factors
+            least = error
     return best
 
 
 def clip_outliers(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
-    """The weight with the largest numbers of each group cut off where the group's share of the output then errs least: at one of ten limits,
-    from the largest absolute value down to just above half of it. What the cut numbers lose, all others gain by finer steps."""
+    """The weight with the largest numbers of each group cut off where the group's share of the
+    output then errs least: at one of ten limits, from the largest absolute value down to just above
+    half of it. What the cut numbers lose, all others gain by finer steps."""
     size = form.group_size or weight.shape[1]
     grouped = weight.unflatten(1, (-1, size))
     own = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, len(hessian), size)])
     largest = grouped.abs().amax(-1, keepdim=True)
-    best, least = grouped, torch.full_like(largest, float("inf"))
+    best = grouped
+    least = torch.full_like(largest, float("inf"))
     for step in range(CLIP_STEPS):
         limit = largest * (1 - (1 - CLIP_LEAST) * step / CLIP_STEPS)
         clipped = grouped.clamp(-limit, limit)
         wrong = rtn(clipped.flatten(1), form).dequantize().view_as(grouped) - grouped
         error = (torch.einsum("ngi,gij->ngj", wrong, own) * wrong).sum(-1, keepdim=True)
-        best, least = torch.where(error < least, clipped, best), torch.minimum(error, least)
+        best = torch.where(error < least, clipped, best)
+        least = torch.minimum(error, least)
     return best.flatten(1)

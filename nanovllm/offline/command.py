@@ -18,13 +18,16 @@ class Recipe(Flags):
     """How to quantize a checkpoint.
 
     Attributes:
-        scheme: w4a16: 4-bit weights in groups; w8a8: 8-bit weights, and activations that each layer rounds to 8 bits
-        method: how the integers are chosen. rtn: round to nearest; gptq: round one input after the other, and adjust later inputs to
-            compensate for the error; awq: round to nearest after scaling the weights by the size of their inputs (auto: gptq for
-            w4a16, rtn for w8a8)
-        group_size: number of neighbouring weights in a row that share a scale, with w4a16; -1: whole rows (default: 64)
+        scheme: w4a16: 4-bit weights in groups; w8a8: 8-bit weights, and activations that each layer
+            rounds to 8 bits
+        method: how the integers are chosen. rtn: round to nearest; gptq: round one input after the
+            other, and adjust later inputs to compensate for the error; awq: round to nearest after
+            scaling the weights by the size of their inputs (auto: gptq for w4a16, rtn for w8a8)
+        group_size: number of neighbouring weights in a row that share a scale, with w4a16; -1:
+            whole rows (default: 64)
         asymmetric: use one zero point per group, with w4a16
-        quantize_head: also quantize the output head, to 8 bits. If it shares its matrix with the embedding, the file then stores both
+        quantize_head: also quantize the output head, to 8 bits. If it shares its matrix with the
+            embedding, the file then stores both
         calibration: text file to calibrate on (default: chats that the model generates)
         num_samples: number of calibration samples
         sample_length: tokens per sample
@@ -46,14 +49,27 @@ class Recipe(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        eight, file = self.scheme == "w8a8", self.calibration
+        eight = self.scheme == "w8a8"
+        file = self.calibration
         self.method = ("rtn" if eight else "gptq") if self.method == "auto" else self.method
         for wrong, what in (
-            (eight and self.method == "awq", "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq"),
-            (eight and (self.group_size or self.asymmetric), "group_size and asymmetric are for scheme 'w4a16': do not set them"),
-            (file and self.method == "rtn", "calibration has no effect with method 'rtn': do not set it, or use gptq or awq"),
-            (file and not (Path(file).is_file() and Path(file).stat().st_size), f"there is no text in {file!r} to calibrate on: name a text file"),
-        ):  # fmt: skip
+            (
+                eight and self.method == "awq",
+                "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq",
+            ),
+            (
+                eight and (self.group_size or self.asymmetric),
+                "group_size and asymmetric are for scheme 'w4a16': do not set them",
+            ),
+            (
+                file and self.method == "rtn",
+                "calibration has no effect with method 'rtn': do not set it, or use gptq or awq",
+            ),
+            (
+                file and not (Path(file).is_file() and Path(file).stat().st_size),
+                f"there is no text in {file!r} to calibrate on: name a text file",
+            ),
+        ):
             if wrong:
                 raise ValueError(what)
         self.group_size = self.group_size or (-1 if eight else 64)
@@ -62,9 +78,14 @@ class Recipe(Flags):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument(
-        "model", nargs="?", default=COURSE_MODEL, help="course model, local folder or hub id (default: %(default)s)"
+        "model",
+        nargs="?",
+        default=COURSE_MODEL,
+        help="course model, local folder or hub id (default: %(default)s)",
     )
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the quantized checkpoint")
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", help="new folder for the quantized checkpoint"
+    )
     Recipe.add_arguments(parser)
 
 
@@ -76,6 +97,10 @@ def run(arguments: argparse.Namespace) -> None:
     """
     recipe = Recipe.from_arguments(arguments)
     try:
-        print(load("nanovllm.offline.quantize:quantize", "quantize")(arguments.model, arguments.out, recipe))
+        print(
+            load("nanovllm.offline.quantize:quantize", "quantize")(
+                arguments.model, arguments.out, recipe
+            )
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -20,19 +20,20 @@ class TrainingRecipe(Flags):
     """How to train a draft head.
 
     Attributes:
-        data: file of chats, one JSON object per line: {"messages": [...]}, which the model answers; or a text file, which is used
-            unchanged (default: chats that the model generates)
+        data: file of chats, one JSON object per line: {"messages": [...]}, which the model answers;
+            or a text file, which is used unchanged (default: chats that the model generates)
         num_samples: number of chats or of text samples
         sample_length: maximum number of tokens per sample
         steps: number of consecutive draft tokens that the head learns to predict
-        draft_vocab_size: number of tokens that the head can predict: the most frequent ones in the data
+        draft_vocab_size: number of tokens that the head can predict: the most frequent ones in the
+            data
         epochs: passes over the data
         batch_size: samples per batch
         learning_rate: maximum learning rate, after a warm-up; it then decreases along a cosine
         seed: seed of the chats, the weights and the sample order
         device: where to run (auto: a GPU if there is one)
-        time_limit: minutes after which training stops and the head is written (default: no limit); generating chats takes at most
-            40 % of them
+        time_limit: minutes after which training stops and the head is written (default: no limit);
+            generating chats takes at most 40 % of them
         quantize: int8: store the matrices in 8 bits, with a scale per row
 
     Raises:
@@ -56,14 +57,18 @@ class TrainingRecipe(Flags):
         super().__post_init__()
         if self.data and not (Path(self.data).is_file() and Path(self.data).stat().st_size):
             raise ValueError(
-                f"{self.data!r} has nothing to train on: name a file with text, or with chats as JSON lines"
+                f"{self.data!r} has nothing to train on: name a file with text, or with chats as "
+                "JSON lines"
             )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument(
-        "model", nargs="?", default=COURSE_MODEL, help="course model, local folder or hub id (default: %(default)s)"
+        "model",
+        nargs="?",
+        default=COURSE_MODEL,
+        help="course model, local folder or hub id (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
@@ -82,6 +87,10 @@ def run(arguments: argparse.Namespace) -> None:
     """
     recipe = TrainingRecipe.from_arguments(arguments)
     try:
-        print(load("nanovllm.offline.train_eagle:train_eagle", "train-eagle")(arguments.model, arguments.out, recipe))
+        print(
+            load("nanovllm.offline.train_eagle:train_eagle", "train-eagle")(
+                arguments.model, arguments.out, recipe
+            )
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -1,4 +1,5 @@
-"""Makes a quantized checkpoint in the format of compressed-tensors, which this engine, transformers and vLLM load."""
+"""Makes a quantized checkpoint in the format of compressed-tensors, which this engine, transformers
+and vLLM load."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionMetadata,
+    ForwardContext,
+    forward_context,
+    get_backend,
+    kv_cache_shape,
+)
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.weights import save_tensors
@@ -23,15 +30,32 @@ from nanovllm.layers.basic import Layer, Linear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import build_model, load_model, stored_config, stored_tensors
-from nanovllm.offline.algorithms import Format, Quantized, awq_factors, clip_outliers, gptq, hessian_of, rtn
+from nanovllm.offline.algorithms import (
+    Format,
+    Quantized,
+    awq_factors,
+    clip_outliers,
+    gptq,
+    hessian_of,
+    rtn,
+)
 from nanovllm.offline.command import Recipe
 from nanovllm.offline.text import samples
 from nanovllm.ops.reference_quantized import pack
 
-COPIED = (".json", ".jinja", ".txt", "tokenizer.model")  # but for config.json, which is written anew
+COPIED = (
+    ".json",
+    ".jinja",
+    ".txt",
+    "tokenizer.model",
+)  # but for config.json, which is written anew
 W8 = Format(8, 0)
-# The norm before a layer's matrix, from whose outputs AWQ takes the factors of the layer's inputs: the first that there is.
-NORMS = {"qkv_proj": ["input_layernorm"], "gate_up_proj": ["pre_feedforward_layernorm", "post_attention_layernorm"]}
+# The norm before a layer's matrix, from whose outputs AWQ takes the factors of the layer's inputs:
+# the first that there is.
+NORMS = {
+    "qkv_proj": ["input_layernorm"],
+    "gate_up_proj": ["pre_feedforward_layernorm", "post_attention_layernorm"],
+}
 
 
 def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
@@ -45,15 +69,24 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
     Raises:
         ValueError: a model or a folder that does not fit; the message says what would.
     """
-    folder, out = resolve_model(name_or_folder).resolve(), Path(out).expanduser()
+    folder = resolve_model(name_or_folder).resolve()
+    out = Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"'{out}' exists and is not an empty folder: name a new one")
     config = stored_config(ModelConfig.from_pretrained(folder), folder)
     model = build_model(config)
     names = matrices_of(model, recipe)
-    source = {name: (old, t) for old, t in stored_tensors(config, folder) if (name := model.checkpoint_name(old))}
+    source = {
+        name: (old, t)
+        for old, t in stored_tensors(config, folder)
+        if (name := model.checkpoint_name(old))
+    }
     dtype = source[min(names)][1].dtype
-    form = W8 if recipe.scheme == "w8a8" else Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
+    form = (
+        W8
+        if recipe.scheme == "w8a8"
+        else Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
+    )
     calibrator = Calibrator(model, recipe.method, form)
     if recipe.method != "rtn":
         token_ids = torch.tensor(samples(folder, recipe, config.max_position_embeddings))
@@ -65,25 +98,38 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
         tensors |= stored("lm_head", rtn(head, W8), W8)
     for name, (old, tensor) in source.items():
         if name in names:
-            tensors |= stored(old.removesuffix(".weight"), calibrator.found.get(name) or rtn(tensor, form), form)
+            tensors |= stored(
+                old.removesuffix(".weight"), calibrator.found.get(name) or rtn(tensor, form), form
+            )
         else:
             tensors[old] = calibrator.changed.get(name, tensor).to(tensor.dtype)
-    origin = {"model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder, "settings": recipe.words()}
-    raw = read_json(folder / "config.json") | {"quantization_config": settings_of(recipe), "quantized_from": origin}
+    origin = {
+        "model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder,
+        "settings": recipe.words(),
+    }
+    raw = read_json(folder / "config.json") | {
+        "quantization_config": settings_of(recipe),
+        "quantized_from": origin,
+    }
     raw["tie_word_embeddings"] = config.tie_word_embeddings and not recipe.quantize_head
     try:
         with writing(out):
             _write(folder, out, tensors, raw)
-    except BaseException:  # Ctrl-C, too: half a checkpoint is of no use, and would be in the way of the next attempt
+    except (
+        BaseException
+    ):  # Ctrl-C, too: half a checkpoint is of no use, and would be in the way of the next attempt
         shutil.rmtree(out, ignore_errors=True)
         raise
     return out
 
 
 def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write a checkpoint: new weights and a new config.json, and copies of the other files of a folder."""
+    """Write a checkpoint: new weights and a new config.json, and copies of the other files of a
+    folder."""
     out.mkdir(parents=True, exist_ok=True)
-    for file in (file for file in folder.iterdir() if file.name.endswith(COPIED) and "index" not in file.name):
+    for file in (
+        file for file in folder.iterdir() if file.name.endswith(COPIED) and "index" not in file.name
+    ):
         shutil.copyfile(file, out / file.name)
     if (templates := folder / "additional_chat_templates").is_dir():
         shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
@@ -92,25 +138,44 @@ def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str
 
 
 def matrices_of(model: LlamaForCausalLM, recipe: Recipe) -> set[str]:
-    """The names of the matrices to be quantized: of all linear layers and experts, but for the output head.
+    """The names of the matrices to be quantized: of all linear layers and experts, but for the
+    output head.
 
     Raises:
         UnsupportedModelError: the model does not fit the recipe; the message says what would.
     """
-    config, size, shapes = model.config, recipe.group_size or -1, dict[str, tuple[int, ...]]()
+    config = model.config
+    size = recipe.group_size or -1
+    shapes = dict[str, tuple[int, ...]]()
     if config.quantization is not None:
         mistake = f"this model is quantized already ({config.quantization.method})"
         raise UnsupportedModelError(f"{mistake}: name the original checkpoint")
     if recipe.method != "rtn" and (config.moe or config.kv_lora_rank):
-        mistake = f"{recipe.method} is not supported for {config.architecture}, with its experts or latent attention"
+        mistake = (
+            f"{recipe.method} is not supported for {config.architecture}, with its experts or "
+            "latent attention"
+        )
         raise UnsupportedModelError(f"{mistake}: use method rtn")
     for path, layer in model.named_modules():
-        if isinstance(layer, Layer) and path != "lm_head" and getattr(layer, "experts", layer).packable:
-            shapes |= {name: place.shape for name, place in layer.places(path) if name.endswith(".weight")}
+        if (
+            isinstance(layer, Layer)
+            and path != "lm_head"
+            and getattr(layer, "experts", layer).packable
+        ):
+            shapes |= {
+                name: place.shape for name, place in layer.places(path) if name.endswith(".weight")
+            }
     for name, (_, inputs) in shapes.items():
         if size != -1 and (size < 8 or size % 8 or inputs % size):
-            fit = [str(n) for n in (128, 64, 32, 16) if not any(shape[1] % n for shape in shapes.values())]
-            mistake = f"group_size {size} must be a multiple of 8 that divides the {inputs} inputs of {name}"
+            fit = [
+                str(n)
+                for n in (128, 64, 32, 16)
+                if not any(shape[1] % n for shape in shapes.values())
+            ]
+            mistake = (
+                f"group_size {size} must be a multiple of 8 that divides the {inputs} inputs of "
+                f"{name}"
+            )
             raise UnsupportedModelError(f"{mistake}: use {', '.join(fit)}, or -1 for whole rows")
     return set(shapes)
 
@@ -119,9 +184,12 @@ def matrices_of(model: LlamaForCausalLM, recipe: Recipe) -> set[str]:
 
 
 @torch.inference_mode()
-def calibrate(folder: Path, config: ModelConfig, token_ids: Tensor, method: str, form: Format) -> Calibrator:
-    """Quantize the matrices of all layers by the inputs that they get. The model computes all samples in one pass, in float32. Each
-    matrix is quantized when its inputs are there, and then multiplies them: so the layers after it get the inputs that they will get.
+def calibrate(
+    folder: Path, config: ModelConfig, token_ids: Tensor, method: str, form: Format
+) -> Calibrator:
+    """Quantize the matrices of all layers by the inputs that they get. The model computes all
+    samples in one pass, in float32. Each matrix is quantized when its inputs are there, and then
+    multiplies them: so the layers after it get the inputs that they will get.
 
     Args:
         token_ids: `[samples, length]`.
@@ -129,16 +197,22 @@ def calibrate(folder: Path, config: ModelConfig, token_ids: Tensor, method: str,
     Returns: the calibrator, with all that it has found.
     """
     count, length = token_ids.shape
-    model, positions = load_model(folder, config, torch.float32, max_positions=length), torch.arange(count * length)
+    model = load_model(folder, config, torch.float32, max_positions=length)
+    positions = torch.arange(count * length)
     blocks = torch.arange(count + 1, dtype=torch.int32)  # each sample has one, a large one
     lengths = torch.full((count,), length, dtype=torch.int32)
-    metadata = AttentionMetadata(blocks * length, lengths, blocks[:-1, None], positions, length, length)
+    metadata = AttentionMetadata(
+        blocks * length, lengths, blocks[:-1, None], positions, length, length
+    )
     # Once a layer has attended, its KV is not needed any more: all layers share one cache.
     cache = torch.zeros(kv_cache_shape(count, config.num_kv_heads, length, config.head_dim))
     backend = get_backend("auto", torch.device("cpu"), config.head_dim)
     context = ForwardContext(backend, [cache] * config.num_layers, metadata)
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
-    with forward_context(context), tqdm(linears, desc=f"{method}, {count * length:,} tokens", unit="layer") as bar:
+    with (
+        forward_context(context),
+        tqdm(linears, desc=f"{method}, {count * length:,} tokens", unit="layer") as bar,
+    ):
         calibrator = Calibrator(model, method, form, bar.update)
         for path, layer in linears.items():
             layer.register_forward_pre_hook(partial(calibrator.quantize, path))
@@ -157,9 +231,15 @@ class Calibrator:
         changed: norms that AWQ has changed.
     """
 
-    def __init__(self, model: LlamaForCausalLM, method: str, form: Format, done: Callable[[], Any] = int) -> None:
-        self.model, self.method, self.form, self.done = model, method, form, done
-        self.found, self.changed = dict[str, Quantized](), dict[str, Tensor]()
+    def __init__(
+        self, model: LlamaForCausalLM, method: str, form: Format, done: Callable[[], Any] = int
+    ) -> None:
+        self.model = model
+        self.method = method
+        self.form = form
+        self.done = done
+        self.found = dict[str, Quantized]()
+        self.changed = dict[str, Tensor]()
 
     def quantize(self, path: str, layer: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
         """Quantize the matrices of a layer, before it computes.
@@ -170,31 +250,49 @@ class Calibrator:
         Returns: the inputs for the new matrices, which AWQ has changed.
         """
         [x] = arguments
-        hessian, kind = hessian_of(x), path.rpartition(".")[2]
-        # Several heads of queries share the values before o_proj, and a bias in the layer before would have to be scaled, too.
-        if self.method == "awq" and kind != "o_proj" and not (kind == "down_proj" and self.model.config.mlp_bias):
+        hessian = hessian_of(x)
+        kind = path.rpartition(".")[2]
+        # Several heads of queries share the values before o_proj, and a bias in the layer before
+        # would have to be scaled, too.
+        if (
+            self.method == "awq"
+            and kind != "o_proj"
+            and not (kind == "down_proj" and self.model.config.mlp_bias)
+        ):
             factors = awq_factors(layer.weight, hessian, x.abs().mean(0), self.form)
             self.divide_before(path, factors)
             layer.weight.mul_(factors)
-            x, hessian = x / factors, hessian / torch.outer(factors, factors)
-        for name, place in ((name, place) for name, place in layer.places(path) if name.endswith(".weight")):
-            matrix, keeps_outliers = place.target, name.endswith(("q_proj.weight", "k_proj.weight"))  # scores need them
+            x = x / factors
+            hessian = hessian / torch.outer(factors, factors)
+        for name, place in (
+            (name, place) for name, place in layer.places(path) if name.endswith(".weight")
+        ):
+            # scores need them
+            matrix = place.target
+            keeps_outliers = name.endswith(("q_proj.weight", "k_proj.weight"))
             if self.method == "awq" and not keeps_outliers:
                 matrix = clip_outliers(matrix, hessian, self.form)
-            self.found[name] = gptq(matrix, hessian, self.form) if self.method == "gptq" else rtn(matrix, self.form)
+            self.found[name] = (
+                gptq(matrix, hessian, self.form)
+                if self.method == "gptq"
+                else rtn(matrix, self.form)
+            )
             place.target.copy_(self.found[name].dequantize())
         self.done()
         return (x,)
 
     def divide_before(self, path: str, factors: Tensor) -> None:
-        """Have what is before a layer, a norm or the MLP's up_proj, divide its outputs by `[in_features]` factors."""
+        """Have what is before a layer, a norm or the MLP's up_proj, divide its outputs by
+        `[in_features]` factors."""
         block_path, _, kind = path.rsplit(".", 2)
         if kind == "down_proj":
             self.found[f"{block_path}.mlp.up_proj.weight"].grid.scales.div_(factors[:, None])
             return
         block = self.model.get_submodule(block_path)
         name = next(name for name in NORMS[kind] if hasattr(block, name))
-        offset = float(self.model.config.architecture == "Gemma2ForCausalLM")  # its norms multiply by 1 + weight
+        offset = float(
+            self.model.config.architecture == "Gemma2ForCausalLM"
+        )  # its norms multiply by 1 + weight
         weight = self.changed[f"{block_path}.{name}.weight"] = getattr(block, name).weight
         weight.copy_((weight + offset) / factors - offset)
 
@@ -203,29 +301,56 @@ class Calibrator:
 
 
 def stored(layer: str, matrix: Quantized, form: Format) -> dict[str, Tensor]:
-    """The tensors that store a matrix: in compressed-tensors' int-quantized format with 8 bits, in its pack-quantized format with 4."""
-    q, scales = matrix.q, matrix.grid.scales.to(form.dtype)
+    """The tensors that store a matrix: in compressed-tensors' int-quantized format with 8 bits, in
+    its pack-quantized format with 4."""
+    q = matrix.q
+    scales = matrix.grid.scales.to(form.dtype)
     if form.bits == 8:
         return {f"{layer}.weight": q.to(torch.int8), f"{layer}.weight_scale": scales}
-    tensors = {"weight_packed": pack(q), "weight_scale": scales, "weight_shape": torch.tensor(q.shape)}
+    tensors = {
+        "weight_packed": pack(q),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(q.shape),
+    }
     if not form.symmetric:  # packed along the outputs
-        tensors["weight_zero_point"] = pack(F.pad(matrix.grid.zeros.T, (0, -len(q) % 8))).T.contiguous()
+        tensors["weight_zero_point"] = pack(
+            F.pad(matrix.grid.zeros.T, (0, -len(q) % 8))
+        ).T.contiguous()
     return {f"{layer}.{kind}": tensor for kind, tensor in tensors.items()}
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """The `quantization_config` that describes the files."""
     common = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights, inputs = (common | {"strategy": by, "dynamic": by == "token"} for by in ("channel", "token"))
-    rows = {"format": "int-quantized", "targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    weights, inputs = (
+        common | {"strategy": by, "dynamic": by == "token"} for by in ("channel", "token")
+    )
+    rows = {
+        "format": "int-quantized",
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+    }
     groups: dict[str, Any] = {"group_0": rows}
     if recipe.scheme == "w4a16":
         weights = weights | {"num_bits": 4, "symmetric": not recipe.asymmetric}
-        weights |= {} if recipe.group_size == -1 else {"strategy": "group", "group_size": recipe.group_size}
-        groups = {"group_0": {"format": "pack-quantized", "targets": ["Linear"], "weights": weights}}
+        weights |= (
+            {}
+            if recipe.group_size == -1
+            else {"strategy": "group", "group_size": recipe.group_size}
+        )
+        groups = {
+            "group_0": {"format": "pack-quantized", "targets": ["Linear"], "weights": weights}
+        }
         groups |= {"group_1": rows | {"targets": ["re:.*lm_head$"]}} if recipe.quantize_head else {}
     form = "mixed-precision" if len(groups) > 1 else groups["group_0"]["format"]
-    settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    left = [] if recipe.quantize_head else ["lm_head"]  # beside what chooses experts, and what latent attention absorbs
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+    }
+    left = (
+        [] if recipe.quantize_head else ["lm_head"]
+    )  # beside what chooses experts, and what latent attention absorbs
     ignore = ["re:.*\\.gate$", "re:.*kv_b_proj$", *left]
     return settings | {"ignore": ignore, "config_groups": groups}

@@ -15,24 +15,34 @@ PLACEHOLDER = "\N{SNOWMAN}"
 
 
 def own_chats(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
-    """Chats of `length` tokens each, of which the model writes both sides, as it was taught to: the prompt ends where the user
-    begins to speak (Magpie: Xu et al. 2024, arXiv 2406.08464). A model without a chat template begins with nothing but its first token.
+    """Chats of `length` tokens each, of which the model writes both sides, as it was taught to: the
+    prompt ends where the user begins to speak (Magpie: Xu et al. 2024, arXiv 2406.08464). A model
+    without a chat template begins with nothing but its first token.
 
     Args:
         seed: of the first chat; the next one has the next seed.
     """
     tokenizer = llm.get_tokenizer()
     opening = (
-        tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}]) if tokenizer.chat_templates else ""
+        tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}])
+        if tokenizer.chat_templates
+        else ""
     )
-    prompt = tokenizer.encode(opening.partition(PLACEHOLDER)[0], add_special_tokens=not opening) or [0]
-    common = partial(SamplingParams, temperature=1, max_tokens=length - len(prompt), ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": prompt}] * count, [common(seed=seed + i) for i in range(count)])
+    prompt = tokenizer.encode(
+        opening.partition(PLACEHOLDER)[0], add_special_tokens=not opening
+    ) or [0]
+    common = partial(
+        SamplingParams, temperature=1, max_tokens=length - len(prompt), ignore_eos=True
+    )
+    answers = llm.generate(
+        [{"prompt_token_ids": prompt}] * count, [common(seed=seed + i) for i in range(count)]
+    )
     return [prompt + list(answer.outputs[0].token_ids) for answer in answers]
 
 
 def pieces(text: str, tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """Up to `count` pieces of `length` tokens, spread evenly over a text; one shorter piece if the text is shorter."""
+    """Up to `count` pieces of `length` tokens, spread evenly over a text; one shorter piece if the
+    text is shorter."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     count = max(1, min(count, len(token_ids) // length))
     step = (len(token_ids) - length) // max(1, count - 1)
@@ -41,9 +51,12 @@ def pieces(text: str, tokenizer: Tokenizer, count: int, length: int) -> list[lis
 
 def samples(folder: Path, recipe: Recipe, longest: int) -> list[list[int]]:
     """Token ids to calibrate on, as many in each sample, and at most `longest`."""
-    count, length = recipe.num_samples, min(recipe.sample_length, longest)
+    count = recipe.num_samples
+    length = min(recipe.sample_length, longest)
     if recipe.calibration is not None:
         text = Path(recipe.calibration).read_text(encoding="utf-8", errors="replace")
         return pieces(text, Tokenizer.from_pretrained(folder), count, length)
-    llm = LLM(str(folder), max_model_len=length, num_kv_blocks=count * (length // 16 + 2), device="cpu")
+    llm = LLM(
+        str(folder), max_model_len=length, num_kv_blocks=count * (length // 16 + 2), device="cpu"
+    )
     return own_chats(llm, count, length, recipe.seed)

@@ -1,9 +1,10 @@
-"""Trains an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) for a model, on text that the model writes itself.
+"""Trains an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840) for a model, on text that the model
+writes itself.
 
-The head guesses the token after next, from the target's hidden states at a position and from the token that follows there. Its own output
-takes the place of the hidden states for the next guess, and so on. Training runs these steps as drafting does, for all positions of a batch
-at once: the paper's training-time test.
-"""
+The head guesses the token after next, from the target's hidden states at a position and from the
+token that follows there. Its own output takes the place of the hidden states for the next guess,
+and so on. Training runs these steps as drafting does, for all positions of a batch at once: the
+paper's training-time test."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import Samples, load_samples, target_states
 from nanovllm.ops.device import choose_device, choose_dtype
 
-HELD_OUT, MOST_HELD_OUT = 0.05, 128  # share and number of the samples that are kept to judge on
+# share and number of the samples that are kept to judge on
+HELD_OUT = 0.05
+MOST_HELD_OUT = 128
 LONGEST_DRAFT = 5  # that is judged
 SAVE_SECONDS = 60
 DECAY = 0.8  # of a step's weight in the loss, from one step to the next
@@ -49,21 +52,40 @@ class DraftHead:
         weights: by the names of public checkpoints.
     """
 
-    def __init__(self, config: ModelConfig, draft_vocab_size: int, max_positions: int, device: torch.device) -> None:
-        hidden, mlp, width = config.hidden_size, config.intermediate_size, config.head_dim
-        q, kv = config.num_heads * width, config.num_kv_heads * width
-        self.kv_heads, self.head_dim, self.eps = config.num_kv_heads, width, config.rms_norm_eps
+    def __init__(
+        self, config: ModelConfig, draft_vocab_size: int, max_positions: int, device: torch.device
+    ) -> None:
+        hidden = config.hidden_size
+        mlp = config.intermediate_size
+        width = config.head_dim
+        q = config.num_heads * width
+        kv = config.num_kv_heads * width
+        self.kv_heads = config.num_kv_heads
+        self.head_dim = width
+        self.eps = config.rms_norm_eps
         shapes = {
-            "fc": (hidden, 3 * hidden), "input_layernorm": (hidden,), "hidden_norm": (hidden,),
-            "self_attn.q_proj": (q, 2 * hidden), "self_attn.k_proj": (kv, 2 * hidden),
-            "self_attn.v_proj": (kv, 2 * hidden), "self_attn.o_proj": (hidden, q), "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
-            "norm": (hidden,), "lm_head": (draft_vocab_size, hidden),
-        }  # fmt: skip
+            "fc": (hidden, 3 * hidden),
+            "input_layernorm": (hidden,),
+            "hidden_norm": (hidden,),
+            "self_attn.q_proj": (q, 2 * hidden),
+            "self_attn.k_proj": (kv, 2 * hidden),
+            "self_attn.v_proj": (kv, 2 * hidden),
+            "self_attn.o_proj": (hidden, q),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (mlp, hidden),
+            "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp),
+            "norm": (hidden,),
+            "lm_head": (draft_vocab_size, hidden),
+        }
         self.weights: dict[str, Tensor] = {}
         for name, shape in shapes.items():
-            size = shape[-1] ** -0.5 * (0.1 if name.endswith(("o_proj", "down_proj")) else 1)  # these begin near zero
-            weight = torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-size, size)
+            size = shape[-1] ** -0.5 * (
+                0.1 if name.endswith(("o_proj", "down_proj")) else 1
+            )  # these begin near zero
+            weight = (
+                torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-size, size)
+            )
             full = name if name in ("fc", "norm", "lm_head") else f"midlayer.{name}"
             self.weights[f"{full}.weight"] = weight.to(device).requires_grad_()
         self.cos_sin = rotary_table(config, max_positions).to(device)
@@ -81,31 +103,47 @@ class DraftHead:
 
         Args:
             embedded: `[batch, length, hidden_size]`, the tokens that follow.
-            hidden: `[batch, length, hidden_size]`: at first of the target, through `fc`; then what the step before returned.
+            hidden: `[batch, length, hidden_size]`: at first of the target, through `fc`; then what
+                the step before returned.
             cache: keys and values of the steps before, to which it adds its own.
 
         Returns: the next step's `hidden`; the logits are `lm_head` of its `norm`.
         """
-        x = torch.cat([self.norm("midlayer.input_layernorm", embedded), self.norm("midlayer.hidden_norm", hidden)], -1)
+        x = torch.cat(
+            [
+                self.norm("midlayer.input_layernorm", embedded),
+                self.norm("midlayer.hidden_norm", hidden),
+            ],
+            -1,
+        )
         x = hidden + self.linear("midlayer.self_attn.o_proj", self.attend(x, cache))
         y = self.norm("midlayer.post_attention_layernorm", x)
         gate, up = (self.linear(f"midlayer.mlp.{name}_proj", y) for name in ("gate", "up"))
         return x + self.linear("midlayer.mlp.down_proj", F.silu(gate) * up)
 
     def attend(self, x: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attention of step number `len(cache)`: over the first step's keys up to the own position, and over the own keys of each step
-        since. So a draft sees the verified tokens and the drafts before it, and none of another position."""
-        length, step = x.shape[1], len(cache)
+        """Attention of step number `len(cache)`: over the first step's keys up to the own position,
+        and over the own keys of each step since. So a draft sees the verified tokens and the drafts
+        before it, and none of another position."""
+        length = x.shape[1]
+        step = len(cache)
         projected = (self.linear(f"midlayer.self_attn.{name}_proj", x) for name in "qkv")
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         cos, sin = self.cos_sin[step : step + length].chunk(2, -1)
         halves = (each.chunk(2, -1) for each in (q, k))
-        q, k = (torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(v.dtype) for a, b in halves)
+        q, k = (
+            torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(v.dtype) for a, b in halves
+        )
         cache.append((k, v))
-        # The query heads that share a KV head are more rows of one product: [batch, kv_heads, group * length, ...].
+        # The query heads that share a KV head are more rows of one product: [batch, kv_heads, group
+        # * length, ...].
         q = q.unflatten(1, (self.kv_heads, -1)) * self.head_dim**-0.5
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        first = (q.flatten(2, 3) @ cache[0][0].mT).unflatten(2, q.shape[2:4]).masked_fill(later, -math.inf)
+        first = (
+            (q.flatten(2, 3) @ cache[0][0].mT)
+            .unflatten(2, q.shape[2:4])
+            .masked_fill(later, -math.inf)
+        )
         own = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in cache[1:]]
         weights = torch.cat([first, *own], -1).softmax(-1).to(v.dtype)
         out = (weights[..., :length].flatten(2, 3) @ cache[0][1]).unflatten(2, q.shape[2:4])
@@ -118,20 +156,36 @@ class Trainer:
     """Data, head and optimizer.
 
     Attributes:
-        draft_to_target: `[draft_vocab_size]` int64, rising: the most frequent tokens of the answers.
-        states: `[num_tokens, 4 * hidden_size]`, three residual streams of the target, and its last hidden states.
-        best: `[num_tokens]` int64, the target's likeliest next token, as a number in the draft vocabulary; -1 if it is not in it.
-        scale: `[3 * hidden_size]`, which makes all inputs of `fc` equally large. In the file it is a part of `fc`.
+        draft_to_target: `[draft_vocab_size]` int64, rising: the most frequent tokens of the
+            answers.
+        states: `[num_tokens, 4 * hidden_size]`, three residual streams of the target, and its last
+            hidden states.
+        best: `[num_tokens]` int64, the target's likeliest next token, as a number in the draft
+            vocabulary; -1 if it is not in it.
+        scale: `[3 * hidden_size]`, which makes all inputs of `fc` equally large. In the file it is
+            a part of `fc`.
         done: batches.
     """
 
     def __init__(
-        self, target: LlamaForCausalLM, samples: Samples, recipe: TrainingRecipe, device: torch.device
+        self,
+        target: LlamaForCausalLM,
+        samples: Samples,
+        recipe: TrainingRecipe,
+        device: torch.device,
     ) -> None:
-        config, self.target, self.samples, self.recipe, self.device = target.config, target, samples, recipe, device
-        order = torch.randperm(len(samples.lengths), generator=torch.Generator().manual_seed(recipe.seed))
+        config = target.config
+        self.target = target
+        self.samples = samples
+        self.recipe = recipe
+        self.device = device
+        order = torch.randperm(
+            len(samples.lengths), generator=torch.Generator().manual_seed(recipe.seed)
+        )
         count = min(MOST_HELD_OUT, math.ceil(HELD_OUT * len(order)))
-        self.held_out, self.training, self.done = order[:count], order[count:], 0
+        self.held_out = order[:count]
+        self.training = order[count:]
+        self.done = 0
         frequency = torch.bincount(samples.token_ids[samples.answers], minlength=config.vocab_size)
         most_frequent = frequency.argsort(descending=True, stable=True)[: recipe.draft_vocab_size]
         self.draft_to_target = most_frequent.sort().values.to(device)
@@ -139,20 +193,35 @@ class Trainer:
         target.pack_weights()
         states, best = zip(*target_states(target, samples, device), strict=True)
         target_to_draft = torch.full((config.vocab_size,), -1, device=device)
-        target_to_draft[self.draft_to_target] = torch.arange(len(self.draft_to_target), device=device)
-        self.states, self.best = torch.cat(states), target_to_draft[torch.cat(best)]
+        target_to_draft[self.draft_to_target] = torch.arange(
+            len(self.draft_to_target), device=device
+        )
+        self.states = torch.cat(states)
+        self.best = target_to_draft[torch.cat(best)]
         self.token_ids, self.offsets, self.lengths, self.starts = (
-            tensor.to(device) for tensor in (samples.token_ids, samples.offsets, samples.lengths, samples.starts)
+            tensor.to(device)
+            for tensor in (samples.token_ids, samples.offsets, samples.lengths, samples.starts)
         )
         some = samples.answers[torch.randint(len(samples.answers), (8192,))].to(device)
-        self.scale = self.states[some, : 3 * config.hidden_size].float().square().mean(0).clamp(min=1e-12).rsqrt()
+        self.scale = (
+            self.states[some, : 3 * config.hidden_size]
+            .float()
+            .square()
+            .mean(0)
+            .clamp(min=1e-12)
+            .rsqrt()
+        )
         torch.manual_seed(recipe.seed)
         positions = recipe.sample_length + max(recipe.steps, LONGEST_DRAFT)
         self.head = DraftHead(config, len(self.draft_to_target), positions, device)
         with torch.no_grad():  # the target's own head, but not as sure, as long as it knows little
             self.head.weights["lm_head.weight"].copy_(self.target_head)
             self.head.weights["norm.weight"].copy_(0.3 * target.model.norm.weight)
-        settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.01}
+        settings: dict[str, Any] = {
+            "lr": recipe.learning_rate,
+            "betas": (0.9, 0.95),
+            "weight_decay": 0.01,
+        }
         self.optimizer = torch.optim.AdamW(self.head.weights.values(), **settings, fused=True)
         mixed = self.target_head.dtype == torch.bfloat16
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=mixed)
@@ -160,30 +229,46 @@ class Trainer:
     def batches(self, epoch: int) -> list[Tensor]:
         """The numbers of the samples of each batch, in which all are of about the same length."""
         generator = torch.Generator().manual_seed(self.recipe.seed + epoch)
-        order, size = self.training[torch.randperm(len(self.training), generator=generator)], self.recipe.batch_size
-        chunks = (chunk[self.samples.lengths[chunk].argsort()].split(size) for chunk in order.split(32 * size))
+        order = self.training[torch.randperm(len(self.training), generator=generator)]
+        size = self.recipe.batch_size
+        chunks = (
+            chunk[self.samples.lengths[chunk].argsort()].split(size)
+            for chunk in order.split(32 * size)
+        )
         found = [batch for chunk in chunks for batch in chunk]
         return [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
 
-    def drafts(self, numbers: Tensor, steps: int, free: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Draft at all positions of some samples where decoding could: the next token is one of the answer, and known.
+    def drafts(
+        self, numbers: Tensor, steps: int, free: bool
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Draft at all positions of some samples where decoding could: the next token is one of the
+        answer, and known.
 
         Args:
             numbers: of the samples, on the CPU.
-            free: each step receives the token that the last one has guessed; otherwise the true one.
+            free: each step receives the token that the last one has guessed; otherwise the true
+                one.
 
-        Yields: for each step logits `[rows, draft_vocab_size]`; where the guessed tokens are in `token_ids`, `[rows]`; and whether they
-            are there at all, before the end of the sample, `[rows]`.
+        Yields: for each step logits `[rows, draft_vocab_size]`; where the guessed tokens are in
+            `token_ids`, `[rows]`; and whether they are there at all, before the end of the sample,
+            `[rows]`.
         """
         within = torch.arange(int(self.samples.lengths[numbers].max()), device=self.device)
-        numbers, last = numbers.to(self.device), len(self.token_ids) - 1
-        starts, ends = self.starts[numbers, None], self.lengths[numbers, None]
+        numbers = numbers.to(self.device)
+        last = len(self.token_ids) - 1
+        starts = self.starts[numbers, None]
+        ends = self.lengths[numbers, None]
         rows = ((within >= starts - 1) & (within < ends - 2)).flatten().nonzero()[:, 0]
         places = self.offsets[numbers, None] + within
-        hidden = self.head.linear("fc", self.states[places.clamp(max=last), : len(self.scale)] * self.scale)
-        token_ids, cache = self.token_ids[(places + 1).clamp(max=last)], list[tuple[Tensor, Tensor]]()
+        hidden = self.head.linear(
+            "fc", self.states[places.clamp(max=last), : len(self.scale)] * self.scale
+        )
+        token_ids = self.token_ids[(places + 1).clamp(max=last)]
+        cache = list[tuple[Tensor, Tensor]]()
         for step in range(steps):
-            embedded = self.target.model.embed_tokens(token_ids.flatten()).unflatten(0, token_ids.shape)
+            embedded = self.target.model.embed_tokens(token_ids.flatten()).unflatten(
+                0, token_ids.shape
+            )
             hidden = self.head.step(embedded, hidden, cache)
             logits = self.head.linear("lm_head", self.head.norm("norm", hidden.flatten(0, 1)[rows]))
             guessed = (places + 2 + step).clamp(max=last)
@@ -194,10 +279,16 @@ class Trainer:
                 token_ids = self.token_ids[guessed]
 
     def loss(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss over a batch, and the share of first guesses that are the target's likeliest token."""
-        total, right, cap = torch.zeros((), device=self.device), [], self.target.config.logit_soft_cap
-        for step, (logits, places, is_there) in enumerate(self.drafts(numbers, self.recipe.steps, free=False)):
-            # What the target thinks of a token is at the place before it. One that the head cannot guess teaches nothing.
+        """The loss over a batch, and the share of first guesses that are the target's likeliest
+        token."""
+        total = torch.zeros((), device=self.device)
+        right = []
+        cap = self.target.config.logit_soft_cap
+        for step, (logits, places, is_there) in enumerate(
+            self.drafts(numbers, self.recipe.steps, free=False)
+        ):
+            # What the target thinks of a token is at the place before it. One that the head cannot
+            # guess teaches nothing.
             best = self.best[places - 1]
             counts = is_there & (best >= 0)
             with torch.no_grad():
@@ -213,13 +304,20 @@ class Trainer:
         """Train for the recipe's epochs, from the batch on to which a checkpoint led.
 
         Args:
-            until: in seconds of `time.monotonic`, when to stop in any case. The learning rate has fallen by then.
+            until: in seconds of `time.monotonic`, when to stop in any case. The learning rate has
+                fallen by then.
             file: for the checkpoint, which is written each minute.
         """
-        recipe, weights, begin = self.recipe, list(self.head.weights.values()), time.monotonic()
-        saved, batches, per_epoch = begin, list[Tensor](), len(self.batches(0))
+        recipe = self.recipe
+        weights = list(self.head.weights.values())
+        begin = time.monotonic()
+        saved = begin
+        batches = list[Tensor]()
+        per_epoch = len(self.batches(0))
         total = recipe.epochs * per_epoch
-        with tqdm(total=total, initial=self.done, desc="Training", unit="batch", dynamic_ncols=True) as bar:
+        with tqdm(
+            total=total, initial=self.done, desc="Training", unit="batch", dynamic_ncols=True
+        ) as bar:
             while self.done < total and (now := time.monotonic()) < until:
                 epoch, number = divmod(self.done, per_epoch)
                 batches = batches if batches and number else self.batches(epoch)
@@ -236,7 +334,9 @@ class Trainer:
                 self.optimizer.step()
                 self.done += 1
                 if self.done % 10 == 0:  # a GPU would have to wait each time
-                    bar.set_postfix(loss=f"{loss.item():.2f}", acceptance=f"{right.item():.3f}", refresh=False)
+                    bar.set_postfix(
+                        loss=f"{loss.item():.2f}", acceptance=f"{right.item():.3f}", refresh=False
+                    )
                 bar.update()
                 if now - saved > SAVE_SECONDS:
                     self.save_checkpoint(file)
@@ -245,9 +345,14 @@ class Trainer:
 
     def save_checkpoint(self, file: Path) -> None:
         """Write what `load_checkpoint` reads."""
-        state = {"head": self.head.weights, "optimizer": self.optimizer.state_dict(), "done": self.done}
+        state = {
+            "head": self.head.weights,
+            "optimizer": self.optimizer.state_dict(),
+            "done": self.done,
+        }
         torch.save(
-            state | {"scale": self.scale, "draft_to_target": self.draft_to_target}, new := file.with_suffix(".new")
+            state | {"scale": self.scale, "draft_to_target": self.draft_to_target},
+            new := file.with_suffix(".new"),
         )
         new.replace(file)
 
@@ -265,22 +370,26 @@ class Trainer:
         for name, weight in self.head.weights.items():
             weight.copy_(state["head"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.scale = state["done"], state["scale"]
+        self.done = state["done"]
+        self.scale = state["scale"]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Draft for held-out samples.
 
-        Returns: for greedy samples and for drawn ones, the share of first, second... draft tokens that are accepted with all before them,
-            and the tokens per step of the target, for drafts of 1, 2... tokens.
+        Returns: for greedy samples and for drawn ones, the share of first, second... draft tokens
+            that are accepted with all before them, and the tokens per step of the target, for
+            drafts of 1, 2... tokens.
         """
         found: dict[str, Any] = {}
         for name, greedy in (("temperature 0", True), ("temperature 0.7", False)):
-            numbers, runs = self.held_out[self.samples.greedy[self.held_out] == greedy], list[Tensor]()
+            numbers = self.held_out[self.samples.greedy[self.held_out] == greedy]
+            runs = list[Tensor]()
             for batch in numbers.split(self.recipe.batch_size) if len(numbers) else ():
                 with self.autocast:
                     hits = [
-                        (self.draft_to_target[logits.argmax(-1)] == self.token_ids[places]) & is_there
+                        (self.draft_to_target[logits.argmax(-1)] == self.token_ids[places])
+                        & is_there
                         for logits, places, is_there in self.drafts(batch, LONGEST_DRAFT, free=True)
                     ]
                 counts = self.samples.lengths[batch] - self.samples.starts[batch] - 1
@@ -288,7 +397,10 @@ class Trainer:
             if runs:
                 shares = torch.cat(runs).float().mean(0).tolist()
                 lengths = [tokens_per_step(runs, k) for k in range(1, LONGEST_DRAFT + 1)]
-                found[name] = {"acceptance": [round(share, 4) for share in shares], "tokens per step": lengths}
+                found[name] = {
+                    "acceptance": [round(share, 4) for share in shares],
+                    "tokens per step": lengths,
+                }
         return found
 
     def tensors(self) -> dict[str, Tensor]:
@@ -303,22 +415,26 @@ class Trainer:
             else:
                 found[name] = tensor.to(torch.bfloat16)
         ids = self.draft_to_target.cpu()
-        known = torch.zeros(self.target.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        known = torch.zeros(self.target.config.vocab_size, dtype=torch.bool).index_fill_(
+            0, ids, True
+        )
         return found | {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
 
 def tokens_per_step(samples: list[Tensor], k: int) -> float:
-    """What decoding with drafts of `k` tokens gets from a step of the target: after a draft of which it accepts `n` tokens, it goes on
-    n + 1 tokens later.
+    """What decoding with drafts of `k` tokens gets from a step of the target: after a draft of
+    which it accepts `n` tokens, it goes on n + 1 tokens later.
 
     Args:
-        samples: `[rows, at least k]` of each: 1 where that draft token would be accepted, with all before it.
+        samples: `[rows, at least k]` of each: 1 where that draft token would be accepted, with all
+            before it.
     """
     steps = tokens = 0
     for accepted in (sample[:, :k].sum(1).tolist() for sample in samples):
         place = 0
         while place < len(accepted):
-            steps, place = steps + 1, place + 1 + accepted[place]
+            steps = steps + 1
+            place = place + 1 + accepted[place]
         tokens += place
     return round(tokens / max(1, steps), 3)
 
@@ -326,42 +442,71 @@ def tokens_per_step(samples: list[Tensor], k: int) -> float:
 def head_config(folder: Path, config: ModelConfig, draft_vocab_size: int) -> dict[str, Any]:
     """The head's config.json, which vLLM reads, too."""
     raw = read_json(folder / "config.json")
-    kept = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "vocab_size")
+    kept = (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "vocab_size",
+    )
     return {name: raw[name] for name in kept if name in raw} | {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "draft_vocab_size": draft_vocab_size,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "draft_vocab_size": draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(default_aux_layers(config.num_layers)),
-    }  # fmt: skip
+    }
 
 
 def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) -> Path:
-    """Train a head, and write it to a folder. If the folder has what an earlier run has left, go on with it.
+    """Train a head, and write it to a folder. If the folder has what an earlier run has left, go on
+    with it.
 
     Returns: the folder.
 
     Raises:
         ValueError: a model or a folder that does not fit; the message says what would.
     """
-    begin, limit = time.monotonic(), 60 * (recipe.time_limit or math.inf)
-    folder, out = resolve_model(name_or_folder).resolve(), Path(out).expanduser()
-    config, device = ModelConfig.from_pretrained(folder), choose_device(recipe.device)
+    begin = time.monotonic()
+    limit = 60 * (recipe.time_limit or math.inf)
+    folder = resolve_model(name_or_folder).resolve()
+    out = Path(out).expanduser()
+    config = ModelConfig.from_pretrained(folder)
+    device = choose_device(recipe.device)
     if config.kv_lora_rank or config.num_layers < 7 or config.quantization is not None:
         kind = "an unquantized model with ordinary attention and at least 7 layers"
-        raise UnsupportedModelError(f"a head can be trained for {kind}; it then serves the quantized model, too")
-    work = out / "training"  # apart from the head, which is all of the safetensors files in its folder
+        raise UnsupportedModelError(
+            f"a head can be trained for {kind}; it then serves the quantized model, too"
+        )
+    work = (
+        out / "training"
+    )  # apart from the head, which is all of the safetensors files in its folder
     work.mkdir(parents=True, exist_ok=True)
     samples = load_samples(str(folder), work, recipe, device.type, begin + 0.4 * limit)
     target = load_model(folder, config, choose_dtype("auto", device), device, recipe.sample_length)
     target.model.collect_hidden_states(default_aux_layers(config.num_layers))
-    trainer, checkpoint = Trainer(target, samples, recipe, device), work / "checkpoint.pt"
+    trainer = Trainer(target, samples, recipe, device)
+    checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load_checkpoint(checkpoint)
     trainer.train(begin + 0.93 * limit, checkpoint)
-    raw, found = head_config(folder, config, len(trainer.draft_to_target)), trainer.evaluate()
+    raw = head_config(folder, config, len(trainer.draft_to_target))
+    found = trainer.evaluate()
     command = " ".join(["nanovllm train-eagle", name_or_folder, *recipe.words()])
-    origin: dict[str, Any] = {"command": command, "date": str(date.today()), "answer_tokens": len(samples.answers)}
+    origin: dict[str, Any] = {
+        "command": command,
+        "date": str(date.today()),
+        "answer_tokens": len(samples.answers),
+    }
     raw |= {"trained": origin | {"batches": trainer.done, "held_out": found}}
     metadata = {"format": "pt", "config": json.dumps(raw)}
     save_tensors(trainer.tensors(), out / "model.safetensors", metadata)

@@ -1,18 +1,21 @@
-"""The operators of a decoder-only transformer in torch, C++ and Triton, and the choice of a device (lectures 10, 15).
+"""The operators of a decoder-only transformer in torch, C++ and Triton, and the choice of a device
+(lectures 10, 15).
 
-`reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
-loops for the CPU, compiled on first use. `triton` has those that a GPU gains from. Both hand to `reference` whatever
-they do not cover. The device of the first tensor chooses the module. With `NANOVLLM_NATIVE=0` in the environment, or in a
-copy of the package without `native`, plain torch replaces the C++ loops; Triton's operators stay.
+`reference` holds every operator in plain torch, for any device and dtype. `native` holds the same
+operators as C++ loops for the CPU, compiled on first use. `triton` has those that a GPU gains from.
+Both hand to `reference` whatever they do not cover. The device of the first tensor chooses the
+module. With `NANOVLLM_NATIVE=0` in the environment, or in a copy of the package without `native`,
+plain torch replaces the C++ loops; Triton's operators stay.
 
-A GPU runs kernels after the call has returned, so they cannot raise an error. An IndexError on a CPU is NaN on a GPU
-(`apply_rope`), or a failed assertion after which the process cannot use the GPU any more.
+A GPU runs kernels after the call has returned, so they cannot raise an error. An IndexError on a
+CPU is NaN on a GPU (`apply_rope`), or a failed assertion after which the process cannot use the GPU
+any more.
 
-**The paged cache** of one layer is `kv_cache[num_blocks, 2, num_kv_heads, block_size, head_dim]`: slot `s` is in
-block `s // block_size` at offset `s % block_size`; index 0 of the second axis holds keys, 1 values. The block is the
-outermost axis, so that swapping or sending a block is one contiguous copy; the head comes before the offset, so
-that a kernel which attends with one head reads one contiguous `[block_size, head_dim]` matrix per block.
-"""
+**The paged cache** of one layer is `kv_cache[num_blocks, 2, num_kv_heads, block_size,
+head_dim]`: slot `s` is in block `s // block_size` at offset `s % block_size`; index 0 of the second
+axis holds keys, 1 values. The block is the outermost axis, so that swapping or sending a block is
+one contiguous copy; the head comes before the offset, so that a kernel which attends with one head
+reads one contiguous `[block_size, head_dim]` matrix per block."""
 
 import contextlib
 import importlib
@@ -30,9 +33,10 @@ from nanovllm.ops.support import why_no_triton
 
 logger = logging.getLogger(__name__)
 
-# On a CPU, torch multiplies bfloat16 matrices with oneDNN, which compiles a kernel for every number of rows: 0.3 to 1 MB of
-# memory and about a millisecond each. Prefills have any number of rows. oneDNN and torch's binding each keep the last 1024
-# kernels by default, several hundred megabytes. Both read their limits on first use.
+# On a CPU, torch multiplies bfloat16 matrices with oneDNN, which compiles a kernel for every number
+# of rows: 0.3 to 1 MB of memory and about a millisecond each. Prefills have any number of rows.
+# oneDNN and torch's binding each keep the last 1024 kernels by default, several hundred megabytes.
+# Both read their limits on first use.
 MAX_COMPILED_PRODUCTS = 64
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(MAX_COMPILED_PRODUCTS))
@@ -55,21 +59,25 @@ def _kernels(device: torch.device) -> ModuleType:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019, arXiv 1910.07467).
+    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019, arXiv
+    1910.07467).
 
     Args:
-        x: `[..., hidden]`; a strided `[tokens, heads, head_dim]` view of a fused projection will do.
+        x: `[..., hidden]`; a strided `[tokens, heads, head_dim]` view of a fused projection will
+            do.
         weight: `[hidden]`, of x's dtype.
         eps: added to the mean square.
 
-    Returns: a new contiguous tensor of x's shape and dtype. The statistics are computed in float32, the
-        normalised row is rounded to x's dtype and only then multiplied with the weight, as Hugging Face does.
+    Returns: a new contiguous tensor of x's shape and dtype. The statistics are computed in float32,
+        the normalised row is rounded to x's dtype and only then multiplied with the weight, as
+        Hugging Face does.
     """
     return _kernels(x.device).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum: `(rms_norm(residual + x), residual + x)`.
+    """Adds x to the residual stream and normalises the sum:
+    `(rms_norm(residual + x), residual + x)`.
 
     **In place**: the sum is written into `residual`, which is the second tensor returned.
 
@@ -81,8 +89,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al., 2021, arXiv 2104.09864) in Llama's layout: channel i of the first half
-    of a head is rotated with channel i of the second half.
+    """Rotary position embedding (Su et al., 2021, arXiv 2104.09864) in Llama's layout: channel i of
+    the first half of a head is rotated with channel i of the second half.
 
     **In place**: q and k are overwritten, and returned. Views of a fused qkv projection will do.
 
@@ -90,7 +98,8 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
         q: `[tokens, num_heads, head_dim]`.
         k: `[tokens, num_kv_heads, head_dim]`.
         positions: `[tokens]` int64.
-        cos_sin: `[max_positions, head_dim]` float32, the cosines in the first half and the sines in the second.
+        cos_sin: `[max_positions, head_dim]` float32, the cosines in the first half and the sines in
+            the second.
 
     Raises:
         IndexError: a position is beyond the table.
@@ -104,7 +113,8 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     Args:
         k, v: `[tokens, num_kv_heads, head_dim]`, rows may be strided.
         kv_cache: the layer's cache, see the module's docstring.
-        slot_mapping: `[tokens]` int64, the slot of every token; -1 marks padding, which is not written.
+        slot_mapping: `[tokens]` int64, the slot of every token; -1 marks padding, which is not
+            written.
 
     Raises:
         IndexError: a slot is beyond the cache.
@@ -126,16 +136,17 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def pack_weight(weight: Tensor) -> Tensor:
     """The weight in the layout that this machine multiplies fastest.
 
-    A CPU's kernels read a copy from front to back, in groups of 16 outputs. In bfloat16 it is `[out_features / 16,
-    in_features / 32, 16, 32]`, where `packed[g, s, w, 2 * o + i] = weight[16 * g + o, 32 * s + 2 * w + i]`: one instruction of
-    Intel's AMX multiplies a kilobyte of it. In float32 it is `[out_features / 16, in_features / 32, 32, 16]`, and
-    `packed[g, s, w, o] = weight[16 * g + o, 32 * s + w]`.
+    A CPU's kernels read a copy from front to back, in groups of 16 outputs. In bfloat16 it is
+    `[out_features / 16, in_features / 32, 16, 32]`, where `packed[g, s, w, 2 * o + i] = weight[16 *
+    g + o, 32 * s + 2 * w + i]`: one instruction of Intel's AMX multiplies a kilobyte of it. In
+    float32 it is `[out_features / 16, in_features / 32, 32, 16]`, and `packed[g, s, w, o] =
+    weight[16 * g + o, 32 * s + w]`.
 
     Args:
         weight: `[out_features, in_features]`.
 
-    Returns: a tensor that `linear` and `embedding` take in place of the weight: the copy, or the weight itself.
-    """
+    Returns: a tensor that `linear` and `embedding` take in place of the weight: the copy, or the
+    weight itself."""
     return _kernels(weight.device).pack_weight(weight)
 
 
@@ -144,7 +155,8 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         token_ids: `[tokens]` int64.
-        weight: `[vocabulary, hidden]`, or what `pack_weight` made of it, or a module that looks up its `rows`.
+        weight: `[vocabulary, hidden]`, or what `pack_weight` made of it, or a module that looks up
+            its `rows`.
 
     Returns: `[tokens, hidden]`.
     """
@@ -154,22 +166,28 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, accumulated in float32. On a CPU with compiled kernels, a row of the result depends on this row of x
-    alone, to the last bit.
+    """`x @ weight.T + bias`, accumulated in float32. On a CPU with compiled kernels, a row of the
+    result depends on this row of x alone, to the last bit.
 
     Args:
         x: `[tokens, in_features]`.
-        weight: `[out_features, in_features]`, or what `pack_weight` made of it, or a module that multiplies by its own weight.
+        weight: `[out_features, in_features]`, or what `pack_weight` made of it, or a module that
+            multiplies by its own weight.
         bias: `[out_features]` or None.
 
     Returns: `[tokens, out_features]`.
     """
-    return _kernels(x.device).linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
+    return (
+        _kernels(x.device).linear(x, weight, bias)
+        if isinstance(weight, Tensor)
+        else weight(x, bias)
+    )
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`linear` with a weight for each group of rows (the experts of a mixture): the first `counts[0]` rows of x are
-    multiplied with `weight[0]`, the next `counts[1]` with `weight[1]`, and so on.
+    """`linear` with a weight for each group of rows (the experts of a mixture): the first
+    `counts[0]` rows of x are multiplied with `weight[0]`, the next `counts[1]` with `weight[1]`,
+    and so on.
 
     Args:
         x: `[rows, in_features]`.
@@ -200,28 +218,37 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
     """Causal attention of a mixed batch over the paged cache (Kwon et al., 2023, arXiv 2309.06180).
 
-    Sequence s has the query rows `query_start_loc[s]:query_start_loc[s + 1]`, which are the last positions of its
-    `seq_lens[s]` tokens: one row when it decodes, all when it prefills, anything between for a chunk or after a
-    prefix hit, none when the step does not compute it. All its keys and values, those of the query rows included, are in the cache.
+    Sequence s has the query rows `query_start_loc[s]:query_start_loc[s + 1]`, which are the last
+    positions of its `seq_lens[s]` tokens: one row when it decodes, all when it prefills, anything
+    between for a chunk or after a prefix hit, none when the step does not compute it. All its keys
+    and values, those of the query rows included, are in the cache.
 
     Args:
-        q: `[tokens, num_heads, head_dim]`; num_heads is a multiple of the cache's num_kv_heads, and head h attends
-            with KV head `h // (num_heads // num_kv_heads)`.
+        q: `[tokens, num_heads, head_dim]`; num_heads is a multiple of the cache's num_kv_heads, and
+            head h attends with KV head `h // (num_heads // num_kv_heads)`.
         kv_cache: the layer's cache, see the module's docstring.
         block_tables: `[sequences, max_blocks]` int32, the blocks of every sequence in order.
         seq_lens: `[sequences]` int32, tokens before this step and new ones together.
         query_start_loc: `[sequences + 1]` int32, rising from 0.
         scale: factor on the scores, usually `head_dim ** -0.5`.
-        sliding_window: where above 0, position i sees the positions in `(i - sliding_window, i]` only (Mistral).
-            Blocks that no query sees are not read, so their entries in the table may be stale.
+        sliding_window: where above 0, position i sees the positions in `(i - sliding_window, i]`
+            only (Mistral). Blocks that no query sees are not read, so their entries in the table
+            may be stale.
         soft_cap: where above 0, scores pass through `soft_cap * tanh(score / soft_cap)` (Gemma 2).
 
-    Returns: `[tokens, num_heads, head_dim]`, of q's dtype; rows beyond the last sequence are undefined.
+    Returns: `[tokens, num_heads, head_dim]`, of q's dtype; rows beyond the last sequence are
+    undefined.
 
     Raises:
         IndexError: a sequence needs a block that its table or the cache does not have.

@@ -1,4 +1,5 @@
-"""Attention over the paged cache in plain torch, one sequence at a time: slow, short, and right in any dtype. The oracle.
+"""Attention over the paged cache in plain torch, one sequence at a time: slow, short, and right in
+any dtype. The oracle.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """
@@ -21,12 +22,15 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     """
     real = slot_mapping >= 0
     slots = slot_mapping[real]
-    block, offset = slots // kv_cache.shape[3], slots % kv_cache.shape[3]
+    block = slots // kv_cache.shape[3]
+    offset = slots % kv_cache.shape[3]
     kv_cache[block, 0, :, offset] = k[real]
     kv_cache[block, 1, :, offset] = v[real]
 
 
-def gather_kv(kv_cache: Tensor, block_table: Tensor, seq_len: int, first: int = 0) -> tuple[Tensor, Tensor]:
+def gather_kv(
+    kv_cache: Tensor, block_table: Tensor, seq_len: int, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """Copy one sequence's keys and values out of its pages.
 
     Args:
@@ -40,31 +44,47 @@ def gather_kv(kv_cache: Tensor, block_table: Tensor, seq_len: int, first: int = 
     first_block, skipped = divmod(first, block_size)
     blocks = block_table[first_block : -(-seq_len // block_size)].long()
     pages = kv_cache[blocks]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, skipped : skipped + seq_len - first]
+    keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[
+        :, :, skipped : skipped + seq_len - first
+    ]
     return keys, values
 
 
 def attend_dense(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int = 0, soft_cap: float = 0.0
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
-    """softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence, each over the positions up to its own.
+    """softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence, each over the
+    positions up to its own.
 
     Args:
-        q: `[query_len, num_heads, head_dim]`; head h uses KV head `h // (num_heads // num_kv_heads)`.
-        keys, values: `[num_kv_heads, seq_len, head_dim]`; values may have another width than keys.
-        sliding_window: above 0, a row sees only its own position and the `sliding_window - 1` before it.
+        q: `[query_len, num_heads, head_dim]`; head h uses KV head
+        `h // (num_heads // num_kv_heads)`. keys, values: `[num_kv_heads, seq_len, head_dim]`;
+        values may have another width than keys.
+        sliding_window: above 0, a row sees only its own position and the `sliding_window - 1`
+            before it.
         soft_cap: above 0, scores become `soft_cap * tanh(score / soft_cap)`.
 
     Returns:
-        `[query_len, num_heads, value's head_dim]` in q's dtype; scores and softmax in at least float32.
+        `[query_len, num_heads, value's head_dim]` in q's dtype; scores and softmax in at least
+        float32.
     """
     query_len, num_heads, head_dim = q.shape
     num_kv_heads, seq_len, _ = keys.shape
     group = num_heads // num_kv_heads
     exact = torch.promote_types(q.dtype, torch.float32)
-    # The query heads that share a KV head are rows of one matrix product: its keys are never repeated.
-    grouped = q.to(exact).view(query_len, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
-    scores = grouped @ keys.to(exact).transpose(1, 2) * scale  # [num_kv_heads, query_len * group, seq_len]
+    # The query heads that share a KV head are rows of one matrix product: its keys are never
+    # repeated.
+    grouped = (
+        q.to(exact).view(query_len, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+    )
+    scores = (
+        grouped @ keys.to(exact).transpose(1, 2) * scale
+    )  # [num_kv_heads, query_len * group, seq_len]
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     query_positions = torch.arange(seq_len - query_len, seq_len, device=q.device)
@@ -80,17 +100,26 @@ def attend_dense(
 
 
 def paged_attention(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    scale: float, sliding_window: int = 0, soft_cap: float = 0.0, gather: Callable[..., tuple[Tensor, Tensor]] = gather_kv,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    gather: Callable[..., tuple[Tensor, Tensor]] = gather_kv,
+) -> Tensor:
     """Attention of a packed batch: gather each sequence's pages and attend densely.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`. Sequence s has the rows `query_start_loc[s] : query_start_loc[s + 1]`, the last
-            of its `seq_lens[s]` positions; it may have none in this step. Rows after the last sequence's are padding.
-        kv_cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; the keys and values of all rows are in it already.
-        block_tables, seq_lens, query_start_loc: as in `AttentionMetadata`.
-        scale, sliding_window, soft_cap: see `attend_dense`. Pages that the window hides from all rows are not read.
+        q: `[num_tokens, num_heads, head_dim]`. Sequence s has the rows
+            `query_start_loc[s] : query_start_loc[s + 1]`, the last of its `seq_lens[s]` positions;
+            it may have none in this step. Rows after the last sequence's are padding.
+        kv_cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; the keys and values of all
+        rows are in it already. block_tables, seq_lens, query_start_loc: as in `AttentionMetadata`.
+        scale, sliding_window, soft_cap: see `attend_dense`. Pages that the window hides from all
+        rows are not read.
         gather: reads a sequence's keys and values, as `gather_kv` does.
 
     Returns:

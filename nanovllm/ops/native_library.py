@@ -1,11 +1,10 @@
 """Compiles C++ sources on first use, caches the library, and loads it with ctypes.
 
-The sources are plain C++ with a C interface, so that any compiler builds them in seconds, without torch's headers or
-Python's.
+The sources are plain C++ with a C interface, so that any compiler builds them in seconds, without
+torch's headers or Python's.
 
-Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
-(~/.cache/nanovllm). With `NANOVLLM_NATIVE=0`, nothing is compiled or loaded.
-"""
+Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under
+`NANOVLLM_HOME` (~/.cache/nanovllm). With `NANOVLLM_NATIVE=0`, nothing is compiled or loaded."""
 
 import ctypes
 import hashlib
@@ -42,9 +41,13 @@ def find_compiler() -> str:
 
 
 def load_library(
-    sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = (), what: str = "a library"
+    sources: Sequence[Path],
+    headers: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+    what: str = "a library",
 ) -> ctypes.CDLL:
-    """Load the library of some sources; compile it first unless the cache has it for these flags, compiler and CPU.
+    """Load the library of some sources; compile it first unless the cache has it for these flags,
+    compiler and CPU.
 
     Args:
         headers: files that the sources include; if one changes, the library is compiled again.
@@ -76,18 +79,30 @@ def load_library(
         raise BuildError(str(error)) from error
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path, what: str) -> None:
-    """Compile the sources, at the same time, into `target`, which appears complete or not at all. A terminal shows a bar."""
+def _compile(
+    compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path, what: str
+) -> None:
+    """Compile the sources, at the same time, into `target`, which appears complete or not at all. A
+    terminal shows a bar."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=target.parent) as folder,
-        tqdm(desc=f"  Compiling {what}", total=len(sources), leave=False, dynamic_ncols=True, disable=None) as bar,
+        tqdm(
+            desc=f"  Compiling {what}",
+            total=len(sources),
+            leave=False,
+            dynamic_ncols=True,
+            disable=None,
+        ) as bar,
         ThreadPool(len(sources)) as threads,
     ):
         commands = [[compiler, *flags, "-c", str(source.resolve())] for source in sources]
         for _ in threads.imap_unordered(lambda command: _run(command, folder), commands):
             bar.update()
-        _run([compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "library.so"], folder)
+        _run(
+            [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "library.so"],
+            folder,
+        )
         os.replace(Path(folder) / "library.so", target)
 
 
@@ -102,7 +117,13 @@ def _run(command: list[str], folder: str | None = None) -> str:
     variables = os.environ | {"LC_ALL": "C"} | ({} if folder is None else {"TMPDIR": folder})
     try:
         return subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, check=True, timeout=300
+            command,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
         ).stdout
     except subprocess.CalledProcessError as error:
         if folder is not None and is_full(error.stderr):

@@ -1,15 +1,17 @@
 """Products with quantized weights, and the choice of what computes them.
 
-`reference_quantized` holds every operator in plain torch. A module `native_quantized` beside `native`, or `triton_quantized` beside
-`triton`, may hold faster ones; the device of the first tensor chooses, as in `nanovllm.ops`.
+`reference_quantized` holds every operator in plain torch. A module `native_quantized` beside
+`native`, or `triton_quantized` beside `triton`, may hold faster ones; the device of the first
+tensor chooses, as in `nanovllm.ops`.
 
-**4-bit weights** are `nibbles`, `[..., out_features, in_features / 8]` int32: word w of a row holds the inputs 8w to 8w+7, the first in
-the lowest four bits. A nibble is q + 8 for q from -8 to 7. `scales` are `[..., out_features, groups]`: each is for a group of in_features / groups
-neighbouring inputs. `zeros`, if there are any, are nibbles, too: `[..., out_features, groups]` uint8 from 0 to 15; without, they are 8.
-The weight is `(nibble - zero) * scale`.
+**4-bit weights** are `nibbles`, `[..., out_features, in_features / 8]` int32: word w of a row holds
+the inputs 8w to 8w+7, the first in the lowest four bits. A nibble is q + 8 for q from -8 to 7.
+`scales` are `[..., out_features, groups]`: each is for a group of in_features / groups neighbouring
+inputs. `zeros`, if there are any, are nibbles, too: `[..., out_features, groups]` uint8 from 0 to
+15; without, they are 8. The weight is `(nibble - zero) * scale`.
 
-**8-bit weights** are `values`, `[..., out_features, in_features]` int8, with scales `[..., out_features, groups]`.
-"""
+**8-bit weights** are `values`, `[..., out_features, in_features]` int8, with scales
+`[..., out_features, groups]`."""
 
 from __future__ import annotations
 
@@ -33,14 +35,20 @@ def _kernels(device: torch.device) -> ModuleType:
 
 
 def linear_w4a16(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    nibbles: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` for a 4-bit weight: the product with the dequantized weight, which is rounded to x's dtype. A row of the
-    result depends on this row of x alone wherever that is true of `ops.linear`.
+    """`x @ weight.T + bias` for a 4-bit weight: the product with the dequantized weight, which is
+    rounded to x's dtype. A row of the result depends on this row of x alone wherever that is true
+    of `ops.linear`.
 
     Args:
         x: `[tokens, in_features]`.
-        nibbles, scales, zeros: see the module's docstring; they may be what `pack_nibbles` made of them. Scales are of x's dtype.
+        nibbles, scales, zeros: see the module's docstring; they may be what `pack_nibbles` made of
+            them. Scales are of x's dtype.
         bias: `[out_features]` or None.
 
     Returns: `[tokens, out_features]`, of x's dtype.
@@ -49,12 +57,17 @@ def linear_w4a16(
 
 
 def linear_w4a8(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    nibbles: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_w4a16` with inputs in 8-bit integers, see `quantize_rows`, and float32 scales. The sums of products within a group
-    are exact integers. In float32, each is multiplied by its scale, they are added in the order of the groups, and the sum is
-    multiplied by the row's scale; then the bias is added, and the result rounded. A row of the result depends on this row of x
-    alone, to the last bit, on every device."""
+    """As `linear_w4a16` with inputs in 8-bit integers, see `quantize_rows`, and float32 scales. The
+    sums of products within a group are exact integers. In float32, each is multiplied by its scale,
+    they are added in the order of the groups, and the sum is multiplied by the row's scale; then
+    the bias is added, and the result rounded. A row of the result depends on this row of x alone,
+    to the last bit, on every device."""
     return _kernels(x.device).linear_w4a8(x, nibbles, scales, zeros, bias)
 
 
@@ -64,8 +77,9 @@ def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None 
 
 
 def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in 8-bit integers on both sides, see `quantize_rows`. The sums are exact int32, over all inputs. They are
-    converted to float32 and multiplied with the row's scale, then with the output's; then the bias is added, and the result rounded.
+    """`x @ weight.T + bias` in 8-bit integers on both sides, see `quantize_rows`. The sums are
+    exact int32, over all inputs. They are converted to float32 and multiplied with the row's scale,
+    then with the output's; then the bias is added, and the result rounded.
 
     Args:
         x: `[tokens, in_features]`.
@@ -73,19 +87,21 @@ def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None =
         scales: `[out_features, 1]` float32.
         bias: `[out_features]` or None.
 
-    Returns: `[tokens, out_features]`, of x's dtype. A row depends on this row of x alone, to the last bit, on every device.
-    """
+    Returns: `[tokens, out_features]`, of x's dtype. A row depends on this row of x alone, to the
+    last bit, on every device."""
     return _kernels(x.device).linear_w8a8(x, values, scales, bias)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 `[tokens, width]`, float32 scales `[tokens, 1]`) of each row. In float32, the scale is absmax / 127, and a number is
-    x * (127 / absmax), rounded to the nearest integer, halves to even. A row of zeros has the scale 0."""
+    """(int8 `[tokens, width]`, float32 scales `[tokens, 1]`) of each row. In float32, the scale is
+    absmax / 127, and a number is x * (127 / absmax), rounded to the nearest integer, halves to
+    even. A row of zeros has the scale 0."""
     return _kernels(x.device).quantize_rows(x)
 
 
 def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The matrix `[..., out_features, in_features]`: the difference of integers is exact, its product with the scale is rounded once.
+    """The matrix `[..., out_features, in_features]`: the difference of integers is exact, its
+    product with the scale is rounded once.
 
     Args:
         values: nibbles or 8-bit values as they are stored, not packed for kernels.
@@ -93,23 +109,30 @@ def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torc
     return reference_quantized.dequantize(values, scales, zeros, dtype)
 
 
-def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Dequantized rows of a quantized embedding, `[tokens]` to `[tokens, width]`; `values` may be packed for kernels."""
+def rows(
+    token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Dequantized rows of a quantized embedding, `[tokens]` to `[tokens, width]`; `values` may be
+    packed for kernels."""
     return _kernels(values.device).rows(token_ids, values, scales, zeros, dtype)
 
 
-def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[int, Tensor]:
-    """For `models.fused`: the address of a C function that computes the product of this kind ("w8a8") for inputs of a dtype, and what
-    of the weight it reads: the tensors' addresses, which hold while the tensors live. Without such a function 0 and nothing."""
+def compiled(
+    kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor
+) -> tuple[int, Tensor]:
+    """For `models.fused`: the address of a C function that computes the product of this kind
+    ("w8a8") for inputs of a dtype, and what of the weight it reads: the tensors' addresses, which
+    hold while the tensors live. Without such a function 0 and nothing."""
     return _kernels(values.device).compiled(kind, dtype, values, scales, *zeros)
 
 
 def pack_nibbles(nibbles: Tensor, *scales_and_zeros: Tensor) -> list[Tensor]:
-    """`[out_features, in_features / 8]` nibbles with their scales, and zeros if there are any, in the layout that this machine's
-    `linear_w4a16` and `linear_w4a8` read fastest, or as they are."""
+    """`[out_features, in_features / 8]` nibbles with their scales, and zeros if there are any, in
+    the layout that this machine's `linear_w4a16` and `linear_w4a8` read fastest, or as they are."""
     return _kernels(nibbles.device).pack_nibbles(nibbles, *scales_and_zeros)
 
 
 def pack_values(values: Tensor) -> Tensor:
-    """`[out_features, in_features]` 8-bit values in the layout that this machine's `linear_w8a8` reads fastest, or as they are."""
+    """`[out_features, in_features]` 8-bit values in the layout that this machine's `linear_w8a8`
+    reads fastest, or as they are."""
     return _kernels(values.device).pack_values(values)

@@ -1,8 +1,9 @@
-"""Every operator in plain torch: the fallback where no faster kernel fits, and the oracle for those kernels.
+"""Every operator in plain torch: the fallback where no faster kernel fits, and the oracle for those
+kernels.
 
-In float64 these functions are as exact as the formulas; in bfloat16 they round where the Hugging Face Llama rounds,
-so that both produce the same activations. `nanovllm.ops` documents shapes and which arguments are overwritten.
-"""
+In float64 these functions are as exact as the formulas; in bfloat16 they round where the Hugging
+Face Llama rounds, so that both produce the same activations. `nanovllm.ops` documents shapes and
+which arguments are overwritten."""
 
 from collections.abc import Callable
 
@@ -56,7 +57,8 @@ def grouped_linear(
 ) -> Tensor:
     """As in `nanovllm.ops`; `product` multiplies the rows of one group."""
     outputs = weight.shape[1] * (1 if weight.ndim == 3 else 16)  # a packed weight has groups of 16
-    out, start = x.new_zeros(len(x), outputs), 0
+    out = x.new_zeros(len(x), outputs)
+    start = 0
     for group, count in enumerate(counts.tolist()):
         if count:
             out[start : start + count] = product(x[start : start + count], weight[group])
@@ -70,7 +72,9 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     # A packed row is stored in words of 32 bits; all words of output o are column o of its group.
     words = weight.view(torch.int32)
     outputs = words.shape[3]
-    rows = words[token_ids // outputs, :, :, token_ids % outputs]  # [tokens, steps, words of a step]
+    rows = words[
+        token_ids // outputs, :, :, token_ids % outputs
+    ]  # [tokens, steps, words of a step]
     return rows.flatten(1).view(weight.dtype)
 
 

@@ -1,4 +1,5 @@
-"""Every operator of `quantized` in plain torch: the fallback where no faster kernel fits, and the oracle for those kernels.
+"""Every operator of `quantized` in plain torch: the fallback where no faster kernel fits, and the
+oracle for those kernels.
 
 Built by notebooks/41_quantization.ipynb: edit it there.
 """
@@ -12,7 +13,8 @@ from nanovllm import ops
 
 
 def unpack(words: Tensor, bits: int = 4) -> Tensor:
-    """The unsigned integers in 32-bit words, `[..., width]` to `[..., width * 32 / bits]`, lowest bits first."""
+    """The unsigned integers in 32-bit words, `[..., width]` to `[..., width * 32 / bits]`, lowest
+    bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & 2**bits - 1).flatten(-2)
 
@@ -24,7 +26,11 @@ def pack(values: Tensor, bits: int = 4) -> Tensor:
 
 
 def round_to_nearest(
-    weight: Tensor, bits: int, groups: int, symmetric: bool = True, dtype: torch.dtype = torch.float32
+    weight: Tensor,
+    bits: int,
+    groups: int,
+    symmetric: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a matrix, each weight by itself.
 
@@ -32,17 +38,21 @@ def round_to_nearest(
         weight: `[out_features, in_features]`.
         bits: 4 or 8.
         groups: scales per row.
-        symmetric: the grid is q * scale: with 4 bits q is -8 to 7 and the scale absmax / 7.5; with 8 bits -127 to 127 and absmax / 127.
-            Otherwise (with 4 bits alone) the 16 values range from the smallest weight of the group, or 0, to the largest, or 0.
+        symmetric: the grid is q * scale: with 4 bits q is -8 to 7 and the scale absmax / 7.5; with
+            8 bits -127 to 127 and absmax / 127. Otherwise (with 4 bits alone) the 16 values range
+            from the smallest weight of the group, or 0, to the largest, or 0.
         dtype: of the scales. Weights are rounded to the grid of the rounded scales.
 
     Returns: (nibbles or 8-bit values, scales, zeros), as `quantized` describes them.
     """
     grouped = weight.float().unflatten(1, (groups, -1))
     if symmetric:
-        spread, steps, zeros = grouped.abs().amax(-1), 7.5 if bits == 4 else 127, None
+        spread = grouped.abs().amax(-1)
+        steps = 7.5 if bits == 4 else 127
+        zeros = None
     else:
-        spread, steps = grouped.amax(-1).clamp(min=0) - grouped.amin(-1).clamp(max=0), 15
+        spread = grouped.amax(-1).clamp(min=0) - grouped.amin(-1).clamp(max=0)
+        steps = 15
     tiny = torch.finfo(dtype).tiny
     scales = (spread / steps).to(dtype).clamp(min=tiny)
     wide = scales.float()[..., None]
@@ -57,13 +67,19 @@ def round_to_nearest(
 
 def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
     whole = values if values.dtype == torch.int8 else unpack(values) - (8 if zeros is None else 0)
-    groups = whole.unflatten(-1, (scales.shape[-1], -1)) - (0 if zeros is None else zeros[..., None])
+    groups = whole.unflatten(-1, (scales.shape[-1], -1)) - (
+        0 if zeros is None else zeros[..., None]
+    )
     wide = torch.promote_types(scales.dtype, torch.float32)
     return (groups.to(wide) * scales[..., None].to(wide)).flatten(-2).to(dtype)
 
 
 def linear_w4a16(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    nibbles: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     return ops.linear(x, dequantize(nibbles, scales, zeros, x.dtype), bias)
 
@@ -72,8 +88,12 @@ def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None 
     return ops.linear(x, dequantize(values, scales, None, x.dtype), bias)
 
 
-def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return dequantize(values[token_ids], scales[token_ids], None if zeros is None else zeros[token_ids], dtype)
+def rows(
+    token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return dequantize(
+        values[token_ids], scales[token_ids], None if zeros is None else zeros[token_ids], dtype
+    )
 
 
 def pack_nibbles(*tensors: Tensor) -> list[Tensor]:
@@ -89,7 +109,8 @@ def compiled(*_: object) -> tuple[int, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's numbers as multiples of its scale, absmax / 127, rounded to the nearest, halves to even. A row of zeros has the scale 0.
+    """Each row's numbers as multiples of its scale, absmax / 127, rounded to the nearest, halves to
+    even. A row of zeros has the scale 0.
 
     Args:
         x: `[tokens, width]`.
@@ -98,31 +119,44 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    inverse = torch.full_like(largest, 127) / largest  # a number / a tensor would be a reciprocal, and rounded twice
+    inverse = (
+        torch.full_like(largest, 127) / largest
+    )  # a number / a tensor would be a reciprocal, and rounded twice
     return (wide * inverse.masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
 
 
-# A float32 holds a sum of so many products of 8-bit integers exactly, whatever the order: 1024 * 128 * 127 < 2**24.
+# A float32 holds a sum of so many products of 8-bit integers exactly, whatever the order: 1024 *
+# 128 * 127 < 2**24.
 EXACT_PRODUCTS = 1024
 
 
 def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     quantized, row_scales = quantize_rows(x)
     steps = zip(quantized.split(EXACT_PRODUCTS, -1), values.split(EXACT_PRODUCTS, -1), strict=True)
-    sums = torch.stack([(a.float() @ b.float().T).to(torch.int32) for a, b in steps]).sum(0, dtype=torch.int32)
+    sums = torch.stack([(a.float() @ b.float().T).to(torch.int32) for a, b in steps]).sum(
+        0, dtype=torch.int32
+    )
     out = sums.float() * row_scales * scales.T
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 def linear_w4a8(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    nibbles: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     quantized, row_scales = quantize_rows(x)
     sizes = scales.shape[1], -1
     exact = torch.float32 if x.shape[1] <= 8 * EXACT_PRODUCTS * scales.shape[1] else torch.float64
-    integers = dequantize(nibbles, torch.ones_like(scales), zeros, exact).unflatten(1, sizes).unbind(1)
+    integers = (
+        dequantize(nibbles, torch.ones_like(scales), zeros, exact).unflatten(1, sizes).unbind(1)
+    )
     out = torch.zeros(len(x), len(scales), device=x.device)
-    for a, b, scale in zip(quantized.to(exact).unflatten(1, sizes).unbind(1), integers, scales.T, strict=True):
+    for a, b, scale in zip(
+        quantized.to(exact).unflatten(1, sizes).unbind(1), integers, scales.T, strict=True
+    ):
         out += (a @ b.T).float() * scale
     out *= row_scales
     return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -1,10 +1,11 @@
-"""The small operators between the matrix products as Triton kernels, for GPUs: each reads and writes memory once.
+"""The small operators between the matrix products as Triton kernels, for GPUs: each reads and
+writes memory once.
 
-Plain torch makes half a dozen passes over the activations for one RMSNorm, and launches as many kernels. These kernels
-compute in float32 and round where `reference` rounds, so the results are the same up to the order of a sum and the last
-bits of `exp` and `rsqrt`. Inputs that they do not cover (other dtypes, rows with gaps, gradients) go to `reference`, and
-so do the operators that torch's own kernels serve well.
-"""
+Plain torch makes half a dozen passes over the activations for one RMSNorm, and launches as many
+kernels. These kernels compute in float32 and round where `reference` rounds, so the results are the
+same up to the order of a sum and the last bits of `exp` and `rsqrt`. Inputs that they do not cover
+(other dtypes, rows with gaps, gradients) go to `reference`, and so do the operators that torch's
+own kernels serve well."""
 
 import torch
 import triton
@@ -27,29 +28,44 @@ GATE_BLOCK = 1024
 
 
 def _num_warps(elements: int) -> int:
-    """Warps for a program over `elements` numbers: 16 per thread, which are two loads of 16 bytes in bfloat16."""
+    """Warps for a program over `elements` numbers: 16 per thread, which are two loads of 16 bytes
+    in bfloat16."""
     return min(max(elements // 512, 1), 16)
 
 
 def covers(*tensors: Tensor) -> bool:
-    """Whether the kernels can take these tensors: of one known dtype, without gaps in a row, without gradient."""
+    """Whether the kernels can take these tensors: of one known dtype, without gaps in a row,
+    without gradient."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and not any(
-        tensor.dtype != dtype or tensor.stride(-1) != 1 or (torch.is_grad_enabled() and tensor.requires_grad)
+        tensor.dtype != dtype
+        or tensor.stride(-1) != 1
+        or (torch.is_grad_enabled() and tensor.requires_grad)
         for tensor in tensors
     )
 
 
-# ------------------------------------------------------------------------------------------------ normalisation
+# ------------------------------------------------------------------------------------ normalisation
 
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, num_heads, token_stride, head_stride, residual_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """One row of one token; with ADD, its sum with the residual, which is also stored there. The row is rounded before and
-    after the multiplication with the weight. Grid (num_tokens * num_heads,)."""
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    num_heads,
+    token_stride,
+    head_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One row of one token; with ADD, its sum with the residual, which is also stored there. The
+    row is rounded before and after the multiplication with the weight. Grid (num_tokens *
+    num_heads,)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < WIDTH
@@ -57,7 +73,9 @@ def rms_norm_kernel(
     x = tl.load(x_ptr + start + channel, mask=inside, other=0.0)
     if ADD:
         residual = residual_ptr + row * residual_stride + channel
-        x = (tl.load(residual, mask=inside, other=0.0).to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+        x = (tl.load(residual, mask=inside, other=0.0).to(tl.float32) + x.to(tl.float32)).to(
+            x.dtype
+        )
         tl.store(residual, x, mask=inside)
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0)
     wide = x.to(tl.float32)
@@ -74,10 +92,21 @@ def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
     if out.numel() > 0:
         block = triton.next_power_of_2(width)
         rms_norm_kernel[(num_tokens * num_heads,)](
-            heads, x if residual is None else residual, weight, out, num_heads, heads.stride(0), heads.stride(1),
-            0 if residual is None else residual.stride(0), eps, WIDTH=width, BLOCK=block, ADD=residual is not None,
-            num_warps=_num_warps(block), enable_fp_fusion=True,
-        )  # fmt: skip
+            heads,
+            x if residual is None else residual,
+            weight,
+            out,
+            num_heads,
+            heads.stride(0),
+            heads.stride(1),
+            0 if residual is None else residual.stride(0),
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            ADD=residual is not None,
+            num_warps=_num_warps(block),
+            enable_fp_fusion=True,
+        )
     return out
 
 
@@ -93,7 +122,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _normalise(x, residual, weight, eps), residual
 
 
-# ------------------------------------------------------------------------------------------------ rotary embedding
+# --------------------------------------------------------------------------------- rotary embedding
 
 
 @triton.jit
@@ -124,9 +153,19 @@ def rotate_heads(heads_ptr, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HALF
 
 @triton.jit
 def apply_rope_kernel(
-    q_ptr, k_ptr, position_ptr, cos_sin_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
-    num_positions, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    position_ptr,
+    cos_sin_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    num_positions,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """One token, queries and keys. Grid (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + token)
@@ -136,7 +175,9 @@ def apply_rope_kernel(
     known = (channel < HALF) & (angle >= 0) & (angle < num_positions * 2 * HALF)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cos = tl.load(cos_sin_ptr + angle, mask=known, other=float("nan")).to(dtype).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + angle + HALF, mask=known, other=float("nan")).to(dtype).to(tl.float32)
+    sin = (
+        tl.load(cos_sin_ptr + angle + HALF, mask=known, other=float("nan")).to(dtype).to(tl.float32)
+    )
     rotate_heads(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HALF)
     rotate_heads(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, HALF)
 
@@ -144,21 +185,41 @@ def apply_rope_kernel(
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    fits = positions.dtype == torch.int64 and positions.is_contiguous() and positions.numel() == num_tokens
-    fits = fits and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim
+    fits = (
+        positions.dtype == torch.int64
+        and positions.is_contiguous()
+        and positions.numel() == num_tokens
+    )
+    fits = (
+        fits
+        and cos_sin.dtype == torch.float32
+        and cos_sin.is_contiguous()
+        and cos_sin.shape[1] == head_dim
+    )
     if not fits or not covers(q, k) or k.shape != (num_tokens, num_kv_heads, head_dim):
         return reference.apply_rope(q, k, positions, cos_sin)
     if num_tokens > 0:
         # enable_fp_fusion: a fused multiply-add would skip the rounding of one product.
         apply_rope_kernel[(num_tokens,)](
-            q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[0],
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
-            num_warps=_num_warps(triton.next_power_of_2(num_heads * head_dim)), enable_fp_fusion=False,
-        )  # fmt: skip
+            q,
+            k,
+            positions,
+            cos_sin,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            cos_sin.shape[0],
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            num_warps=_num_warps(triton.next_power_of_2(num_heads * head_dim)),
+            enable_fp_fusion=False,
+        )
     return q, k
 
 
-# ------------------------------------------------------------------------------------------------ the gate
+# ----------------------------------------------------------------------------------------- the gate
 
 
 @triton.jit
@@ -184,10 +245,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if out.numel() > 0:
         block = min(triton.next_power_of_2(size), GATE_BLOCK)
         silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=_num_warps(2 * block), enable_fp_fusion=True
+            x,
+            out,
+            x.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_num_warps(2 * block),
+            enable_fp_fusion=True,
         )
     return out
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return load("nanovllm.ops.triton_grouped:grouped_linear", "a mixture of experts on a GPU")(x, weight, counts)
+    return load("nanovllm.ops.triton_grouped:grouped_linear", "a mixture of experts on a GPU")(
+        x, weight, counts
+    )

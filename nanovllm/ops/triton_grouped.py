@@ -1,9 +1,9 @@
-"""Many small matrix products in one launch: rows sorted by expert, each group of rows with a weight of its own.
+"""Many small matrix products in one launch: rows sorted by expert, each group of rows with a weight
+of its own.
 
-Only the GPU knows how many rows an expert gets, and to read the numbers the host would have to wait. So the grid has the
-largest size that may be needed, and each program computes from the counts which expert and rows it serves, if any
-(a grouped GEMM, as in CUTLASS and in vLLM's fused_moe).
-"""
+Only the GPU knows how many rows an expert gets, and to read the numbers the host would have to
+wait. So the grid has the largest size that may be needed, and each program computes from the counts
+which expert and rows it serves, if any (a grouped GEMM, as in CUTLASS and in vLLM's fused_moe)."""
 
 import torch
 import triton
@@ -14,13 +14,17 @@ from nanovllm.ops import reference
 from nanovllm.ops.triton import covers
 
 
-def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Choose rows, outputs and inputs of a tile, warps of a program, and stages of its pipeline. Few rows per expert wait for
-    its weights: they get 16 rows, the minimum of a matrix instruction.
+def choose_grouped_tiles(
+    rows_per_expert: float, dtype: torch.dtype
+) -> tuple[int, int, int, int, int]:
+    """Choose rows, outputs and inputs of a tile, warps of a program, and stages of its pipeline.
+    Few rows per expert wait for its weights: they get 16 rows, the minimum of a matrix instruction.
 
-    On average half the rows of an expert's last tile are wasted, so a tile should have far fewer rows than an expert gets.
-    """
-    if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
+    On average half the rows of an expert's last tile are wasted, so a tile should have far fewer
+    rows than an expert gets."""
+    if (
+        dtype == torch.float32
+    ):  # there is no exact matrix instruction: everything goes through registers
         return 16, 64, 32, 4, 3
     if rows_per_expert <= 32:
         return 16, 64, 128, 4, 4
@@ -29,13 +33,24 @@ def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> tuple[in
 
 @triton.jit
 def grouped_linear_kernel(
-    x_ptr, weight_ptr, count_ptr, out_ptr, x_stride, expert_stride, num_experts, num_outputs, num_inputs,
-    EXPERTS_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, TILE_INPUTS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    count_ptr,
+    out_ptr,
+    x_stride,
+    expert_stride,
+    num_experts,
+    num_outputs,
+    num_inputs,
+    EXPERTS_P2: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_INPUTS: tl.constexpr,
+):
     """A tile of rows of one expert, and a tile of its outputs.
 
-    Grid (as many row tiles as there could be, ceil(num_outputs / TILE_OUTPUTS)): neighbours share a tile of weights.
-    """
+    Grid (as many row tiles as there could be, ceil(num_outputs / TILE_OUTPUTS)): neighbours share a
+    tile of weights."""
     tile = tl.program_id(0)
     index = tl.arange(0, EXPERTS_P2)
     counts = tl.load(count_ptr + index, mask=index < num_experts, other=0).to(tl.int32)
@@ -52,14 +67,28 @@ def grouped_linear_kernel(
         known = output < num_outputs
         channel = tl.arange(0, TILE_INPUTS)
         x_rows = x_ptr + row[:, None] * x_stride
-        weight_rows = weight_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * num_inputs
+        weight_rows = (
+            weight_ptr
+            + expert.to(tl.int64) * expert_stride
+            + output.to(tl.int64)[None, :] * num_inputs
+        )
         total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
         for start in range(0, num_inputs, TILE_INPUTS):
             inside = start + channel < num_inputs
-            x = tl.load(x_rows + (start + channel)[None, :], mask=ours[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(weight_rows + (start + channel)[:, None], mask=inside[:, None] & known[None, :], other=0.0)
+            x = tl.load(
+                x_rows + (start + channel)[None, :], mask=ours[:, None] & inside[None, :], other=0.0
+            )
+            weight = tl.load(
+                weight_rows + (start + channel)[:, None],
+                mask=inside[:, None] & known[None, :],
+                other=0.0,
+            )
             total = tl.dot(x, weight, total, input_precision="ieee")
-        tl.store(out_ptr + row[:, None] * num_outputs + output[None, :], total, mask=ours[:, None] & known[None, :])
+        tl.store(
+            out_ptr + row[:, None] * num_outputs + output[None, :],
+            total,
+            mask=ours[:, None] & known[None, :],
+        )
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -69,12 +98,27 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return reference.grouped_linear(x, weight, counts)
     out = x.new_empty(num_rows, num_outputs)
     if out.numel() > 0:
-        rows, outputs, inputs, num_warps, num_stages = choose_grouped_tiles(num_rows / num_experts, x.dtype)
+        rows, outputs, inputs, num_warps, num_stages = choose_grouped_tiles(
+            num_rows / num_experts, x.dtype
+        )
         # Each expert with rows may have one tile that is not full.
         most = (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
         grouped_linear_kernel[(most, triton.cdiv(num_outputs, outputs))](
-            x, weight, counts, out, x.stride(0), weight.stride(0), num_experts, num_outputs, num_inputs,
-            EXPERTS_P2=triton.next_power_of_2(num_experts), TILE_ROWS=rows, TILE_OUTPUTS=outputs, TILE_INPUTS=inputs,
-            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
+            x,
+            weight,
+            counts,
+            out,
+            x.stride(0),
+            weight.stride(0),
+            num_experts,
+            num_outputs,
+            num_inputs,
+            EXPERTS_P2=triton.next_power_of_2(num_experts),
+            TILE_ROWS=rows,
+            TILE_OUTPUTS=outputs,
+            TILE_INPUTS=inputs,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            enable_fp_fusion=True,
+        )
     return out

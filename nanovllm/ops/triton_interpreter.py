@@ -1,16 +1,16 @@
 """Repairs bfloat16 in Triton's interpreter, so that it computes as a GPU does.
 
-NumPy has no bfloat16, so the interpreter (`TRITON_INTERPRET=1`, triton 3.6 to 3.9) keeps such numbers as uint16: their
-bit patterns. Loads, stores and selections work; all other operations give wrong results without an error:
+NumPy has no bfloat16, so the interpreter (`TRITON_INTERPRET=1`, triton 3.6 to 3.9) keeps such
+numbers as uint16: their bit patterns. Loads, stores and selections work; all other operations give
+wrong results without an error:
 
 * `tl.dot`, `+`, `*`, `-` and comparisons treat the patterns as integers.
-* Rounding float32 to bfloat16 cuts the lower half off, while hardware rounds to the nearest number, ties to even. A
-  NaN whose bits are all in the lower half becomes an infinity.
+* Rounding float32 to bfloat16 cuts the lower half off, while hardware rounds to the nearest number,
+  ties to even. A NaN whose bits are all in the lower half becomes an infinity.
 * Widening breaks subnormal numbers, and integers and float64 are not converted at all.
 
-`repair` replaces these operations by ones that widen to float32, compute, and round. Not repaired, and not used by the
-kernels here: `tl.sum` and `tl.fma` in bfloat16, and atomics.
-"""
+`repair` replaces these operations by ones that widen to float32, compute, and round. Not repaired,
+and not used by the kernels here: `tl.sum` and `tl.fma` in bfloat16, and atomics."""
 
 from collections.abc import Callable
 from functools import cache, partialmethod
@@ -44,7 +44,8 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 
 
 def _elementwise(self: InterpreterBuilder, original: Operation, *operands: Any) -> TensorHandle:
-    """An operation on one or two tensors, computed in float32 and rounded once where they are bfloat16."""
+    """An operation on one or two tensors, computed in float32 and rounded once where they are
+    bfloat16."""
     *handles, function = operands
     if not any(map(_is_bfloat16, handles)):
         return original(self, *operands)
@@ -54,7 +55,9 @@ def _elementwise(self: InterpreterBuilder, original: Operation, *operands: Any) 
     return TensorHandle(narrow(result.data), tl.bfloat16)
 
 
-def _cast(self: InterpreterBuilder, original: Operation, source: TensorHandle, target: tl.dtype) -> TensorHandle:
+def _cast(
+    self: InterpreterBuilder, original: Operation, source: TensorHandle, target: tl.dtype
+) -> TensorHandle:
     if _is_bfloat16(source) and target.scalar != tl.bfloat16:
         source = _widened(source)
         return source if target.scalar == tl.float32 else original(self, source, target)
@@ -63,17 +66,27 @@ def _cast(self: InterpreterBuilder, original: Operation, source: TensorHandle, t
     return original(self, source, target)
 
 
-def _dot(self: InterpreterBuilder, original: Operation, a: TensorHandle, b: TensorHandle, *others: Any) -> TensorHandle:
-    # A product of two bfloat16 numbers is exact in float32, where tensor cores add the products up, too.
+def _dot(
+    self: InterpreterBuilder, original: Operation, a: TensorHandle, b: TensorHandle, *others: Any
+) -> TensorHandle:
+    # A product of two bfloat16 numbers is exact in float32, where tensor cores add the products up,
+    # too.
     return original(self, _widened(a), _widened(b), *others)
 
 
 # Method of the interpreter -> what replaces it, and gets the original method as its first argument.
-REPAIRS = {"binary_op": _elementwise, "unary_op": _elementwise, "cast_impl": _cast, "create_dot": _dot}
+REPAIRS = {
+    "binary_op": _elementwise,
+    "unary_op": _elementwise,
+    "cast_impl": _cast,
+    "create_dot": _dot,
+}
 
 
 @cache
 def repair() -> None:
     """Repair the interpreter of this process; a second call does nothing."""
     for name, repaired in REPAIRS.items():
-        setattr(InterpreterBuilder, name, partialmethod(repaired, getattr(InterpreterBuilder, name)))
+        setattr(
+            InterpreterBuilder, name, partialmethod(repaired, getattr(InterpreterBuilder, name))
+        )

@@ -1,4 +1,5 @@
-"""One address in front of several servers: sends each request to prefill and decode engines (lecture 31).
+"""One address in front of several servers: sends each request to prefill and decode engines
+(lecture 31).
 
 config        how it routes, and its flags
 command       the command `nanovllm router`

@@ -1,9 +1,8 @@
-"""The router's routes, and the path of a request: to a prefill server, and with its answer to a decode server; or to a decode
-server that asks a prefill server itself.
+"""The router's routes, and the path of a request: to a prefill server, and with its answer to a
+decode server; or to a decode server that asks a prefill server itself.
 
-The messages are those of vLLM's NixlConnector and of the proxies that come with it, so in `prefill_first` engines and routers
-of both kinds understand one another.
-"""
+The messages are those of vLLM's NixlConnector and of the proxies that come with it, so in
+`prefill_first` engines and routers of both kinds understand one another."""
 
 import asyncio
 import contextlib
@@ -37,7 +36,8 @@ from nanovllm.server.responses import ClosingStream
 
 logger = logging.getLogger("nanovllm.router")
 
-# The router sends a request to at most so many servers of a kind: a request that kills servers must not kill them all.
+# The router sends a request to at most so many servers of a kind: a request that kills servers must
+# not kill them all.
 MAX_ATTEMPTS = 3
 OVERVIEW = pathlib.Path(__file__).with_name("overview.html")
 # The routes whose requests a prefill server may prepare.
@@ -51,15 +51,31 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 
 LABELS = ("worker", "role")
 TABLE = {
     "worker_health": (GaugeMetricFamily, "1 if the server gets requests", "is_healthy"),
-    "running_requests": (GaugeMetricFamily, "Requests that were sent to the server and have not ended", "num_running"),
-    "processed_requests": (CounterMetricFamily, "Requests that a server has answered", "num_answered"),
-    "request_errors": (CounterMetricFamily, "Requests that a server has failed to answer", "num_failures"),
+    "running_requests": (
+        GaugeMetricFamily,
+        "Requests that were sent to the server and have not ended",
+        "num_running",
+    ),
+    "processed_requests": (
+        CounterMetricFamily,
+        "Requests that a server has answered",
+        "num_answered",
+    ),
+    "request_errors": (
+        CounterMetricFamily,
+        "Requests that a server has failed to answer",
+        "num_failures",
+    ),
 }
-TRANSFERS = "Requests whose KV a prefill server was to supply (offered), and those that were computed anew (recomputed)"
+TRANSFERS = (
+    "Requests whose KV a prefill server was to supply (offered), and those that were computed anew "
+    "(recomputed)"
+)
 
 
 class Metrics(MetricSet):
-    """All metrics of a router, in a registry of their own. The servers have theirs, each at its own address."""
+    """All metrics of a router, in a registry of their own. The servers have theirs, each at its own
+    address."""
 
     def __init__(self, servers: Sequence[Backend], prefix: Prefix = "vllm") -> None:
         sources = [((server.url, server.role), server) for server in servers]
@@ -67,7 +83,8 @@ class Metrics(MetricSet):
         self.requests = self.add(Counter, "requests", "Requests that have come", ["route"])
         self.retries = self.add(Counter, "retries", "Requests that were sent to another server", [])
         self.transfers = self.add(Counter, "kv_transfers", TRANSFERS, ["outcome"])
-        name, about = "generate_duration_seconds", "From a request's arrival to the beginning of its answer"
+        name = "generate_duration_seconds"
+        about = "From a request's arrival to the beginning of its answer"
         self.time_to_headers = self.add(Histogram, name, about, ["route"], buckets=BUCKETS)
 
 
@@ -77,8 +94,8 @@ class Transfer:
 
     Attributes:
         params: parameters for the decode server; empty: it computes everything itself.
-        server: prefill first: the prefill server that holds the KV until a decode server has read it; decode first: the one that
-            will be busy with the request.
+        server: prefill first: the prefill server that holds the KV until a decode server has read
+            it; decode first: the one that will be busy with the request.
     """
 
     params: dict[str, Any] = field(default_factory=dict)
@@ -92,8 +109,11 @@ def with_headers(response: Response, answer: httpcore.Response) -> Response:
     return response
 
 
-async def events(server: Backend, chunk: bytes | None, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream of events, in whole lines as they come. If the connection is cut, the stream ends with an error.
+async def events(
+    server: Backend, chunk: bytes | None, chunks: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    """A stream of events, in whole lines as they come. If the connection is cut, the stream ends
+    with an error.
 
     Args:
         chunk: the part that has been read already.
@@ -118,12 +138,14 @@ class RouterApp:
     """Takes requests to servers.
 
     Args:
-        servers: some for prefill and some for decode, or all of them regular; all with the same configuration.
+        servers: some for prefill and some for decode, or all of them regular; all with the same
+            configuration.
         metrics_prefix: the first word of the metrics' names.
     """
 
     def __init__(self, servers: Sequence[Backend], metrics_prefix: Prefix = "vllm") -> None:
-        self.config, self.metrics = servers[0].config, Metrics(servers, metrics_prefix)
+        self.config = servers[0].config
+        self.metrics = Metrics(servers, metrics_prefix)
         self.prefill = [server for server in servers if server.role == "prefill"]
         # The servers that answer clients.
         self.decode = [server for server in servers if server.role != "prefill"]
@@ -133,19 +155,26 @@ class RouterApp:
 
     async def answer(self, request: Request) -> Response:
         """A request that servers answer."""
-        # The path of one model is no label: clients could make up any number, and each is kept for ever.
-        arrival, route = time.monotonic(), "/v1/models" if request.path_params else request.url.path
+        # The path of one model is no label: clients could make up any number, and each is kept for
+        # ever.
+        arrival = time.monotonic()
+        route = "/v1/models" if request.path_params else request.url.path
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=route in GENERATING)
         if call.body.get("kv_transfer_params") is not None:
-            raise APIError(400, "kv_transfer_params must not be set: the router sets it", "kv_transfer_params")
-        response = await unless_disconnected(request, self._first_of(self.decode, call, self._decode))
+            raise APIError(
+                400, "kv_transfer_params must not be set: the router sets it", "kv_transfer_params"
+            )
+        response = await unless_disconnected(
+            request, self._first_of(self.decode, call, self._decode)
+        )
         if route in GENERATING:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)
         return response
 
     async def _first_of(self, servers: Sequence[Backend], call: Call, ask: Ask[Result]) -> Result:
-        """What the first of some servers answers that does not fail; if all answer with a status of 5xx, what the last one does.
+        """What the first of some servers answers that does not fail; if all answer with a status of
+        5xx, what the last one does.
 
         Args:
             ask: returns the status and the result of a server's answer, or raises one of FAILURES.
@@ -180,13 +209,15 @@ class RouterApp:
             response = await self._ask(call.with_transfer(transfer.params), server, transfer.server)
             status = response.status_code
         finally:
-            # No decode server will read the KV that is held. An engine that has claimed it may still read it.
+            # No decode server will read the KV that is held. An engine that has claimed it may
+            # still read it.
             if status >= 400 and transfer.server and "remote_request_id" in transfer.params:
                 await transfer.server.release(transfer.params["remote_request_id"])
         return status, response
 
     async def _ask(self, call: Call, server: Backend, helper: Backend | None) -> Response:
-        """A decode server's answer, or the beginning of its stream. With decode first, `helper` is busy with it, too."""
+        """A decode server's answer, or the beginning of its stream. With decode first, `helper` is
+        busy with it, too."""
         async with contextlib.AsyncExitStack() as stack:
             if helper and self.is_decode_first:
                 stack.enter_context(helper.at_work())
@@ -198,7 +229,9 @@ class RouterApp:
                 return response
             chunks = answer.aiter_stream()
             pieces = events(server, await anext(chunks, None), chunks)
-            return with_headers(ClosingStream(pieces, stack.pop_all().aclose, status_code=answer.status), answer)
+            return with_headers(
+                ClosingStream(pieces, stack.pop_all().aclose, status_code=answer.status), answer
+            )
 
     # ---------------------------------------------------------------- where the KV comes from
 
@@ -220,18 +253,26 @@ class RouterApp:
     async def _address(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
         """The address of a prefill server, for a decode server to ask."""
         params: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
-        params |= {"prefill_addresses": server.kv_addresses, "kv_direction": self.config.kv_direction}
+        params |= {
+            "prefill_addresses": server.kv_addresses,
+            "kv_direction": self.config.kv_direction,
+        }
         return 200, Transfer(params, server)
 
     async def _prefill(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
         """Let a prefill server compute the prompt: its KV parameters, or its refusal."""
-        async with asyncio.timeout(self.config.prefill_timeout), server.ask(call.for_prefill()) as answer:
+        async with (
+            asyncio.timeout(self.config.prefill_timeout),
+            server.ask(call.for_prefill()) as answer,
+        ):
             content = await answer.aread()
         server.num_answered += 1
         if answer.status < 400:
             params = msgspec.json.decode(content, type=dict[str, Any]).get("kv_transfer_params")
             return answer.status, Transfer(params or {}, server)
-        return answer.status, with_headers(Response(content, answer.status), answer) if answer.status < 500 else None
+        return answer.status, (
+            with_headers(Response(content, answer.status), answer) if answer.status < 500 else None
+        )
 
     # ---------------------------------------------------------------- other routes
 
@@ -256,19 +297,27 @@ def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[B
 
 def unavailable(servers: Sequence[Backend]) -> APIError:
     """Says why none of these servers has answered."""
-    problems = "; ".join(f"{server.url} {server.problem or 'has failed to answer this'}" for server in servers)
+    problems = "; ".join(
+        f"{server.url} {server.problem or 'has failed to answer this'}" for server in servers
+    )
     return APIError(503, f"no server can be reached: {problems}", code="backend_lost")
 
 
-def create_app(servers: Sequence[Backend], access: Access, metrics_prefix: Prefix = "vllm") -> Starlette:
+def create_app(
+    servers: Sequence[Backend], access: Access, metrics_prefix: Prefix = "vllm"
+) -> Starlette:
     """The application. It answers while the servers are looked after.
 
     Args:
-        access: which clients may use the router. Without keys, the servers check those of the clients.
+        access: which clients may use the router. Without keys, the servers check those of the
+            clients.
         metrics_prefix: see `RouterApp`.
     """
     router = RouterApp(servers, metrics_prefix)
-    routes = [Route(path, router.answer, methods=["POST"]) for path in (*GENERATING, "/tokenize", "/detokenize")]
+    routes = [
+        Route(path, router.answer, methods=["POST"])
+        for path in (*GENERATING, "/tokenize", "/detokenize")
+    ]
     gets: dict[str, Any] = {
         "/v1/models": router.answer,
         "/v1/models/{name:path}": router.answer,
@@ -277,7 +326,9 @@ def create_app(servers: Sequence[Backend], access: Access, metrics_prefix: Prefi
         "/version": JSONResponse({"version": nanovllm.__version__}),
         "/metrics": lambda request: router.metrics.response(),
     }
-    app = Starlette(routes=routes + [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()])
+    app = Starlette(
+        routes=routes + [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+    )
     install_error_handlers(app)
     protect(app, access)
     return app

@@ -1,7 +1,7 @@
 """The servers behind a router: the connections to them, and their health.
 
-Requests go out through httpcore, the layer below httpx: it sends exactly the given headers, and takes half a millisecond less.
-"""
+Requests go out through httpcore, the layer below httpx: it sends exactly the given headers, and
+takes half a millisecond less."""
 
 import asyncio
 import contextlib
@@ -24,15 +24,23 @@ Role = Literal["prefill", "decode", "regular"]
 CONNECT_SECONDS = 5.0
 # The timeout of a health check.
 HEALTH_SECONDS = 2.5
-# After so many health checks in a row without an answer the router gives a server up, with all requests that wait for it. More than
-# one: after this process was stopped, its timers end before it has read the answers.
+# After so many health checks in a row without an answer the router gives a server up, with all
+# requests that wait for it. More than one: after this process was stopped, its timers end before it
+# has read the answers.
 MAX_SILENT_CHECKS = 2
 # So soon after a failed request the router checks the server.
 LOOK_SECONDS = 0.1
-# Servers close idle connections after 5 s (uvicorn). The router must not use one that is about to be closed.
+# Servers close idle connections after 5 s (uvicorn). The router must not use one that is about to
+# be closed.
 KEEP_ALIVE_SECONDS = 3.0
 # All errors of a request to a server.
-FAILURES = httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, msgspec.DecodeError
+FAILURES = (
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.TimeoutException,
+    OSError,
+    msgspec.DecodeError,
+)
 REFUSED = httpcore.ConnectError, httpcore.ConnectTimeout
 
 
@@ -55,32 +63,45 @@ class Backend:
 
     Attributes:
         name: what the log calls it: its URL, unless the router itself has started it.
-        num_running, num_answered, num_failures: requests that the router has sent to it and that have not ended, that it has
-            answered, and that it has failed to answer.
+        num_running, num_answered, num_failures: requests that the router has sent to it and that
+            have not ended, that it has answered, and that it has failed to answer.
         problem: why it gets no requests; "" if it does.
         kv_addresses: where decode servers may ask its engines for KV.
         turn: the number of the last request that it was chosen for.
         sent: names of the pieces of text that it was sent since it started, the latest last.
-        on_silence: called after every health check without an answer that gives the server up, with the number of such checks.
+        on_silence: called after every health check without an answer that gives the server up, with
+            the number of such checks.
 
     Raises:
         UsageError: not such a URL.
     """
 
-    def __init__(self, url: str, role: Role, config: RouterConfig, api_key: str | None = None) -> None:
-        self.url, self.role, self.config = url.rstrip("/"), role, config
+    def __init__(
+        self, url: str, role: Role, config: RouterConfig, api_key: str | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.role = role
+        self.config = config
         self.name = self.url
         self._origin = origin = httpcore.URL(self.url)
         if origin.scheme not in (b"http", b"https") or not origin.host or origin.target != b"/":
-            raise UsageError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")
+            raise UsageError(
+                f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100"
+            )
         self._own_headers = [(b"content-type", b"application/json")]
         self._own_headers += [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
         seconds = config.request_timeout
-        self._settings = {"timeout": {"connect": CONNECT_SECONDS, "read": seconds, "write": seconds}}
-        self.connections = httpcore.AsyncConnectionPool(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
+        self._settings = {
+            "timeout": {"connect": CONNECT_SECONDS, "read": seconds, "write": seconds}
+        }
+        self.connections = httpcore.AsyncConnectionPool(
+            max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
+        )
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
-        self.num_running = self.num_answered = self.num_failures = self.silent_checks = self.turn = 0
+        self.num_running = self.num_answered = self.num_failures = self.silent_checks = (
+            self.turn
+        ) = 0
         self.sent: OrderedDict[bytes, None] = OrderedDict()
         self.on_silence: Callable[[int], None] = lambda num_checks: None
         self._look = asyncio.Event()
@@ -101,22 +122,28 @@ class Backend:
 
     @contextlib.asynccontextmanager
     async def ask(self, call: Call) -> AsyncIterator[httpcore.Response]:
-        """Send a request: the server's answer, whose body is still to come. A server that still works on it notices the end.
+        """Send a request: the server's answer, whose body is still to come. A server that still
+        works on it notices the end.
 
         Raises:
             FAILURES: there is no answer.
         """
         origin = self._origin
-        url = httpcore.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=call.path)
-        content, settings = call.content or None, self._settings
-        stream = self.connections.stream(call.method, url, headers=call.headers, content=content, extensions=settings)
+        url = httpcore.URL(
+            scheme=origin.scheme, host=origin.host, port=origin.port, target=call.path
+        )
+        content = call.content or None
+        settings = self._settings
+        stream = self.connections.stream(
+            call.method, url, headers=call.headers, content=content, extensions=settings
+        )
         with self.at_work():
             async with stream as answer:
                 yield answer
 
     def note_failure(self, error: Exception | None = None) -> None:
-        """Note that a request to this server has failed. If it refuses connections, it gets no more requests until a health check
-        succeeds; otherwise, its health is checked soon.
+        """Note that a request to this server has failed. If it refuses connections, it gets no more
+        requests until a health check succeeds; otherwise, its health is checked soon.
 
         Args:
             error: one of FAILURES; None if the server has answered with an error.
@@ -146,7 +173,8 @@ class Backend:
 
     async def check(self) -> None:
         """Check its health now."""
-        silent_checks, self.silent_checks = self.silent_checks, 0
+        silent_checks = self.silent_checks
+        self.silent_checks = 0
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 problem = await self._find_problem()
@@ -182,8 +210,8 @@ class Backend:
         return ""
 
     async def release(self, remote_request_id: str) -> None:
-        """Tell a prefill server that no decode server will read the KV that it holds for a request. If this message is lost, the
-        server holds the KV until the lease ends."""
+        """Tell a prefill server that no decode server will read the KV that it holds for a request.
+        If this message is lost, the server holds the KV until the lease ends."""
         body = msgspec.json.encode({"remote_request_id": remote_request_id})
         with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(HEALTH_SECONDS):
@@ -195,7 +223,9 @@ class Backend:
         Raises:
             FAILURES: there is no answer.
         """
-        async with self.ask(Call("POST" if body else "GET", path, self._own_headers, body)) as answer:
+        async with self.ask(
+            Call("POST" if body else "GET", path, self._own_headers, body)
+        ) as answer:
             return answer.status, await answer.aread()
 
 

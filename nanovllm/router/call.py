@@ -1,4 +1,5 @@
-"""A client's request on its way through the router, and the requests to a prefill and to a decode server that it becomes."""
+"""A client's request on its way through the router, and the requests to a prefill and to a decode
+server that it becomes."""
 
 from __future__ import annotations
 
@@ -12,16 +13,24 @@ from nanovllm.server.errors import APIError
 
 # Headers that concern one connection (RFC 9110, 7.6.1), or that each server writes itself.
 OF_CONNECTION = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
-    b"date server".split()
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
+    b" transfer-encoding upgrade date server".split()
 )
-# Further headers of a request that the router writes itself, or that say from which web page the request comes, which the router
-# has checked.
+# Further headers of a request that the router writes itself, or that say from which web page the
+# request comes, which the router has checked.
 NOT_PASSED_ON = OF_CONNECTION.union(b"host content-length expect origin sec-fetch-site".split())
-# Fields that the one token of a prefill does not need. None of them may end it early: a prefill server holds only the KV of a
-# prompt that it has computed to its end, and whose answer goes on.
+# Fields that the one token of a prefill does not need. None of them may end it early: a prefill
+# server holds only the KV of a prompt that it has computed to its end, and whose answer goes on.
 NOT_FOR_PREFILL = frozenset(
-    ["stream_options", "min_tokens", "logprobs", "top_logprobs", "stop", "stop_token_ids", "max_completion_tokens"]
+    [
+        "stream_options",
+        "min_tokens",
+        "logprobs",
+        "top_logprobs",
+        "stop",
+        "stop_token_ids",
+        "max_completion_tokens",
+    ]
 )
 
 
@@ -48,7 +57,8 @@ class Call:
         Raises:
             APIError: the body is to be parsed, and is not JSON.
         """
-        scope, content = request.scope, await request.body()
+        scope = request.scope
+        content = await request.body()
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"])))
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]
         try:
@@ -59,8 +69,9 @@ class Call:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether a decode server can take over its KV: it has one prompt and one answer, and does not ask for the prompt's
-        log-probabilities, which only the server that computes the prompt knows."""
+        """Whether a decode server can take over its KV: it has one prompt and one answer, and does
+        not ask for the prompt's log-probabilities, which only the server that computes the prompt
+        knows."""
         prompt = self.body.get("prompt")
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
         wants_prompt = self.body.get("echo") or self.body.get("prompt_logprobs") is not None
@@ -72,11 +83,16 @@ class Call:
         body = {name: value for name, value in self.body.items() if name not in NOT_FOR_PREFILL}
         body |= {"max_tokens": 1, "stream": False, "ignore_eos": True}
         body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
-        headers = [header for header in self.headers if header[0] != b"accept-encoding"]  # the router reads the answer
+        headers = [
+            header for header in self.headers if header[0] != b"accept-encoding"
+        ]  # the router reads the answer
         return replace(self, headers=headers, content=msgspec.json.encode(body))
 
     def with_transfer(self, params: dict[str, Any]) -> Call:
-        """The request to a decode server: the client's bytes, or with the parameters of a KV transfer."""
+        """The request to a decode server: the client's bytes, or with the parameters of a KV
+        transfer."""
         if not params:
             return self
-        return replace(self, content=msgspec.json.encode(self.body | {"kv_transfer_params": params}))
+        return replace(
+            self, content=msgspec.json.encode(self.body | {"kv_transfer_params": params})
+        )

@@ -1,4 +1,5 @@
-"""The command `nanovllm router`. Imports nothing heavy before it runs, so that help and mistakes show at once."""
+"""The command `nanovllm router`. Imports nothing heavy before it runs, so that help and mistakes
+show at once."""
 
 import argparse
 import asyncio
@@ -14,20 +15,24 @@ SERVERS = {
     "--worker-urls": "servers that do both",
 }
 KEY_HELP = (
-    "the router's own key for its requests to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router forwards "
-    "clients' keys, and the servers check them"
+    "the router's own key for its requests to the servers (default: NANOVLLM_API_KEY or "
+    "VLLM_API_KEY); the router forwards clients' keys, and the servers check them"
 )
 METRICS_HELP = "the first word of the names at /metrics (default: %(default)s)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `router`."""
-    group = parser.add_argument_group("servers", "either prefill and decode servers, or servers that do both")
+    group = parser.add_argument_group(
+        "servers", "either prefill and decode servers, or servers that do both"
+    )
     for flag, help in SERVERS.items():
         group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
     group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
     group = parser.add_argument_group("router", LIMITS)
-    group.add_argument("--metrics-prefix", choices=("vllm", "nanovllm"), default="vllm", help=METRICS_HELP)
+    group.add_argument(
+        "--metrics-prefix", choices=("vllm", "nanovllm"), default="vllm", help=METRICS_HELP
+    )
     Access.add_arguments(group)
     RouterConfig.add_arguments(group)
 
@@ -40,11 +45,16 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from nanovllm.router.run import RouterServer, backends_of
 
-    prefill, decode, regular = arguments.prefill, arguments.decode, arguments.worker_urls
+    prefill = arguments.prefill
+    decode = arguments.decode
+    regular = arguments.worker_urls
     if bool(prefill) != bool(decode) or bool(prefill) == bool(regular):
-        raise UsageError("name servers: either --prefill URL ... and --decode URL ..., or --worker-urls URL ...")
+        raise UsageError(
+            "name servers: either --prefill URL ... and --decode URL ..., or --worker-urls URL ..."
+        )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
+    config = RouterConfig.from_arguments(arguments)
+    key = next(iter(api_keys([arguments.api_key])), None)
     servers = backends_of({"prefill": prefill, "decode": decode, "regular": regular}, config, key)
     listener, access = Access.from_arguments(arguments).listen()
     router = RouterServer(servers, listener, access, metrics_prefix=arguments.metrics_prefix)

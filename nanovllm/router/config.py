@@ -11,15 +11,18 @@ class RouterConfig(Flags):
     """How requests are routed: flags of `router` and of `serve --prefill N --decode M`.
 
     Attributes:
-        policy: how the router chooses a server: round robin, or the server that has already seen the prompt's prefix
-        kv_order: prefill_first: a prefill server computes the prompt, then a decode server fetches its KV; decode_first: a decode
-            server requests from a prefill server the blocks that are not in its own cache
-        kv_direction: with decode_first: the decode server reads KV layer by layer while the prefill server computes (push), or
-            all of it afterwards (pull); prefill_first always pulls
-        kv_load_failure_policy: if no prefill server is available, a decode server computes the prompt (recompute), or the router
-            answers 503 (fail)
+        policy: how the router chooses a server: round robin, or the server that has already seen
+            the prompt's prefix
+        kv_order: prefill_first: a prefill server computes the prompt, then a decode server fetches
+            its KV; decode_first: a decode server requests from a prefill server the blocks that are
+            not in its own cache
+        kv_direction: with decode_first: the decode server reads KV layer by layer while the prefill
+            server computes (push), or all of it afterwards (pull); prefill_first always pulls
+        kv_load_failure_policy: if no prefill server is available, a decode server computes the
+            prompt (recompute), or the router answers 503 (fail)
         prefill_timeout: maximum time, in seconds, for a prefill
-        request_timeout: maximum time, in seconds, for which a server may send nothing during a request
+        request_timeout: maximum time, in seconds, for which a server may send nothing during a
+            request
         health_check_interval: seconds between health checks of a server
     """
 

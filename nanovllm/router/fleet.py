@@ -1,8 +1,9 @@
-"""`nanovllm serve --prefill N --decode M`: servers of both roles, each in a process of its own, and a router in front of them.
+"""`nanovllm serve --prefill N --decode M`: servers of both roles, each in a process of its own, and
+a router in front of them.
 
-A server that dies is started again, on its old port. One that is stopped or hangs is killed first. All of them end with this
-process, however it ends: each watches the pipe that is its standard input.
-"""
+A server that dies is started again, on its old port. One that is stopped or hangs is killed first.
+All of them end with this process, however it ends: each watches the pipe that is its standard
+input."""
 
 import argparse
 import asyncio
@@ -34,9 +35,11 @@ from nanovllm.server.signalled import say
 logger = logging.getLogger("nanovllm.router")
 
 READY = re.compile(r"(http://\S+)/v1, described")
-# Lines of a server's output that are not shown: the router's own questions, and invitations to clients, who ask the router.
+# Lines of a server's output that are not shown: the router's own questions, and invitations to
+# clients, who ask the router.
 ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
-# Pauses in seconds before the attempts to start a dead server again. If all of them fail, the whole fleet ends.
+# Pauses in seconds before the attempts to start a dead server again. If all of them fail, the whole
+# fleet ends.
 RESTART_PAUSES = (0.0, 1.0, 4.0)
 # Seconds: what runs on this machine is soon up again.
 MAX_HEALTH_CHECK_INTERVAL = 1.0
@@ -66,8 +69,14 @@ class ServerProcess:
 
     process: asyncio.subprocess.Process | None = None
 
-    def __init__(self, role: Role, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
-        self.role, self.name, self.words, self.environment, self.url = role, name, words, environment, ""
+    def __init__(
+        self, role: Role, name: str, words: Sequence[str], environment: dict[str, str]
+    ) -> None:
+        self.role = role
+        self.name = name
+        self.words = words
+        self.environment = environment
+        self.url = ""
 
     async def start(self) -> None:
         """Start it, and wait until it serves.
@@ -76,8 +85,22 @@ class ServerProcess:
             UsageError, ServerError: it cannot serve.
         """
         port = self.url.rpartition(":")[2] or "0"
-        words = [sys.executable, "-m", "nanovllm", "serve", *self.words, "--port", port, "--exit-with-stdin"]
-        streams: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT, "limit": LONGEST_LINE}
+        words = [
+            sys.executable,
+            "-m",
+            "nanovllm",
+            "serve",
+            *self.words,
+            "--port",
+            port,
+            "--exit-with-stdin",
+        ]
+        streams: dict[str, Any] = {
+            "stdin": PIPE,
+            "stdout": PIPE,
+            "stderr": STDOUT,
+            "limit": LONGEST_LINE,
+        }
         # A session of its own, because Ctrl-C in the terminal is for this process.
         self.process = await asyncio.create_subprocess_exec(
             *words, **streams, env=self.environment, start_new_session=True
@@ -89,8 +112,11 @@ class ServerProcess:
             kind = UsageError if code == 2 else ServerError
             raise kind(f"{self.name} exited with code {code} before it could serve; see above")
 
-    async def _relay_output(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
-        """Show its output, and note the address in it. At the end of its output the process has ended, too."""
+    async def _relay_output(
+        self, process: asyncio.subprocess.Process, ready: asyncio.Event
+    ) -> None:
+        """Show its output, and note the address in it. At the end of its output the process has
+        ended, too."""
         assert process.stdout is not None
         async for line in process.stdout:
             text = line.decode(errors="replace").rstrip()
@@ -124,7 +150,8 @@ class ServerProcess:
         await asyncio.Event().wait()  # the other servers go on
 
     def end_silent(self, num_checks: int) -> None:
-        """Kill it, so that it is started again, if it was stopped, or has not answered so many health checks because it hangs."""
+        """Kill it, so that it is started again, if it was stopped, or has not answered so many
+        health checks because it hangs."""
         assert self.process is not None
         if is_stopped(self.process.pid) or num_checks >= MAX_SILENT_CHECKS:
             logger.warning("[%s] is stopped or hangs: killing it", self.name)
@@ -136,38 +163,55 @@ class ServerProcess:
             kill_tree(self.process.pid)
 
     async def stop(self, seconds: float) -> None:
-        """End it with a signal, and after so many seconds by force. A stopped process could not end."""
+        """End it with a signal, and after so many seconds by force. A stopped process could not
+        end."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), 0 if is_stopped(self.process.pid) else seconds)
+            await asyncio.wait_for(
+                self.process.wait(), 0 if is_stopped(self.process.pid) else seconds
+            )
         except TimeoutError:
             logger.warning("[%s] does not exit: killing it", self.name)
             self.kill()
             await self.process.wait()
-        await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment
+        await asyncio.wait(
+            [self._relay], timeout=1
+        )  # its own children may keep the pipe open for a moment
 
 
 def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     if not (arguments.prefill and arguments.decode):
-        raise UsageError("--prefill and --decode must be used together, with at least one server each")
+        raise UsageError(
+            "--prefill and --decode must be used together, with at least one server each"
+        )
     if config.kv_role != "none":
         raise UsageError("--kv-role is set by --prefill and --decode: do not set it")
     if config.trace is not None:
-        raise UsageError("--trace records one engine: do not set it, or start each server and the router yourself")
+        raise UsageError(
+            "--trace records one engine: do not set it, or start each server and the router "
+            "yourself"
+        )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
-    resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the router handles signals
+    resolve_model(
+        config.model, config.revision
+    )  # once for all servers, where the progress can be seen
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # until the router handles signals
     asyncio.run(_run(config, arguments, listener, access))
     return 0
 
 
-async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: socket.socket, access: Access) -> None:
-    """Start all servers, route requests to them until a signal comes or one of them cannot serve, and end them."""
+async def _run(
+    config: EngineConfig, arguments: argparse.Namespace, listener: socket.socket, access: Access
+) -> None:
+    """Start all servers, route requests to them until a signal comes or one of them cannot serve,
+    and end them."""
     routing = RouterConfig.from_arguments(arguments)
     routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
     fleet = processes(config, arguments)
@@ -188,14 +232,20 @@ async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: so
         await router.route(*(process.keep_alive() for process in fleet))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, kill)  # a second signal does not wait
-        await asyncio.gather(*(process.stop(access.shutdown_timeout + END_SECONDS) for process in fleet))
+            asyncio.get_running_loop().add_signal_handler(
+                number, kill
+            )  # a second signal does not wait
+        await asyncio.gather(
+            *(process.stop(access.shutdown_timeout + END_SECONDS) for process in fleet)
+        )
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
     """The servers that a command line asks for: all alike, except for their roles and GPUs."""
     names = [(role, f"{role} {i}") for role in ROLES for i in range(getattr(arguments, role))]
-    gpus, shares = divide_gpus(visible_gpus(config), len(names), config.world_size * config.data_parallel_size)
+    gpus, shares = divide_gpus(
+        visible_gpus(config), len(names), config.world_size * config.data_parallel_size
+    )
     words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
     words += ["--show-text"] * arguments.show_text + ["--strict"] * arguments.strict
     words += ["--metrics-prefix", arguments.metrics_prefix]
@@ -211,16 +261,25 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     return found
 
 
-def server_config(config: EngineConfig, kv_role: Any, kv_load_failure_policy: str, shares: int = 1) -> EngineConfig:
+def server_config(
+    config: EngineConfig, kv_role: Any, kv_load_failure_policy: str, shares: int = 1
+) -> EngineConfig:
     """The settings of one of the servers.
 
     Args:
         kv_load_failure_policy: the policy of its connector for KV that does not come.
         shares: engines that share a GPU's memory.
     """
-    transfer = {"kv_load_failure_policy": kv_load_failure_policy} | json.loads(config.kv_transfer_config or "{}")
+    transfer = {"kv_load_failure_policy": kv_load_failure_policy} | json.loads(
+        config.kv_transfer_config or "{}"
+    )
     memory = config.gpu_memory_utilization / shares
-    return replace(config, kv_role=kv_role, kv_transfer_config=json.dumps(transfer), gpu_memory_utilization=memory)
+    return replace(
+        config,
+        kv_role=kv_role,
+        kv_transfer_config=json.dumps(transfer),
+        gpu_memory_utilization=memory,
+    )
 
 
 def visible_gpus(config: EngineConfig) -> list[str]:
@@ -236,7 +295,8 @@ def divide_gpus(gpus: Sequence[str], num_servers: int, size: int) -> tuple[list[
     """Divide GPUs among servers that need `size` each.
 
     Returns:
-        CUDA_VISIBLE_DEVICES of each server, and 1; or, if there are not enough GPUs, [] and how many servers share all of them.
+        CUDA_VISIBLE_DEVICES of each server, and 1; or, if there are not enough GPUs, [] and how
+        many servers share all of them.
     """
     if not gpus:
         return [], 1

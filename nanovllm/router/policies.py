@@ -1,8 +1,9 @@
 """Which of several servers gets a request: they take turns, or each prefix has a home server.
 
-`prefix_aware` is what vLLM's production stack calls prefixaware, and SGLang's and vLLM's routers cache_aware. A router has no
-tokenizer, so it compares texts: it divides a request into pieces, and names each by a hash of this piece and all before it, as a
-prefix cache names its blocks. `scheduler.data_parallel.Router` does the same for the engines within one server, with real blocks.
+`prefix_aware` is what vLLM's production stack calls prefixaware, and SGLang's and vLLM's routers
+cache_aware. A router has no tokenizer, so it compares texts: it divides a request into pieces, and
+names each by a hash of this piece and all before it, as a prefix cache names its blocks.
+`scheduler.data_parallel.Router` does the same for the engines within one server, with real blocks.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ PIECE_BYTES = 256
 ROUTED_PIECES = 64
 # Names to remember per server (some 150 bytes each), as if its cache had a million tokens.
 CAPACITY = 16384
-# A server may have so many more running requests than the least busy one and still get a request for the sake of its prefix.
+# A server may have so many more running requests than the least busy one and still get a request
+# for the sake of its prefix.
 MAX_IMBALANCE = 8
 
 
@@ -30,8 +32,9 @@ def round_robin(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backe
 
 
 def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
-    """The server that has been sent the longest part of the request before, unless it is too busy; else the least busy one; among
-    equals they take turns. From now on the request's text counts as cached there."""
+    """The server that has been sent the longest part of the request before, unless it is too busy;
+    else the least busy one; among equals they take turns. From now on the request's text counts as
+    cached there."""
     names = prefix_names(body)
 
     def num_cached(each: Backend) -> int:
@@ -65,14 +68,17 @@ def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, Any]) 
 
 
 def prefix_names(body: Mapping[str, Any]) -> list[bytes]:
-    """Names of a request's first whole pieces. Requests share a name only if they agree in everything up to there, and in the
-    fields that keep caches apart (model, salt and tools)."""
+    """Names of a request's first whole pieces. Requests share a name only if they agree in
+    everything up to there, and in the fields that keep caches apart (model, salt and tools)."""
     prompt = body.get("messages") or body.get("prompt")
     if isinstance(prompt, list):  # token ids or messages, no more of them than can matter
         prompt = prompt[: ROUTED_PIECES * PIECE_BYTES]
     # A list that goes on has the same JSON up to there.
-    text = msgspec.json.encode([body.get("model"), body.get("cache_salt"), body.get("tools"), prompt])
-    name, names = b"", []
+    text = msgspec.json.encode(
+        [body.get("model"), body.get("cache_salt"), body.get("tools"), prompt]
+    )
+    name = b""
+    names = []
     for end in range(PIECE_BYTES, min(len(text), ROUTED_PIECES * PIECE_BYTES) + 1, PIECE_BYTES):
         name = hashlib.blake2b(name + text[end - PIECE_BYTES : end], digest_size=16).digest()
         names.append(name)

@@ -15,7 +15,9 @@ from nanovllm.server.metrics import Prefix
 from nanovllm.server.signalled import SignalledServer
 
 
-def backends_of(urls: Mapping[Role, Sequence[str]], config: RouterConfig, api_key: str | None = None) -> list[Backend]:
+def backends_of(
+    urls: Mapping[Role, Sequence[str]], config: RouterConfig, api_key: str | None = None
+) -> list[Backend]:
     """Servers by their URLs.
 
     Args:
@@ -37,7 +39,8 @@ class RouterServer(SignalledServer):
     Args:
         servers: the servers behind it, at least one, all with the same configuration.
         listener: a bound socket.
-        access: which clients may use the router, and the seconds that running requests get after the first signal.
+        access: which clients may use the router, and the seconds that running requests get after
+            the first signal.
         name: the served model, for the banner.
         metrics_prefix: the first word of the metrics' names.
     """
@@ -51,14 +54,24 @@ class RouterServer(SignalledServer):
         metrics_prefix: Prefix = "vllm",
     ) -> None:
         # The servers write access logs of their own.
-        settings: dict[str, Any] = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
-        app, grace = create_app(servers, access, metrics_prefix), int(access.shutdown_timeout) + 1
+        settings: dict[str, Any] = {
+            "proxy_headers": False,
+            "access_log": False,
+            "log_level": "warning",
+        }
+        app = create_app(servers, access, metrics_prefix)
+        grace = int(access.shutdown_timeout) + 1
         super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
-        self.backends, self.listener, self.name = servers, listener, name
+        self.backends = servers
+        self.listener = listener
+        self.name = name
 
     async def route(self, *works: Coroutine[Any, Any, None]) -> None:
         """Serve until a signal comes, or one of the works fails, whose error is raised."""
-        tasks = [asyncio.create_task(work) for work in (*(backend.look_after() for backend in self.backends), *works)]
+        tasks = [
+            asyncio.create_task(work)
+            for work in (*(backend.look_after() for backend in self.backends), *works)
+        ]
         for task in tasks:
             task.add_done_callback(lambda task: setattr(self, "should_exit", True))
         try:
@@ -76,10 +89,20 @@ class RouterServer(SignalledServer):
 
 
 def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> str:
-    """The router's address, and the servers behind it: how many, and where those are that it has started."""
+    """The router's address, and the servers behind it: how many, and where those are that it has
+    started."""
     roles = [server.role for server in servers]
-    counts = [f"{roles.count(r)} {r} server{'s' * (roles.count(r) > 1)}" for r in dict.fromkeys(roles)]
-    started = "".join(f"\n  {server.name}: {server.url}" for server in servers if server.name != server.url)
-    missing = "".join(f"\nStill missing: {server.url} {server.problem}" for server in servers if server.problem)
+    counts = [
+        f"{roles.count(r)} {r} server{'s' * (roles.count(r) > 1)}" for r in dict.fromkeys(roles)
+    ]
+    started = "".join(
+        f"\n  {server.name}: {server.url}" for server in servers if server.name != server.url
+    )
+    missing = "".join(
+        f"\nStill missing: {server.url} {server.problem}" for server in servers if server.problem
+    )
     url = url_of(listener)
-    return f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: {url}/{started}{missing}\n"
+    return (
+        f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: "
+        f"{url}/{started}{missing}\n"
+    )

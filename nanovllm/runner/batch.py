@@ -22,7 +22,8 @@ from nanovllm.runner.sampling import SamplingRow
 
 
 class RequestRows:
-    """What the runner remembers of the running requests: a row each in a few arrays that live as long as it does.
+    """What the runner remembers of the running requests: a row each in a few arrays that live as
+    long as it does.
 
     A schedule names only what is new (tokens, blocks); `update` appends it to the request's row.
     """
@@ -30,10 +31,13 @@ class RequestRows:
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # `num_tokens` counts a pending token, `num_known` does not. A step needs `num_tokens` of all rows at once; the others are read
-        # and written one by one, for which a list takes less time than an array.
+        # `num_tokens` counts a pending token, `num_known` does not. A step needs `num_tokens` of
+        # all rows at once; the others are read and written one by one, for which a list takes less
+        # time than an array.
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_known, self.num_blocks, self.num_prompt_tokens = ([0] * max_num_seqs for _ in range(3))
+        self.num_known, self.num_blocks, self.num_prompt_tokens = (
+            [0] * max_num_seqs for _ in range(3)
+        )
         self.params: dict[str, SamplingParams] = {}
         self.matchers: dict[str, Any] = {}  # of requests with a grammar; see `structured_output`
         self.row_of: dict[str, int] = {}
@@ -45,25 +49,33 @@ class RequestRows:
         del self.params[request_id]
         self.matchers.pop(request_id, None)
 
-    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int], num_unseen: int = 0) -> SamplingRow:
-        """What the sampler has to know of a request, as if its last `num_unseen` tokens, which are drafts, were not there."""
+    def sampling_row(
+        self, request_id: str, row: int, eos_token_ids: list[int], num_unseen: int = 0
+    ) -> SamplingRow:
+        """What the sampler has to know of a request, as if its last `num_unseen` tokens, which are
+        drafts, were not there."""
         params = self.params[request_id]
-        stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        stop_ids = (
+            params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        )
         tokens = self.token_ids[row, : self.num_tokens[row] - num_unseen]
         return SamplingRow(params, tokens, self.num_prompt_tokens[row], stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
         """Take over what is new about a request; returns its row.
 
-        A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`), its `params` and
-        `num_prompt_tokens` are kept, and its counters begin at zero. New tokens and blocks go behind those that the row has.
-        Behind these is what stands for tokens that are not known yet (`_unknown`): `num_tokens` counts them, `num_known` does not.
+        A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`),
+        its `params` and `num_prompt_tokens` are kept, and its counters begin at zero. New tokens
+        and blocks go behind those that the row has. Behind these is what stands for tokens that are
+        not known yet (`_unknown`): `num_tokens` counts them, `num_known` does not.
 
         Raises:
-            InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to token 4, 3 are known", if a step
-                computes tokens that never came.
+            InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to
+                token 4, 3 are known", if a step computes tokens that never came.
         """
-        request_id, new_tokens, blocks = scheduled.request_id, scheduled.new_token_ids, scheduled.new_block_ids
+        request_id = scheduled.request_id
+        new_tokens = scheduled.new_token_ids
+        blocks = scheduled.new_block_ids
         if scheduled.sampling_params is not None:
             if request_id in self.row_of:
                 raise InvariantError(f"{request_id} is admitted again, but was not removed before")
@@ -72,11 +84,15 @@ class RequestRows:
             self.num_known[row] = self.num_blocks[row] = 0
             self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
         row = self.row_of[request_id]
-        start, first = self.num_known[row], self.num_blocks[row]
-        known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
+        start = self.num_known[row]
+        first = self.num_blocks[row]
+        known = start + len(new_tokens)
+        end = scheduled.start + scheduled.num_tokens
         tokens = [*new_tokens, *self._unknown(scheduled)]
         if end > start + len(tokens):
-            raise InvariantError(f"{request_id} is scheduled up to token {end}, but only {known} are known")
+            raise InvariantError(
+                f"{request_id} is scheduled up to token {end}, but only {known} are known"
+            )
         self.token_ids[row, start : start + len(tokens)] = tokens
         if blocks:
             self.block_tables[row, first : first + len(blocks)] = blocks
@@ -86,7 +102,8 @@ class RequestRows:
         return row
 
     def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
-        """What stands for the tokens of a share that are not known yet: a zero for a pending one, and drafts."""
+        """What stands for the tokens of a share that are not known yet: a zero for a pending one,
+        and drafts."""
         return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
 
 
@@ -101,7 +118,8 @@ def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor])
 
 
 class StepBuffer:
-    """An array in host memory and its twin on the device, made once: every step writes into the same place.
+    """An array in host memory and its twin on the device, made once: every step writes into the
+    same place.
 
     On the CPU the two are one. Neither ever moves.
     """
@@ -109,7 +127,9 @@ class StepBuffer:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
         self.array = self.host.numpy()
-        self.device = self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self.device = (
+            self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
 
     def first(self, count: int) -> Tensor:
         """The first `count` entries on the device."""
@@ -124,13 +144,15 @@ class StepBuffer:
 
 @dataclass
 class Batch:
-    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers: building the next
-    batch overwrites them.
+    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers:
+    building the next batch overwrites them.
 
     Attributes:
-        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
+        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are
+            computed.
         due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
-        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`) are at the end.
+        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`)
+            are at the end.
         last_rows: `[num_due]` int64, the last token of each request that is due.
         due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
     """

@@ -14,12 +14,16 @@ from torch import Tensor
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """True if the device computes while Python continues, so that reading a number from it has to wait."""
+    """True if the device computes while Python continues, so that reading a number from it has to
+    wait."""
     return device.type != "cpu"
 
 
-def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on the device, without waiting for it. A GPU copies asynchronously only from pinned memory."""
+def upload(
+    numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor on the device, without waiting for it. A GPU copies asynchronously only from pinned
+    memory."""
     tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -27,11 +31,12 @@ def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: to
 
 
 def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
-    """Start to copy the numbers of some tensors, each flattened, to the host, in one copy of float64, which represents
-    every float32 and every token id exactly.
+    """Start to copy the numbers of some tensors, each flattened, to the host, in one copy of
+    float64, which represents every float32 and every token id exactly.
 
     Returns:
-        A function that waits for the numbers, but not for anything that the device was given to do afterwards.
+        A function that waits for the numbers, but not for anything that the device was given to do
+        afterwards.
     """
     sent = torch.cat([tensor.flatten().double() for tensor in tensors])
     sizes = [tensor.numel() for tensor in tensors]

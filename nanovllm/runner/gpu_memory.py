@@ -1,4 +1,5 @@
-"""Measures how much of a GPU's memory is left for the KV pool: runs the largest step, and records two CUDA graphs.
+"""Measures how much of a GPU's memory is left for the KV pool: runs the largest step, and records
+two CUDA graphs.
 
 Built by notebooks/40_cuda_graphs.ipynb: edit it there.
 """
@@ -31,23 +32,27 @@ def free_memory(runner: ModelRunner) -> int:
     Raises:
         ValueError: the largest step does not fit.
     """
-    share, gib = runner.config.gpu_memory_utilization, 2**30
+    share = runner.config.gpu_memory_utilization
+    gib = 2**30
     with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
         total, in_use, weights, activations, graphs = profile_run(runner)
     left = int(total * share) - in_use - activations - graphs
     logger.info(
-        "GPU memory: %.2f GiB, of which %.0f %% may be used: weights %.2f GiB, activations %.2f GiB, graphs %.2f GiB, "
-        "other %.2f GiB; that leaves %.2f GiB for the KV pool",
-        total / gib, 100 * share, *(size / gib for size in (weights, activations, graphs, in_use - weights, left)),
-    )  # fmt: skip
+        "GPU memory: %.2f GiB, of which %.0f %% may be used: weights %.2f GiB, activations %.2f "
+        "GiB, graphs %.2f GiB, other %.2f GiB; that leaves %.2f GiB for the KV pool",
+        total / gib,
+        100 * share,
+        *(size / gib for size in (weights, activations, graphs, in_use - weights, left)),
+    )
     return left
 
 
 def profile_run(runner: ModelRunner) -> tuple[int, int, int, int, int]:
     """Run the largest step that there can be, record two graphs, and measure what that takes.
 
-    Returns: bytes of the GPU; in use between two steps (by weights, CUDA and its libraries, other processes); allocated by
-        torch before the first step (weights); allocated in addition while the largest step runs; estimated for CUDA graphs.
+    Returns: bytes of the GPU; in use between two steps (by weights, CUDA and its libraries, other
+        processes); allocated by torch before the first step (weights); allocated in addition while
+        the largest step runs; estimated for CUDA graphs.
     """
     device = runner.device
     torch.cuda.empty_cache()
@@ -69,15 +74,19 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
 
 @torch.inference_mode()
 def run_largest_step(runner: ModelRunner) -> None:
-    """Run as many tokens as a step may have, of as many requests as there may be, every one of which samples. All read one block
-    of zeros, and write nothing."""
-    config, longest = runner.config, longest_request(runner)
-    budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
+    """Run as many tokens as a step may have, of as many requests as there may be, every one of
+    which samples. All read one block of zeros, and write nothing."""
+    config = runner.config
+    longest = longest_request(runner)
+    budget = (
+        config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
+    )
     num_seqs = min(config.max_num_seqs, budget)
     counts = np.full(num_seqs, min(budget // num_seqs, longest))
     # The rest of the budget goes to the first request, which has the longest prompt then.
     counts[0] = min(longest, counts[0] + budget % num_seqs)
-    num_tokens, most = int(counts.sum()), int(counts.max())
+    num_tokens = int(counts.sum())
+    most = int(counts.max())
     runner.kv_caches = runner._make_caches(1, runner.device)
     runner._make_buffers(budget, -(-longest // config.block_size))
     runner._slot_mapping.array[:] = -1
@@ -93,12 +102,14 @@ def run_largest_step(runner: ModelRunner) -> None:
 
 @torch.inference_mode()
 def graph_memory(runner: ModelRunner) -> int:
-    """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as much for each of the others as
-    the second."""
+    """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as
+    much for each of the others as the second."""
     free = [_free_and_total(runner.device)[0]]
     graphs = DecodeGraphs(runner)
     largest_two = graphs.sizes[:-3:-1]
-    graphs.decode(runner, largest_two[-1])  # what it compiles and loads is not to be counted as a graph's
+    graphs.decode(
+        runner, largest_two[-1]
+    )  # what it compiles and loads is not to be counted as a graph's
     for size in largest_two:
         graphs.capture(runner, size)
         free.append(_free_and_total(runner.device)[0])

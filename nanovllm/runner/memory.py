@@ -1,6 +1,7 @@
 """How many KV blocks a runner has room for.
 
-Without a GPU that is simple arithmetic; on a GPU it is not known before the largest step has been run (`gpu_memory.py`).
+Without a GPU that is simple arithmetic; on a GPU it is not known before the largest step has been
+run (`gpu_memory.py`).
 
 Built by notebooks/17_model_runner.ipynb: edit it there.
 """
@@ -25,18 +26,21 @@ def longest_request(runner: ModelRunner) -> int:
 
 
 def num_blocks_that_fit(runner: ModelRunner) -> int:
-    """Blocks for the KV pool: `num_kv_blocks` of the settings; or else what fits into `kv_cache_memory` (`parse_bytes`, which is
-    given the setting's name for its errors); or else what fits into `free_memory`, but no more than `max_num_seqs` requests fill
-    at their longest (`longest_request`).
+    """Blocks for the KV pool: `num_kv_blocks` of the settings; or else what fits into
+    `kv_cache_memory` (`parse_bytes`, which is given the setting's name for its errors); or else
+    what fits into `free_memory`, but no more than `max_num_seqs` requests fill at their longest
+    (`longest_request`).
 
     Args:
         runner: its weights are loaded, and its caches are not made yet.
 
     Raises:
-        ValueError: `num_kv_blocks` or `kv_cache_memory` is more than the machine has; or not one block fits: "no KV block of
-            4096 bytes fits into 100 bytes", and which settings help: `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
+        ValueError: `num_kv_blocks` or `kv_cache_memory` is more than the machine has; or not one
+            block fits: "no KV block of 4096 bytes fits into 100 bytes", and which settings help:
+            `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
     """
-    config, size = runner.config, runner.bytes_per_block
+    config = runner.config
+    size = runner.bytes_per_block
     if config.num_kv_blocks is not None:
         _check_host_memory(runner, "num_kv_blocks", config.num_kv_blocks * size)
         return config.num_kv_blocks
@@ -47,20 +51,26 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
     else:
         free = free_memory(runner)
         # By default, no more memory than all running requests fill at their longest.
-        count = min(free // size, config.max_num_seqs * -(-longest_request(runner) // config.block_size))
+        count = min(
+            free // size, config.max_num_seqs * -(-longest_request(runner) // config.block_size)
+        )
     if count < 1:
         found = f"no KV block of {size} bytes fits into {max(0, free)} bytes"
-        raise ValueError(f"{found}: raise kv_cache_memory or gpu_memory_utilization, or lower block_size")
+        raise ValueError(
+            f"{found}: raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
+        )
     return count
 
 
 def _check_host_memory(runner: ModelRunner, setting: str, num_bytes: int) -> None:
-    """Refuse a KV pool on a CPU that is larger than the machine's memory; a GPU says itself what it has."""
+    """Refuse a KV pool on a CPU that is larger than the machine's memory; a GPU says itself what it
+    has."""
     total = psutil.virtual_memory().total
     if runner.device.type == "cpu" and num_bytes > total:
         gib = 2**30
         raise ValueError(
-            f"{setting} ({num_bytes / gib:.1f} GiB) exceeds the machine's memory ({total / gib:.1f} GiB): lower it"
+            f"{setting} ({num_bytes / gib:.1f} GiB) exceeds the machine's memory "
+            f"({total / gib:.1f} GiB): lower it"
         )
 
 

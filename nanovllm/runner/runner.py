@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionMetadata,
+    ForwardContext,
+    forward_context,
+    get_backend,
+    kv_cache_shape,
+)
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.data.request import TokenLogprobs
@@ -34,7 +40,8 @@ from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.device_copies import start_fetch, upload
 from nanovllm.runner.sampling import Sampler, SamplingRow, start_logprobs
 
-# Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
+# Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the
+# vocabulary.
 LOGPROB_ROWS = 256
 
 
@@ -47,22 +54,38 @@ class ModelRunner:
         folder: the checkpoint.
 
     Raises:
-        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit into the GPU.
+        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit into
+            the GPU.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        self.config, self.model_config, self.folder = config, model_config, folder
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.folder = folder
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
+        head_dim = model_config.head_dim
+        latent = model_config.kv_lora_rank > 0
         self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent)
         if config.kv_cache_dtype != "auto":
-            self.backend = load("nanovllm.attention.quantized:create", "kv_cache_dtype")(self.backend, config, latent)
+            self.backend = load("nanovllm.attention.quantized:create", "kv_cache_dtype")(
+                self.backend, config, latent
+            )
         self.kv_dtype = getattr(self.backend, "kv_dtype", self.dtype)
         max_positions = config.max_model_len or model_config.max_position_embeddings
-        with out_of_memory("the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"):
+        with out_of_memory(
+            "the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"
+        ):
             self.model = load_model(
-                folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
+                folder,
+                model_config,
+                self.dtype,
+                self.device,
+                max_positions,
+                config.load_format,
+                config.seed,
             )
             self.prepare_model(self.model)
         self.sampler = Sampler()
@@ -75,14 +98,22 @@ class ModelRunner:
                 load("nanovllm.models.fused:fuse_layers", "compiled operators")(model)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
+        """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known
+        now.
 
         Raises:
             ValueError: the GPU has not enough memory.
         """
-        config, moves_kv = self.config, self.config.kv_transfer is not None
-        with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
-            make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config) if moves_kv else zeros
+        config = self.config
+        moves_kv = self.config.kv_transfer is not None
+        with out_of_memory(
+            "the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"
+        ):
+            make_cache = (
+                load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config)
+                if moves_kv
+                else zeros
+            )
             self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
@@ -91,15 +122,24 @@ class ModelRunner:
             if self.device.type != "cpu" and hasattr(self.backend, "step_kinds"):
                 load("nanovllm.runner.cuda_graphs:warm_up", "Triton")(self)
             if self.make_graph is not None:
-                self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(self)
+                self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(
+                    self
+                )
         if moves_kv:
             create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
             caches = dict(zip(self.layers, self.kv_caches, strict=False))
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
-    def _make_caches(self, num_blocks: int, device: torch.device, make_cache: Any = zeros) -> list[Tensor]:
-        """One tensor per layer of this rank, and of the model that drafts, if there is one; none if `num_blocks` is 0."""
-        return [make_cache(shape, self.kv_dtype, device) for shape in self._cache_shapes(num_blocks) if num_blocks]
+    def _make_caches(
+        self, num_blocks: int, device: torch.device, make_cache: Any = zeros
+    ) -> list[Tensor]:
+        """One tensor per layer of this rank, and of the model that drafts, if there is one; none if
+        `num_blocks` is 0."""
+        return [
+            make_cache(shape, self.kv_dtype, device)
+            for shape in self._cache_shapes(num_blocks)
+            if num_blocks
+        ]
 
     @property
     def layers(self) -> range:
@@ -110,29 +150,46 @@ class ModelRunner:
         """Of one layer's cache on this rank, which has some of the KV heads."""
         model = self.model_config
         if model.kv_lora_rank:
-            shape = load("nanovllm.attention.latent:latent_cache_shape", f"{model.architecture} (latent attention)")
+            shape = load(
+                "nanovllm.attention.latent:latent_cache_shape",
+                f"{model.architecture} (latent attention)",
+            )
             return shape(num_blocks, self.config.block_size, model.latent_width)
-        heads, width = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size), model.head_dim
+        heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
+        width = model.head_dim
         return kv_cache_shape(
-            num_blocks, heads, self.config.block_size, width + getattr(self.backend, "scale_bytes", 0)
+            num_blocks,
+            heads,
+            self.config.block_size,
+            width + getattr(self.backend, "scale_bytes", 0),
         )
 
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
         seqs = max(self.config.max_num_seqs, self.config.max_decodes)
         buffer = partial(StepBuffer, device=self.device)
-        self._input_ids, self._positions, self._slot_mapping = (buffer((tokens,), torch.int64) for _ in range(3))
+        self._input_ids, self._positions, self._slot_mapping = (
+            buffer((tokens,), torch.int64) for _ in range(3)
+        )
         shapes = (seqs + 1,), (seqs,), (seqs, max_blocks)
-        self._query_start_loc, self._seq_lens, self._block_tables = (buffer(shape, torch.int32) for shape in shapes)
-        # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
+        self._query_start_loc, self._seq_lens, self._block_tables = (
+            buffer(shape, torch.int32) for shape in shapes
+        )
+        # The newest token of each request's row, as sampled: it may be needed before it has come to
+        # the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._picks = StepBuffer((4, self.config.max_num_samples), torch.int64, self.device)  # see `prepare_inputs`
+        self._picks = StepBuffer(
+            (4, self.config.max_num_samples), torch.int64, self.device
+        )  # see `prepare_inputs`
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
-        """Pack the step's tokens one request after another, into buffers that are always the same ones."""
-        rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64)
+        """Pack the step's tokens one request after another, into buffers that are always the same
+        ones."""
+        rows = np.array(
+            [self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64
+        )
         starts = np.array([scheduled.start for scheduled in schedule.requests], dtype=np.int64)
         counts = np.array([scheduled.num_tokens for scheduled in schedule.requests], dtype=np.int64)
         ends = np.cumsum(counts)
@@ -147,7 +204,8 @@ class ModelRunner:
 
         due, last_rows = self._due(schedule, starts + counts == self.rows.num_tokens[rows], ends)
         seq_rows, seq_counts = self._sequences(rows, counts)
-        num_seqs, seq_ends = len(seq_rows), np.cumsum(seq_counts)
+        num_seqs = len(seq_rows)
+        seq_ends = np.cumsum(seq_counts)
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
 
         if self._uploaded is not None:
@@ -163,7 +221,9 @@ class ModelRunner:
         if padded := self._padded_size(seq_counts):
             self._pad(num_seqs, padded)
             num_seqs = num_tokens = padded
-        inputs = self._inputs(num_seqs, num_tokens, int(seq_counts.max(initial=1)), max_seq_len, upload=True)
+        inputs = self._inputs(
+            num_seqs, num_tokens, int(seq_counts.max(initial=1)), max_seq_len, upload=True
+        )
         picks = self._picks.upload(4)
         if len(pending):
             places, sources = picks[2:, : len(pending)]
@@ -173,33 +233,47 @@ class ModelRunner:
         return Batch(rows, counts, due, *inputs, *picks[:2, : len(due)])
 
     def _sequences(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row and number of tokens of each sequence that attention sees: of each request; or, in a step of decodes and drafts that a CUDA
-        graph can compute, of each token, which attends to those that the step writes before it."""
-        most = 1 + (self.config.speculative.num_speculative_tokens or 0) if self.config.speculative is not None else 1
-        if self.graphs is None or counts.max(initial=0) > most or counts.sum() > self.graphs.sizes[-1]:
+        """Row and number of tokens of each sequence that attention sees: of each request; or, in a
+        step of decodes and drafts that a CUDA graph can compute, of each token, which attends to
+        those that the step writes before it."""
+        most = (
+            1 + (self.config.speculative.num_speculative_tokens or 0)
+            if self.config.speculative is not None
+            else 1
+        )
+        if (
+            self.graphs is None
+            or counts.max(initial=0) > most
+            or counts.sum() > self.graphs.sizes[-1]
+        ):
             return rows, counts
         return rows.repeat(counts), np.ones(counts.sum(), dtype=np.int64)
 
-    def _due(self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which requests get a token, each once more for each of its drafts; and after which row of the batch. The tokens of request i end
-        before row `ends[i]`."""
+    def _due(
+        self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which requests get a token, each once more for each of its drafts; and after which row of
+        the batch. The tokens of request i end before row `ends[i]`."""
         due = np.flatnonzero(caught_up)
         if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
             return due, ends[due] - 1
-        num_drafts = np.array([len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64)
+        num_drafts = np.array(
+            [len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64
+        )
         num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
         due = due.repeat(num_drafts + 1)
         return due, ends[due] - 1 - num_behind
 
     def _padded_size(self, counts: np.ndarray) -> int:
-        """To how many sequences of one token each a step is padded, by its requests' numbers of tokens; 0: it stays as it is.
-        A step without requests becomes one padding token, so that this rank joins its peers' collectives."""
+        """To how many sequences of one token each a step is padded, by its requests' numbers of
+        tokens; 0: it stays as it is. A step without requests becomes one padding token, so that
+        this rank joins its peers' collectives."""
         decodes = self.graphs is not None and counts.max(initial=0) == 1
         return self.graphs.size_for(len(counts)) if decodes else int(len(counts) == 0)
 
     def _pad(self, first: int, end: int) -> None:
-        """Make the rows `first : end` sequences of one padding token: it is not written, attends to the first slot, since
-        kernels need something to read, and its output is not used."""
+        """Make the rows `first : end` sequences of one padding token: it is not written, attends to
+        the first slot, since kernels need something to read, and its output is not used."""
         self._input_ids.array[first:end] = 0
         self._positions.array[first:end] = 0
         self._slot_mapping.array[first:end] = -1
@@ -208,15 +282,24 @@ class ModelRunner:
         self._block_tables.array[first:end, 0] = 0
 
     def _inputs(
-        self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int, upload: bool = False
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        upload: bool = False,
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Token ids, positions and metadata of a step: views of the device's buffers. With `upload`, they are copied from the
-        host's buffers; otherwise they stay as they are."""
+        """Token ids, positions and metadata of a step: views of the device's buffers. With
+        `upload`, they are copied from the host's buffers; otherwise they stay as they are."""
         view = StepBuffer.upload if upload else StepBuffer.first
         metadata = AttentionMetadata(
-            view(self._query_start_loc, num_seqs + 1), view(self._seq_lens, num_seqs), view(self._block_tables, num_seqs),
-            view(self._slot_mapping, num_tokens), max_query_len, max_seq_len,
-        )  # fmt: skip
+            view(self._query_start_loc, num_seqs + 1),
+            view(self._seq_lens, num_seqs),
+            view(self._block_tables, num_seqs),
+            view(self._slot_mapping, num_tokens),
+            max_query_len,
+            max_seq_len,
+        )
         return view(self._input_ids, num_tokens), view(self._positions, num_tokens), metadata
 
     # ---------------------------------------------------------------- one step
@@ -227,16 +310,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start one step: move blocks, build the batch, run the model, sample. The next step may be launched before this
-        one has ended, with tokens that only the device knows (`last_is_pending`). Nothing waits for a GPU, but for
-        blocks that are swapped and for an attention backend that reads lengths on the host ("torch"). On a stage of a
-        pipeline that is not the last, the result is empty.
+        """Start one step: move blocks, build the batch, run the model, sample. The next step may be
+        launched before this one has ended, with tokens that only the device knows
+        (`last_is_pending`). Nothing waits for a GPU, but for blocks that are swapped and for an
+        attention backend that reads lengths on the host ("torch"). On a stage of a pipeline that is
+        not the last, the result is empty.
 
         Returns:
             A function that waits for the results.
 
         Raises:
-            InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
+            InvariantError: nothing is scheduled, or the schedule does not follow from those before
+                it.
         """
         if schedule.connector_metadata is None:
             return self._launch(schedule)
@@ -254,7 +339,11 @@ class ModelRunner:
         batch = self.prepare_inputs(schedule)
         rows = self._sampling_rows(schedule, batch)
         has_grammar = any(row.params.structured_outputs is not None for row in rows.values())
-        mask = self.structured_output.start(rows, self.rows.matchers) if has_grammar else lambda logits: {}
+        mask = (
+            self.structured_output.start(rows, self.rows.matchers)
+            if has_grammar
+            else lambda logits: {}
+        )
         hidden = self._forward(batch)
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)
@@ -266,12 +355,16 @@ class ModelRunner:
             output = self.speculator.finish(schedule, batch, hidden, sampled)
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
-        return lambda: replace(output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished())
+        return lambda: replace(
+            output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished()
+        )
 
     def _forward(self, batch: Batch) -> Tensor | None:
-        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
-        pipeline goes on with what this one has computed."""
-        received = None if self.link is None else self.link.receive(int(batch.num_scheduled.sum()) or 1)
+        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if
+        another stage of the pipeline goes on with what this one has computed."""
+        received = (
+            None if self.link is None else self.link.receive(int(batch.num_scheduled.sum()) or 1)
+        )
         if self.graphs is not None and len(batch.rows) and batch.metadata.max_query_len == 1:
             out = self.graphs.replay(batch, received)
             self.connector.save_kv_layers()
@@ -283,35 +376,54 @@ class ModelRunner:
         return None
 
     def _run_model(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: Tensor | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        received: Tensor | None,
     ) -> Tensor:
-        """Run the layers of this rank; returns hidden states, or what the next pipeline stage needs."""
-        caches = dict(zip(self.layers, self.kv_caches, strict=False))  # without those of a model that drafts
-        connector = self.connector if self.config.kv_transfer is not None else None  # called for each layer
+        """Run the layers of this rank; returns hidden states, or what the next pipeline stage
+        needs."""
+        caches = dict(
+            zip(self.layers, self.kv_caches, strict=False)
+        )  # without those of a model that drafts
+        connector = (
+            self.connector if self.config.kv_transfer is not None else None
+        )  # called for each layer
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
     def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[Any, SamplingRow]:
-        """What the sampler has to know of the tokens that this step samples, if it is this rank that samples: by request, and by (request,
-        number of drafts before the token)."""
+        """What the sampler has to know of the tokens that this step samples, if it is this rank
+        that samples: by request, and by (request, number of drafts before the token)."""
         rows: dict[Any, SamplingRow] = {}
-        eos_token_ids, row_of = self.model_config.eos_token_ids, self.rows.row_of
+        eos_token_ids = self.model_config.eos_token_ids
+        row_of = self.rows.row_of
         for i in dict.fromkeys(batch.due.tolist()) if get_pp_group().is_last else ():
-            name, num_drafts = schedule.requests[i].request_id, len(schedule.requests[i].draft_token_ids)
+            name = schedule.requests[i].request_id
+            num_drafts = len(schedule.requests[i].draft_token_ids)
             for place in range(num_drafts + 1):
                 key = (name, place) if place else name
-                rows[key] = self.rows.sampling_row(name, row_of[name], eos_token_ids, num_drafts - place)
+                rows[key] = self.rows.sampling_row(
+                    name, row_of[name], eos_token_ids, num_drafts - place
+                )
         if self.speculator is not None:
             self.speculator.mark(rows, schedule)
         return rows
 
     def _sample(
-        self, batch: Batch, hidden: Tensor, rows: dict[Any, SamplingRow], mask: Callable[[Tensor], dict[str, str]]
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        rows: dict[Any, SamplingRow],
+        mask: Callable[[Tensor], dict[str, str]],
     ) -> Callable[[], dict[Any, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
         if not rows:
             return dict
-        logits = self.model.compute_logits(hidden[batch.last_rows] if len(rows) < len(hidden) else hidden)
+        logits = self.model.compute_logits(
+            hidden[batch.last_rows] if len(rows) < len(hidden) else hidden
+        )
         errors = mask(logits)
         tokens, arrive = self.sampler.start(logits, list(rows.values()))
         self._newest.index_copy_(0, batch.due_rows, tokens)
@@ -328,7 +440,8 @@ class ModelRunner:
 
     @cached_property
     def connector(self) -> Any:
-        """This rank's half of the connector, which moves KV between engines; the default one moves none."""
+        """This rank's half of the connector, which moves KV between engines; the default one moves
+        none."""
         return NoConnector()
 
     def _start_prompt_logprobs(
@@ -342,12 +455,15 @@ class ModelRunner:
         Returns:
             A function that waits for them: by request.
         """
-        rows, first = self.rows, 0
+        rows = self.rows
+        first = 0
         arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
         is_wanted = any(params.prompt_logprobs is not None for params in rows.params.values())
         for scheduled, row in zip(schedule.requests, batch.rows, strict=True) if is_wanted else ():
-            count, end = rows.params[scheduled.request_id].prompt_logprobs, scheduled.start + scheduled.num_tokens
-            # The hidden state at position p predicts position p + 1, which must still be of the prompt.
+            count = rows.params[scheduled.request_id].prompt_logprobs
+            end = scheduled.start + scheduled.num_tokens
+            # The hidden state at position p predicts position p + 1, which must still be of the
+            # prompt.
             last = 0 if count is None else min(end, rows.num_prompt_tokens[row] - 1)
             if last > scheduled.start:
                 targets = rows.token_ids[row, scheduled.start + 1 : last + 1]
@@ -357,7 +473,10 @@ class ModelRunner:
                     logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
                     parts.append(start_logprobs(logits, part, [count or 0] * len(part)))
             first += scheduled.num_tokens
-        return lambda: {name: [entry for arrive in parts for entry in arrive()] for name, parts in arrivals.items()}
+        return lambda: {
+            name: [entry for arrive in parts for entry in arrive()]
+            for name, parts in arrivals.items()
+        }
 
     # ---------------------------------------------------------------- memory
 
@@ -366,12 +485,14 @@ class ModelRunner:
         """Device memory that one KV block takes, over all layers of this rank."""
         return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
-    # ---------------------------------------------------------------- parts, each made when it is first needed
+    # ----------------------------------------------------- parts, each made when it is first needed
 
     @cached_property
     def structured_output(self) -> Any:
         """Computes what the requests' grammars allow; see `StructuredOutputManager.start`."""
-        create = load("nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs")
+        create = load(
+            "nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs"
+        )
         return create(self.config, self.model_config, self.folder)
 
     @cached_property
@@ -383,32 +504,42 @@ class ModelRunner:
         return create(self.model_config.hidden_size, self.dtype, self.device)
 
     def blank(self, num_tokens: int) -> Tensor | None:
-        """A substitute for received hidden states, for steps that a stage runs alone to measure or to record them."""
+        """A substitute for received hidden states, for steps that a stage runs alone to measure or
+        to record them."""
         return None if get_pp_group().is_first else self.blank_output(num_tokens)
 
     def blank_output(self, num_tokens: int) -> Tensor:
         """A buffer for this stage's output."""
-        return torch.zeros(num_tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
+        return torch.zeros(
+            num_tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device
+        )
 
     @cached_property
     def balancer(self) -> Any:
         """Moves experts between ranks (lecture 24); None if it is not to."""
         if not self.config.enable_eplb:
             return None
-        return load("nanovllm.models.moe:load_balancer", "enable_eplb")(self.model, self.config.eplb_config or "{}")
+        return load("nanovllm.models.moe:load_balancer", "enable_eplb")(
+            self.model, self.config.eplb_config or "{}"
+        )
 
     def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
-        """Whether any of the engines in lock-step has requests; all engines get the same answer for the same step.
+        """Whether any of the engines in lock-step has requests; all engines get the same answer for
+        the same step.
 
-        Every rank starts the same all-reduce, of a tensor with the number of this engine's `schedule.unfinished` (`upload`), and does not wait
-        here: `start_fetch` of the sum returns a function that waits for it and returns `[[sum]]`. A group of one needs neither of them.
+        Every rank starts the same all-reduce, of a tensor with the number of this engine's
+        `schedule.unfinished` (`upload`), and does not wait
+        here: `start_fetch` of the sum returns a function that waits for it and returns `[[sum]]`. A
+            group of one needs neither of them.
 
         Returns: a function that waits for the answer, a `bool`.
         """
         group = get_dp_group()
         if group.world_size == 1:
             return lambda: schedule.unfinished
-        arrive = start_fetch(group.all_reduce(upload([schedule.unfinished], torch.float32, self.device)))
+        arrive = start_fetch(
+            group.all_reduce(upload([schedule.unfinished], torch.float32, self.device))
+        )
         return lambda: arrive() != [[0.0]]
 
     graphs: Any = None  # `DecodeGraphs`, once they are recorded
@@ -416,8 +547,11 @@ class ModelRunner:
     @cached_property
     def make_graph(self) -> Any:
         """See `graph_maker`."""
-        # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
-        eager = self.config.enforce_eager or getattr(self.model_config.moe, "enable_expert_parallel", False)
+        # The host has to know how many tokens go to which rank, in the middle of a step: no graph
+        # can hold that.
+        eager = self.config.enforce_eager or getattr(
+            self.model_config.moe, "enable_expert_parallel", False
+        )
         return graph_maker(self.device, self.backend, eager)
 
     @cached_property
@@ -432,8 +566,13 @@ class ModelRunner:
         return [self._cache_shape(num_blocks)] * len(self.layers) + drafter
 
 
-def graph_maker(device: torch.device, backend: object, enforce_eager: bool) -> Callable[[], Any] | None:
-    """A function that makes an empty CUDA graph; None where each step launches its kernels one by one."""
+def graph_maker(
+    device: torch.device, backend: object, enforce_eager: bool
+) -> Callable[[], Any] | None:
+    """A function that makes an empty CUDA graph; None where each step launches its kernels one by
+    one."""
     if device.type != "cuda" or enforce_eager or not getattr(backend, "supports_graphs", False):
         return None
-    return partial(load("nanovllm.runner.cuda_graphs:CudaGraph", "CUDA graphs"), torch.cuda.Stream(device))
+    return partial(
+        load("nanovllm.runner.cuda_graphs:CudaGraph", "CUDA graphs"), torch.cuda.Stream(device)
+    )

@@ -19,16 +19,22 @@ from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.runner.device_copies import is_asynchronous, pick, start_fetch, upload
 
-# The nucleus of a peaked distribution is small: search it among this many tokens before sorting all of them.
+# The nucleus of a peaked distribution is small: search it among this many tokens before sorting all
+# of them.
 NUCLEUS_GUESS = 512
 # A search without synchronisation goes by digits of this many bits, for this many rows at once.
-DIGIT_BITS, SEARCH_ROWS = 11, 64
-# Probabilities become multiples of 1 / UNITS: the sum of integers does not depend on the order of additions.
+DIGIT_BITS = 11
+SEARCH_ROWS = 64
+# Probabilities become multiples of 1 / UNITS: the sum of integers does not depend on the order of
+# additions.
 UNITS = 2.0**52
-# Cumulative sums are slow, plain sums are not: a draw adds up blocks of this many tokens, then the tokens of one block.
+# Cumulative sums are slow, plain sums are not: a draw adds up blocks of this many tokens, then the
+# tokens of one block.
 DRAW_BLOCK = 256
-# Temperatures and repetition penalties beyond these change no result but would leave the range of float32.
-SMALLEST_FACTOR, LARGEST_FACTOR = 1e-5, 1e5
+# Temperatures and repetition penalties beyond these change no result but would leave the range of
+# float32.
+SMALLEST_FACTOR = 1e-5
+LARGEST_FACTOR = 1e5
 
 
 @dataclass
@@ -53,7 +59,8 @@ class SamplingRow:
 
 
 def bad_word_ends(row: SamplingRow) -> set[int]:
-    """The tokens that would complete a bad word: the last token of each one whose other tokens are the newest of the output."""
+    """The tokens that would complete a bad word: the last token of each one whose other tokens are
+    the newest of the output."""
     words = row.params.bad_words_token_ids
     num_compared = min(max(len(word) for word in words) - 1, row.num_output_tokens)
     newest = [int(token) for token in row.token_ids[len(row.token_ids) - num_compared :]]
@@ -66,7 +73,8 @@ def bad_word_ends(row: SamplingRow) -> set[int]:
 
 
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Add logit biases, and forbid early stops and bad words, in place. Rows without these options are not touched."""
+    """Add logit biases, and forbid early stops and bad words, in place. Rows without these options
+    are not touched."""
     vocab_size = logits.shape[1]
     biases: dict[int, float] = {}  # place in the flattened logits -> what is added there
     for i, row in enumerate(rows):
@@ -88,7 +96,8 @@ def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def moderate(factor: float) -> float:
-    """A temperature or repetition penalty, clamped so that float32 can multiply and divide logits by it."""
+    """A temperature or repetition penalty, clamped so that float32 can multiply and divide logits
+    by it."""
     return min(max(factor, SMALLEST_FACTOR), LARGEST_FACTOR)
 
 
@@ -103,27 +112,34 @@ def occurrences(
         options: numbers, one per text.
 
     Returns:
-        The place of each token in the flattened logits; then each of the options, repeated for every token.
+        The place of each token in the flattened logits; then each of the options, repeated for
+        every token.
     """
     lengths = [len(text) for text in texts.values()]
     starts = np.array(list(texts)) * logits.shape[1]
     places = np.concatenate(list(texts.values())) + starts.repeat(lengths)
     repeated = (np.array(option, dtype=np.float32).repeat(lengths) for option in options)
-    return [upload(places, torch.int64, logits.device), *(upload(r, torch.float32, logits.device) for r in repeated)]
+    return [
+        upload(places, torch.int64, logits.device),
+        *(upload(r, torch.float32, logits.device) for r in repeated),
+    ]
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply the repetition penalty to the tokens of prompt and output, then presence and frequency penalty to those of the
-    output, in place.
+    """Apply the repetition penalty to the tokens of prompt and output, then presence and frequency
+    penalty to those of the output, in place.
 
-    The repetition penalty r, clamped by `moderate`, makes x / r of a logit x above 0, and x * r of others, once per token however
-    often it occurs. Of a token that the output has c > 0 times, the presence penalty and c times the frequency penalty are subtracted.
+    The repetition penalty r, clamped by `moderate`, makes x / r of a logit x above 0, and x * r of
+    others, once per token however often it occurs. Of a token that the output has c > 0 times, the
+    presence penalty and c times the frequency penalty are subtracted.
 
     Args:
-        logits: `[num_rows, vocab_size]` float32, on the device, which the host must not wait for: it reads no number from there.
+        logits: `[num_rows, vocab_size]` float32, on the device, which the host must not wait for:
+            it reads no number from there.
         rows: one per row of logits. Rows without penalties cost nothing.
     """
-    # A token that occurs twice in a text is read twice, then written twice: the same value both times.
+    # A token that occurs twice in a text is read twice, then written twice: the same value both
+    # times.
     seen = {i: row.token_ids for i, row in enumerate(rows) if row.params.repetition_penalty != 1}
     if seen:
         factors = [moderate(rows[i].params.repetition_penalty) for i in seen]
@@ -140,26 +156,30 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         frequencies = [rows[i].params.frequency_penalty for i in written]
         places, presence, frequency = occurrences(logits, written, presences, frequencies)
         scores = logits.take(places)
-        # Count in place of the logits, which have been read: a table of counters would be as large as they are.
-        logits.put_(places, torch.zeros_like(scores)).put_(places, torch.ones_like(scores), accumulate=True)
+        # Count in place of the logits, which have been read: a table of counters would be as large
+        # as they are.
+        logits.put_(places, torch.zeros_like(scores)).put_(
+            places, torch.ones_like(scores), accumulate=True
+        )
         logits.put_(places, scores - (presence + frequency * logits.take(places)))
 
 
 def min_p_threshold(logits: Tensor, min_p: Sequence[float]) -> Tensor:
-    """The logit of a token that is `min_p` (more than 0, one number per row) times as likely as the likeliest."""
+    """The logit of a token that is `min_p` (more than 0, one number per row) times as likely as the
+    likeliest."""
     distance = upload(min_p, torch.float64, logits.device).log()
     return (logits.amax(dim=1) + distance).to(logits.dtype)
 
 
 def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLEUS_GUESS) -> Tensor:
-    """The smallest logit that still belongs to the nucleus: tokens are taken from the likeliest down until their
-    probabilities reach `top_p`.
+    """The smallest logit that still belongs to the nucleus: tokens are taken from the likeliest
+    down until their probabilities reach `top_p`.
 
     Args:
         logits: `[num_rows, vocab_size]` float32, -inf for a token that is excluded already.
         top_p: one number per row, more than 0.
-        width: number of likeliest tokens to search first, on a CPU. Only rows whose nucleus is larger are searched
-            again, eight times as wide.
+        width: number of likeliest tokens to search first, on a CPU. Only rows whose nucleus is
+            larger are searched again, eight times as wide.
 
     Returns:
         `[num_rows]` thresholds.
@@ -187,7 +207,8 @@ def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
         logits: `[num_rows, vocab_size]` float32.
         top_p: `[num_rows]` float64.
     """
-    # The bits of floating-point numbers, read as integers, are in the numbers' order; negative ones run backwards.
+    # The bits of floating-point numbers, read as integers, are in the numbers' order; negative ones
+    # run backwards.
     bits = logits.view(torch.int32)
     keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + 2**31
     mass = (logits.softmax(dim=1).double() * UNITS).round().long()
@@ -197,12 +218,14 @@ def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
         digit = keys >> shift & 2**DIGIT_BITS - 1
         held = mass.new_zeros(len(mass), 2**DIGIT_BITS).scatter_add_(1, digit, mass)
         from_here_up = held.flip(1).cumsum(dim=1).flip(1)
-        # The largest digit from which upwards the mass suffices; the mass above this digit need not be searched any more.
+        # The largest digit from which upwards the mass suffices; the mass above this digit need not
+        # be searched any more.
         best = ((from_here_up >= wanted).sum(dim=1, keepdim=True) - 1).clamp(min=0)
         wanted = wanted - (from_here_up - held).gather(1, best)
         mass = mass * (digit == best)
         threshold = threshold << DIGIT_BITS | best
-    # If rounding has left less than top_p in the whole row, the threshold is -inf, and all tokens stay.
+    # If rounding has left less than top_p in the whole row, the threshold is -inf, and all tokens
+    # stay.
     bits = (threshold.clamp(min=0x7FFFFF) - 2**31).int()
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32).squeeze(1)
 
@@ -213,7 +236,8 @@ def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_G
     Args:
         logits: `[num_rows, vocab_size]`.
         top_k: one number per row, at least 1; a number above the vocabulary size keeps everything.
-        width: rows with a larger k are searched separately, so that they do not slow down the others.
+        width: rows with a larger k are searched separately, so that they do not slow down the
+            others.
 
     Returns:
         `[num_rows]` thresholds.
@@ -231,17 +255,23 @@ def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_G
 
 
 def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set the logits that top-k, then top-p, then min-p exclude to -inf, in place. A row costs nothing if top_k is 0, top_p 1 and min_p 0.
+    """Set the logits that top-k, then top-p, then min-p exclude to -inf, in place. A row costs
+    nothing if top_k is 0, top_p 1 and min_p 0.
 
-    Each of the three becomes a threshold on the logits that the one before has left, by `top_k_threshold`, `nucleus_threshold` and
-    `min_p_threshold`: all logits from the threshold up stay, ties included. So the result does not depend on the order in
-    which equal logits are sorted. The host reads no number from the device.
+    Each of the three becomes a threshold on the logits that the one before has left, by
+    `top_k_threshold`, `nucleus_threshold` and `min_p_threshold`: all logits from the threshold up
+    stay, ties included. So the result does not depend on the order in which equal logits are
+    sorted. The host reads no number from the device.
 
     Args:
         logits: `[num_rows, vocab_size]` float32.
         rows: one per row of logits.
     """
-    options = ("top_k", 0, top_k_threshold), ("top_p", 1, nucleus_threshold), ("min_p", 0, min_p_threshold)
+    options = (
+        ("top_k", 0, top_k_threshold),
+        ("top_p", 1, nucleus_threshold),
+        ("min_p", 0, min_p_threshold),
+    )
     for name, off, threshold_of in options:
         asking = [i for i, row in enumerate(rows) if getattr(row.params, name) != off]
         if not asking:
@@ -254,10 +284,12 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def uniform(seed: int, index: int, stream: int = 0) -> float:
-    """A number in [0, 1) that depends only on the request's seed, on the token's index in its output, and on what it is drawn for
-    (`stream`): not on the batch, not on preemptions. (BLAKE2 as a counter-based
-    generator, after Salmon et al. 2011.)"""
-    counter = struct.pack("<qqq", seed, index, stream) if stream else struct.pack("<qq", seed, index)
+    """A number in [0, 1) that depends only on the request's seed, on the token's index in its
+    output, and on what it is drawn for (`stream`): not on the batch, not on preemptions. (BLAKE2 as
+    a counter-based generator, after Salmon et al. 2011.)"""
+    counter = (
+        struct.pack("<qqq", seed, index, stream) if stream else struct.pack("<qq", seed, index)
+    )
     digest = hashlib.blake2b(counter, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -270,13 +302,14 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         uniforms: `[num_rows]` float64 in [0, 1).
 
     Returns:
-        `[num_rows]` int64 indices, and `[num_rows]` float64 in [0, 1): the position of u within that weight.
-        A weight of 0 is never chosen.
+        `[num_rows]` int64 indices, and `[num_rows]` float64 in [0, 1): the position of u within
+        that weight. A weight of 0 is never chosen.
     """
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
-    # No comparison with NaN is true: a row of NaN must not give an index beyond the vocabulary and end the whole batch.
+    # No comparison with NaN is true: a row of NaN must not give an index beyond the vocabulary and
+    # end the whole batch.
     index = index.clamp(max=weights.shape[1] - 1)
     width = weights.gather(1, index).double()
     within = (target - (cumulative.gather(1, index) - width)) / width
@@ -284,7 +317,8 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample by inverting the distribution function: find the block of tokens that contains u, then the token in it.
+    """Sample by inverting the distribution function: find the block of tokens that contains u, then
+    the token in it.
 
     Args:
         logits: `[num_rows, vocab_size]`.
@@ -303,11 +337,14 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return (block * DRAW_BLOCK + token).clamp(max=vocab_size - 1)
 
 
-def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Callable[[], list[TokenLogprobs]]:
+def start_logprobs(
+    logits: Tensor, chosen: Tensor, counts: Sequence[int]
+) -> Callable[[], list[TokenLogprobs]]:
     """Start to compute log-probabilities of chosen and likeliest tokens.
 
     Args:
-        logits: `[num_rows, vocab_size]` before any sampling option is applied; -inf for tokens that a grammar forbids.
+        logits: `[num_rows, vocab_size]` before any sampling option is applied; -inf for tokens that
+            a grammar forbids.
         chosen: `[num_rows]` int64.
         counts: number of likeliest tokens per row.
 
@@ -317,9 +354,15 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
     logprobs = logits.float().log_softmax(dim=1)
     own = logprobs.gather(1, chosen.unsqueeze(1))
     ranks = (logprobs > own).sum(dim=1) + 1
-    # One topk per count: which of several equal tokens topk returns depends on k, and must not depend on other rows.
-    groups = {count: [i for i, other in enumerate(counts) if other == count] for count in set(counts) - {0}}
-    tops = [pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()]
+    # One topk per count: which of several equal tokens topk returns depends on k, and must not
+    # depend on other rows.
+    groups = {
+        count: [i for i, other in enumerate(counts) if other == count]
+        for count in set(counts) - {0}
+    }
+    tops = [
+        pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()
+    ]
     arrive = start_fetch(chosen, own, ranks, *(tensor for pair in tops for tensor in pair))
 
     def wait() -> list[TokenLogprobs]:
@@ -330,7 +373,8 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
             width = len(top_ids) // len(same)
             for place, i in enumerate(same):
                 start = place * width
-                # Forbidden tokens come last; they are not among the likeliest, however many are asked for.
+                # Forbidden tokens come last; they are not among the likeliest, however many are
+                # asked for.
                 end = start + width - top_values[start : start + width].count(float("-inf"))
                 entries[i].token_ids += map(int, top_ids[start:end])
                 entries[i].logprobs += top_values[start:end]
@@ -340,9 +384,12 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
 
 
 class Sampler:
-    """Chooses the next token of each row. It has no state, so ranks with the same logits choose the same tokens."""
+    """Chooses the next token of each row. It has no state, so ranks with the same logits choose the
+    same tokens."""
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def sample(
+        self, logits: Tensor, rows: Sequence[SamplingRow]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Next tokens and log-probabilities at once; see `start`."""
         return self.start(logits, rows)[1]()
 
@@ -356,14 +403,18 @@ class Sampler:
             rows: one per row of logits.
 
         Returns:
-            The tokens, `[num_rows]` int64 on the device, which the next step can use; and a function that waits
-            for token ids and, per row, `TokenLogprobs` if requested (else None). Log-probabilities are those of the
-            model, before temperature, penalties and truncation, but among the tokens that a grammar allows, as in vLLM.
+            The tokens, `[num_rows]` int64 on the device, which the next step can use; and a
+            function that waits for token ids and, per row, `TokenLogprobs` if requested (else
+            None). Log-probabilities are those of the model, before temperature, penalties and
+            truncation, but among the tokens that a grammar allows, as in vLLM.
         """
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None  # a copy
+        raw = (
+            logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None
+        )  # a copy
         tokens = self.choose(logits, rows)
-        tokens_arrive, logprobs_arrive = start_fetch(tokens), None
+        tokens_arrive = start_fetch(tokens)
+        logprobs_arrive = None
         if raw is not None:
             counts = [rows[i].params.logprobs or 0 for i in wants]
             logprobs_arrive = start_logprobs(raw, pick(tokens, wants), counts)
@@ -378,7 +429,8 @@ class Sampler:
         return tokens, wait
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the device."""
+        """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the
+        device."""
         logits = self._allowed(logits, rows)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         if len(random) == len(rows):
@@ -402,7 +454,8 @@ class Sampler:
         return draw(self._scaled(logits, rows), upload(uniforms, torch.float64, logits.device))
 
     def _scaled(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """Logits of the distribution to draw from: a copy, divided by the temperature, without what truncation excludes."""
+        """Logits of the distribution to draw from: a copy, divided by the temperature, without what
+        truncation excludes."""
         temperatures = [moderate(row.params.temperature) for row in rows]
         logits = logits / upload(temperatures, torch.float32, logits.device).unsqueeze(1)
         truncate(logits, rows)

@@ -21,14 +21,16 @@ from nanovllm.scheduler.step_times import StepTimes
 class Scheduler:
     """Gives each step's token budget to requests; knows no tensor.
 
-    There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and every
-    step moves the first towards the second. A request samples a token whenever the two meet.
+    There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and
+    `num_tokens`, and every step moves the first towards the second. A request samples a token
+    whenever the two meet.
 
-    All queues are kept in the order of `Request.order` (priority, then arrival), so the request that is
-    preempted is always the last of the running ones, and it is again first in line.
+    All queues are kept in the order of `Request.order` (priority, then arrival), so the request
+    that is preempted is always the last of the running ones, and it is again first in line.
 
     Args:
-        connector: a `NoConnector`, or one that knows of keys and values outside of this engine (lecture 31).
+        connector: a `NoConnector`, or one that knows of keys and values outside of this engine
+            (lecture 31).
 
     Attributes:
         waiting: requests of which nothing is computed.
@@ -39,7 +41,9 @@ class Scheduler:
         step_times: predicts how long a step will take; the engine tells it how long each step took.
     """
 
-    def __init__(self, config: EngineConfig, manager: KVCacheManager, connector: Any = None) -> None:
+    def __init__(
+        self, config: EngineConfig, manager: KVCacheManager, connector: Any = None
+    ) -> None:
         self.config = config
         self.manager = manager
         self.connector: Any = connector or NoConnector()
@@ -64,13 +68,19 @@ class Scheduler:
             ValueError: its id is in use, or it could not run even if it were alone.
         """
         limit = self.config.max_request_tokens
-        computed = (scheduled.request_id for plan in self._steps_in_flight for scheduled in plan.requests)
+        computed = (
+            scheduled.request_id for plan in self._steps_in_flight for scheduled in plan.requests
+        )
         if any(request.request_id in used for used in (self.requests, self.manager.held, computed)):
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not 0 < request.num_tokens < limit:
-            raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
+            raise ValueError(
+                f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}"
+            )
         self.requests[request.request_id] = request
-        request.max_num_tokens = min(request.num_prompt_tokens + (request.sampling_params.max_tokens or limit), limit)
+        request.max_num_tokens = min(
+            request.num_prompt_tokens + (request.sampling_params.max_tokens or limit), limit
+        )
         insort(self.waiting, request, key=lambda r: r.order)
 
     @property
@@ -79,7 +89,8 @@ class Scheduler:
         return bool(self.requests)
 
     def move(self, request: Request, status: RequestStatus) -> None:
-        """Put a request into the queue of another status. If the runner knows the request, the runner will drop its state."""
+        """Put a request into the queue of another status. If the runner knows the request, the
+        runner will drop its state."""
         self.queues[request.status].remove(request)
         if request.num_sent_tokens:
             self._removed_ids.append(request.request_id)
@@ -90,7 +101,8 @@ class Scheduler:
 
     def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
         """End a request. Its blocks are freed, unless the connector still reads or writes them."""
-        request.finish_reason, request.stop_reason = reason, stop_reason
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
         table = self.manager.tables.get(request.request_id, [])
         in_use, request.kv_transfer_params = self.connector.request_finished(request, table)
         if in_use or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -101,7 +113,8 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request; False if it has ended already. A step in flight may still write to its blocks before they are reused."""
+        """End a request; False if it has ended already. A step in flight may still write to its
+        blocks before they are reused."""
         request = self.requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
@@ -110,18 +123,25 @@ class Scheduler:
     # ---------------------------------------------------------------- one step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step, and count its tokens as computed. The plan is empty if it has to wait for pending tokens."""
+        """Decide the next step, and count its tokens as computed. The plan is empty if it has to
+        wait for pending tokens."""
         if self.waits_for_tokens:
             return SchedulerOutput()
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
         if self.speculation is not None:
             seats = self.config.max_num_seqs - len(self.running) - len(self.receiving)
-            self.speculation.begin_step(self.running, (self.waiting or self.swapped) and seats > 0, self.manager)
-        chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
+            self.speculation.begin_step(
+                self.running, (self.waiting or self.swapped) and seats > 0, self.manager
+            )
+        chunked = (
+            self.config.batching_policy == "chunked"
+        )  # otherwise, a step is all prefill or all decode
         if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
             plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)
-        candidates = self._continue_decoding(plan) if chunked else [r for r in self.running if r.in_prefill]
+        candidates = (
+            self._continue_decoding(plan) if chunked else [r for r in self.running if r.in_prefill]
+        )
         plan.num_tokens = plan.num_samples = num_decoding = len(plan.requests)
         self._continue_running(plan, candidates)
         self._admit(plan)
@@ -137,17 +157,21 @@ class Scheduler:
     def _share(self, request: Request, plan: SchedulerOutput) -> int:
         """How many tokens of the request this step may compute.
 
-        0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the request ends with its pending
-        tokens (it then has `max_num_tokens`). Otherwise its `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
-        `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0; in prefill (`in_prefill`), also at
-        most what `plan.num_prefill_tokens` leaves of `plan.max_prefill_tokens`. Without `config.enable_chunked_prefill`, all that it
-        misses, or 0 if that is more than the budget leaves. A request with drafts (`draft_token_ids`), which decodes, gets these, too, as
-        far as the budget goes.
-        """
+        0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the
+        request ends with its pending tokens (it then has `max_num_tokens`). Otherwise its
+        `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
+        `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0;
+        in prefill (`in_prefill`), also at most what `plan.num_prefill_tokens` leaves of
+        `plan.max_prefill_tokens`. Without `config.enable_chunked_prefill`, all that it misses, or 0
+        if that is more than the budget leaves. A request with drafts (`draft_token_ids`), which
+        decodes, gets these, too, as far as the budget goes."""
         is_last = request.num_tokens + request.num_pending_tokens >= request.max_num_tokens
         if request.num_pending_tokens and (self._in_stages or is_last):
-            return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
-        wanted, budget = request.num_missing_tokens, self.config.token_budget - plan.num_tokens
+            # the first stage cannot compute what the last one has not sampled; or the pending token
+            # is the last one
+            return 0
+        wanted = request.num_missing_tokens
+        budget = self.config.token_budget - plan.num_tokens
         if request.draft_token_ids and request.num_sent_tokens:
             return min(wanted + len(request.draft_token_ids), budget)
         if not self.config.enable_chunked_prefill:
@@ -159,15 +183,18 @@ class Scheduler:
         return min(wanted, budget)
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
-        """Give each running request its share (`_share`), first come first served; preempt from the other end.
+        """Give each running request its share (`_share`), first come first served; preempt from the
+        other end.
 
-        Leave out candidates that no longer run, because an earlier one has preempted them, and those whose share is 0. Stop once the step is
-        full for all running requests (`_is_full`). Slots for the tokens up to the share's end come from `manager.allocate_slots`; `_schedule`
+        Leave out candidates that no longer run, because an earlier one has preempted them, and
+        those whose share is 0. Stop once the step is full for all running requests (`_is_full`).
+        Slots for the tokens up to the share's end come from `manager.allocate_slots`; `_schedule`
         gets the blocks. While it returns None:
 
-        - if the plan is empty and steps are in flight, stop altogether: their results may free blocks;
-        - preempt `connector.choose_victim(request, tokens, running, manager)`, the last one as a rule, and try again; if this is the request
-          itself, or None, leave the request out.
+        - if the plan is empty and steps are in flight, stop altogether: their results may free
+          blocks;
+        - preempt `connector.choose_victim(request, tokens, running, manager)`, the last one as a
+          rule, and try again; if this is the request itself, or None, leave the request out.
         """
         for request in list(candidates):
             if request.request_id in plan.preempted:
@@ -180,8 +207,14 @@ class Scheduler:
             wanted = request.num_computed_tokens + share
             while (blocks := self.manager.allocate_slots(request, wanted)) is None:
                 if plan.empty and self._steps_in_flight:
-                    return  # their results may free blocks; and a plan that preempts and computes nothing is not run
-                if (victim := self.connector.choose_victim(request, wanted, self.running, self.manager)) is not None:
+                    # their results may free blocks; and a plan that preempts and computes nothing
+                    # is not run
+                    return
+                if (
+                    victim := self.connector.choose_victim(
+                        request, wanted, self.running, self.manager
+                    )
+                ) is not None:
                     self._preempt(victim, plan)
                 if victim is None or victim is request:
                     break
@@ -189,14 +222,18 @@ class Scheduler:
                 self._schedule(request, share, blocks, plan)
 
     def _admit(self, plan: SchedulerOutput) -> None:
-        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks last.
+        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks
+        last.
 
-        The next one is the first of `swapped` or of `waiting` (the heads of these queues), whichever has the lower `order`. `_why_not`
-        gives a reason why no request may be admitted now. If there is none, `_admit_swapped` or `_admit_waiting` admits this one, or gives
-        a reason why it cannot. "" is no reason. With the first reason the admission ends: no later request overtakes this one.
-        `plan.blocked_by` keeps the last answer, so it is "" if all were admitted.
-        """
-        while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
+        The next one is the first of `swapped` or of `waiting` (the heads of these queues),
+        whichever has the lower `order`. `_why_not` gives a reason why no request may be admitted
+        now. If there is none, `_admit_swapped` or `_admit_waiting` admits this one, or gives a
+        reason why it cannot. "" is no reason. With the first reason the admission ends: no later
+        request overtakes this one. `plan.blocked_by` keeps the last answer, so it is "" if all were
+        admitted."""
+        while queue := min(
+            (q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None
+        ):
             admit = self._admit_swapped if queue is self.swapped else self._admit_waiting
             plan.blocked_by = self._why_not(queue[0], plan) or admit(queue[0], plan)
             if plan.blocked_by:
@@ -211,23 +248,35 @@ class Scheduler:
             return "max_num_batched_tokens"
         if request.in_prefill and plan.num_prefill_tokens >= plan.max_prefill_tokens:
             return "max_step_ms"
-        # The other steps in flight need requests, too. (A waiting request has a pending token if it was preempted in the meantime.)
-        if request.num_pending_tokens or self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
+        # The other steps in flight need requests, too. (A waiting request has a pending token if it
+        # was preempted in the meantime.)
+        if request.num_pending_tokens or self._is_full(
+            plan, min(len(self.requests), self.config.max_num_seqs)
+        ):
             return "pipeline_parallel_size"
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
         ):
-            return "static batch"  # the batch has begun to decode: no request joins before all have ended
+            # the batch has begun to decode: no request joins before all have ended
+            return "static batch"
         return ""
 
     def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
         computed = self.manager.get_computed_blocks(request)
         request.num_computed_tokens = len(computed) * self.manager.block_size
         num_external = 0
-        if request.sampling_params.prompt_logprobs is None:  # otherwise, all of its prompt has to be computed
-            num_external, _ = self.connector.get_num_new_matched_tokens(request, request.num_computed_tokens)
+        if (
+            request.sampling_params.prompt_logprobs is None
+        ):  # otherwise, all of its prompt has to be computed
+            num_external, _ = self.connector.get_num_new_matched_tokens(
+                request, request.num_computed_tokens
+            )
         share = num_external or self._share(request, plan)
-        blocks = self.manager.allocate_slots(request, request.num_computed_tokens + share, computed) if share else None
+        blocks = (
+            self.manager.allocate_slots(request, request.num_computed_tokens + share, computed)
+            if share
+            else None
+        )
         if blocks is None:
             request.num_computed_tokens = 0
             return "kv blocks" if share else "max_num_batched_tokens"
@@ -243,10 +292,15 @@ class Scheduler:
             self._schedule(request, share, [], plan)
         return ""
 
-    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
-        before, new_tokens = request.num_computed_tokens, request.token_ids[request.num_sent_tokens :]
+    def _schedule(
+        self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput
+    ) -> None:
+        before = request.num_computed_tokens
+        new_tokens = request.token_ids[request.num_sent_tokens :]
         scheduled = ScheduledRequest(request.request_id, before, share, new_tokens, new_blocks)
-        scheduled.draft_token_ids = request.draft_token_ids[: max(0, share - request.num_missing_tokens)]
+        scheduled.draft_token_ids = request.draft_token_ids[
+            : max(0, share - request.num_missing_tokens)
+        ]
         if request.num_missing_tokens + len(scheduled.draft_token_ids) == share:
             scheduled.samples = 1 + len(scheduled.draft_token_ids)
         if self.speculation is not None and scheduled.samples:
@@ -255,9 +309,12 @@ class Scheduler:
             room = self.manager.allocate_slots(request, before + share + scheduled.num_drafts)
             scheduled.num_drafts *= room is not None
             scheduled.new_block_ids = [*new_blocks, *(room or ())]
-        if request.num_sent_tokens == 0:  # the runner does not know the request: it needs the whole table
+        if (
+            request.num_sent_tokens == 0
+        ):  # the runner does not know the request: it needs the whole table
             scheduled.new_block_ids = list(self.manager.tables[request.request_id])
-            scheduled.sampling_params, scheduled.num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
+            scheduled.sampling_params = request.sampling_params
+            scheduled.num_prompt_tokens = request.num_prompt_tokens
             if request.request_id not in plan.resumed:
                 plan.admitted[request.request_id] = before
         if request.num_cached_tokens < 0:
@@ -270,13 +327,17 @@ class Scheduler:
 
     # ---------------------------------------------------------------- after the step
 
-    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order.
+    def update_from_output(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[EngineOutput]:
+        """Append the tokens that the step sampled, and end requests that are done. Steps come back
+        in their order.
 
-        The step is no longer in flight: take this very plan out of `_steps_in_flight`, not one that equals it. Its tokens are no longer
-        pending, for each of its requests that has not ended meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is
-        not None goes to the connector's method of the same name (KV that moved in the step). Returns what `_update` returned, without None.
-        """
+        The step is no longer in flight: take this very plan out of `_steps_in_flight`, not one that
+        equals it. Its tokens are no longer pending, for each of its requests that has not ended
+        meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is not None
+        goes to the connector's method of the same name (KV that moved in the step). Returns what
+        `_update` returned, without None."""
         self._steps_in_flight = tuple(step for step in self._steps_in_flight if step is not plan)
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
@@ -289,17 +350,21 @@ class Scheduler:
                     outputs.append(output)
         return outputs
 
-    def _update(self, request: Request, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> EngineOutput | None:
+    def _update(
+        self, request: Request, scheduled: ScheduledRequest, result: ModelRunnerOutput
+    ) -> EngineOutput | None:
         sampled = result.sampled.get(scheduled.request_id)
         prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
         if sampled is None and prompt_logprobs is None:
             return None
         output = EngineOutput(request.request_id, num_cached_tokens=request.num_cached_tokens)
         if prompt_logprobs is not None:
-            output.prompt_logprobs, output.prompt_logprobs_start = prompt_logprobs, scheduled.start + 1
+            output.prompt_logprobs = prompt_logprobs
+            output.prompt_logprobs_start = scheduled.start + 1
         if sampled is not None and sampled.error:
             self.finish(request, "error")
-            output.finish_reason, output.grammar_error = "error", sampled.error
+            output.finish_reason = "error"
+            output.grammar_error = sampled.error
         elif sampled is not None:
             tokens = [sampled, *result.sampled_after.get(scheduled.request_id, ())]
             if scheduled.draft_token_ids:  # rejected ones were computed in vain: nothing is erased
@@ -313,17 +378,23 @@ class Scheduler:
                 if request.finish_reason is not None:
                     break
             if self.speculation is not None:
-                self.speculation.end_step(request, scheduled, result, len(output.new_token_ids), len(self.running))
+                self.speculation.end_step(
+                    request, scheduled, result, len(output.new_token_ids), len(self.running)
+                )
             if request.finish_reason is not None:
-                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+                output.finish_reason = request.finish_reason
+                output.stop_reason = request.stop_reason
                 output.kv_transfer_params = request.kv_transfer_params
         return output
 
     def _append_token(self, request: Request, token_id: int) -> None:
         """Append a token that was sampled, and end the request if it is the last one."""
         request.token_ids.append(token_id)
-        num_tokens, params = len(request.token_ids), request.sampling_params
-        is_computed = request.num_computed_tokens >= num_tokens and request.status is RequestStatus.RUNNING
+        num_tokens = len(request.token_ids)
+        params = request.sampling_params
+        is_computed = (
+            request.num_computed_tokens >= num_tokens and request.status is RequestStatus.RUNNING
+        )
         if is_computed and num_tokens % self.manager.block_size == 0:
             self.manager.cache_blocks(request, num_tokens - 1)  # this token completes a block
         # A grammar leaves only tokens that end the request when the output is complete.
@@ -339,11 +410,12 @@ class Scheduler:
     def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
         """Take all blocks from a running request; what it has sampled so far is kept.
 
-        With `config.preemption_mode` "swap", `manager.swap_out` returns the copies to host memory, which the plan gets in `swap_out`, or
-        None if host memory is full. The request's status is then SWAPPED. Otherwise `manager.free` takes its blocks: no token of it is
-        computed any more, and it is WAITING. `move` changes the status and the queue. `plan.preempted` notes "swap" or "recompute" under
-        the request's id. The request and the scheduler count their preemptions (`num_preemptions`).
-        """
+        With `config.preemption_mode` "swap", `manager.swap_out` returns the copies to host memory,
+        which the plan gets in `swap_out`, or None if host memory is full. The request's status is
+        then SWAPPED. Otherwise `manager.free` takes its blocks: no token of it is computed any
+        more, and it is WAITING. `move` changes the status and the queue. `plan.preempted` notes
+        "swap" or "recompute" under the request's id. The request and the scheduler count their
+        preemptions (`num_preemptions`)."""
         copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
         if copies is not None:
             plan.swap_out += copies
@@ -373,19 +445,25 @@ class Scheduler:
     # ---------------------------------------------------------------- is everything in order?
 
     def check_invariants(self) -> None:
-        """Check queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
+        """Check queues, requests and block tables against each other; see
+        `KVCacheManager.check_invariants`."""
         queued = [request for queue in self.queues.values() for request in queue]
         assert len(queued) == len(self.requests), "a request is in no queue, or in two"
         for request in queued:
-            status, request_id = request.status, request.request_id
+            status = request.status
+            request_id = request.request_id
             assert self.requests[request_id] is request and request in self.queues[status]
             assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
             holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
             assert holds_blocks == (request_id in self.manager.tables), (
                 f"{request_id} is {status.value}: has it blocks?"
             )
-            assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables), "host tables"
-            assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0, "waits, but computed"
+            assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables), (
+                "host tables"
+            )
+            assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0, (
+                "waits, but computed"
+            )
         for queue in self.queues.values():
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
         assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs
@@ -396,18 +474,22 @@ class Scheduler:
     _steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
 
     def _expect(self, plan: SchedulerOutput, first: int = 0) -> None:
-        """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the tokens that it samples as pending.
+        """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the
+        tokens that it samples as pending.
 
-        The requests' `num_computed_tokens` count this step already. If more tokens of a request are computed than known (`num_tokens`), the step
-        computes a pending token: the request's share gets `last_is_pending`. Each request for which the step samples (`samples` of its share)
-        has so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are computed, but neither known nor pending. Shares
-        before number `first` are counted already.
+        The requests' `num_computed_tokens` count this step already. If more tokens of a request are
+        computed than known (`num_tokens`), the step computes a pending token: the request's share
+        gets `last_is_pending`. Each request for which the step samples (`samples` of its share) has
+        so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are
+        computed, but neither known nor pending. Shares before number `first` are counted already.
         """
         self._steps_in_flight += (plan,)
         for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
             num_drafts = len(scheduled.draft_token_ids)
-            scheduled.last_is_pending = request.num_computed_tokens - num_drafts > request.num_tokens
+            scheduled.last_is_pending = (
+                request.num_computed_tokens - num_drafts > request.num_tokens
+            )
             request.num_pending_tokens += scheduled.samples
 
     @property
@@ -415,35 +497,49 @@ class Scheduler:
         return self.config.pipeline_parallel_size > 1
 
     def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
-        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
-        return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
+        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other
+        stages need work, too."""
+        return self._in_stages and plan.num_samples >= -(
+            -num_requests // self.config.pipeline_parallel_size
+        )
 
     @cached_property
     def speculation(self) -> Any:
-        """Drafts tokens, or says how many the runner shall draft; None without `config.speculative`."""
+        """Drafts tokens, or says how many the runner shall draft; None without
+        `config.speculative`."""
         if self.config.speculative is None:
             return None
-        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(self.config.speculative)
+        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(
+            self.config.speculative
+        )
 
     # ---------------------------------------------------------------- one step ahead
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if the next step has to wait for pending tokens, which a penalty, a grammar or drafts depend on."""
+        """True if the next step has to wait for pending tokens, which a penalty, a grammar or
+        drafts depend on."""
         ahead = bool(self._steps_in_flight) and not self._in_stages
-        return ahead and any((r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running)
+        return ahead and any(
+            (r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running
+        )
 
     def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
-        """Do in less time what `_continue_running` would for the head of the queue, where each request misses one token.
+        """Do in less time what `_continue_running` would for the head of the queue, where each
+        request misses one token.
 
-        Returns the running requests from the first one on that it leaves to `_continue_running`: this one misses more tokens, or the
-        runner does not know it, or no block is free for it. In a pipeline, and with drafts, it leaves all.
-        """
+        Returns the running requests from the first one on that it leaves to `_continue_running`:
+        this one misses more tokens, or the runner does not know it, or no block is free for it. In
+        a pipeline, and with drafts, it leaves all."""
         leaves_all = self._in_stages or self.speculation is not None
-        block_size, count = self.manager.block_size, 0 if leaves_all else self.config.token_budget
+        block_size = self.manager.block_size
+        count = 0 if leaves_all else self.config.token_budget
         for i, request in enumerate(self.running[:count]):
-            start, pending, num_sent = request.num_computed_tokens, request.num_pending_tokens, request.num_sent_tokens
-            num_tokens, end = len(request.token_ids), start + 1
+            start = request.num_computed_tokens
+            pending = request.num_pending_tokens
+            num_sent = request.num_sent_tokens
+            num_tokens = len(request.token_ids)
+            end = start + 1
             if end != num_tokens + pending or start < request.num_prompt_tokens or num_sent == 0:
                 return self.running[i:]
             if pending and end >= request.max_num_tokens:
@@ -451,9 +547,13 @@ class Scheduler:
             blocks = () if start % block_size else self.manager.allocate_slots(request, end)
             if blocks is None:
                 return self.running[i:]
-            name, new = request.request_id, request.token_ids[num_sent:]
-            plan.requests.append(ScheduledRequest(name, start, 1, new, blocks, None, 0, 1, pending > 0))
-            request.num_computed_tokens, request.num_sent_tokens = end, num_tokens
+            name = request.request_id
+            new = request.token_ids[num_sent:]
+            plan.requests.append(
+                ScheduledRequest(name, start, 1, new, blocks, None, 0, 1, pending > 0)
+            )
+            request.num_computed_tokens = end
+            request.num_sent_tokens = num_tokens
             request.num_pending_tokens = pending + 1
             if end % block_size == 0:
                 self.manager.cache_blocks(request, start)

@@ -33,7 +33,9 @@ def create_app(
     engine: AsyncEngine, access: Access, metrics: Metrics, demo: bool = False, strict: bool = False
 ) -> FastAPI:
     """The application around a running engine, for clients that have access. See `run_server`."""
-    app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS)
+    app = FastAPI(
+        title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS
+    )
     install_error_handlers(app)
     add_generation_routes(app, ChatEndpoint(engine, strict), CompletionEndpoint(engine, strict))
     add_token_routes(app, Endpoint(engine, strict))
@@ -44,7 +46,10 @@ def create_app(
     schemas = app.openapi()["components"]["schemas"]
     for schema in schemas.values():
         if "model" in schema["properties"]:
-            schema["properties"]["model"] = {"enum": [*engine.config.model_names, None], "default": None}
+            schema["properties"]["model"] = {
+                "enum": [*engine.config.model_names, None],
+                "default": None,
+            }
     schemas |= responses.schemas()
     return app
 
@@ -65,7 +70,10 @@ async def answer(request: Request, generation: ChatGeneration | CompletionGenera
     """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
     warning = generation.body.warning
     if generation.body.stream:
-        settings = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"} | warning}
+        settings = {
+            "media_type": "text/event-stream",
+            "headers": {"Cache-Control": "no-cache"} | warning,
+        }
         return responses.ClosingStream(generation.events(), generation.close, **settings)
     try:
         return json_response(await unless_disconnected(request, generation.complete()), warning)
@@ -75,7 +83,8 @@ async def answer(request: Request, generation: ChatGeneration | CompletionGenera
 
 def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
     """Text to token ids and back, in vLLM's shapes."""
-    tokenizer, limits = endpoint.engine.tokenizer, endpoint.engine.limits
+    tokenizer = endpoint.engine.tokenizer
+    limits = endpoint.engine.limits
 
     @app.post("/tokenize", responses=responses.documented(200, responses.Tokens))
     async def tokenize(body: protocol.TokenizeRequest) -> Response:
@@ -84,26 +93,35 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
             raise APIError(400, "either prompt or messages must be given, and not both", "prompt")
         with blaming_client("messages" if body.prompt is None else "prompt"):
             if body.prompt is not None:
-                token_ids = await endpoint.engine.encode(body.prompt, body.add_special_tokens is not False)
+                token_ids = await endpoint.engine.encode(
+                    body.prompt, body.add_special_tokens is not False
+                )
             else:
                 token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
-        convert, longest = tokenizer.convert_ids_to_tokens, limits.max_request_tokens
+        convert = tokenizer.convert_ids_to_tokens
+        longest = limits.max_request_tokens
         strings = await asyncio.to_thread(convert, token_ids) if body.return_token_strs else None
-        return json_response(responses.Tokens(len(token_ids), longest, token_ids, strings), body.warning)
+        return json_response(
+            responses.Tokens(len(token_ids), longest, token_ids, strings), body.warning
+        )
 
     @app.post("/detokenize")
     async def detokenize(body: protocol.DetokenizeRequest) -> Response:
         endpoint.check(body)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
-        # A million ids take a while, so a thread decodes them. Unlike `decode`, `decode_batch` releases the interpreter lock.
-        (text,) = await asyncio.to_thread(tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False)
+        # A million ids take a while, so a thread decodes them. Unlike `decode`, `decode_batch`
+        # releases the interpreter lock.
+        (text,) = await asyncio.to_thread(
+            tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False
+        )
         return json_response({"prompt": text}, body.warning)
 
 
 def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
-    """The model, the KV that others can fetch, the version, health and metrics. As in /tokenize, `max_model_len` counts what a request can have: the
-    context length, or the KV pool if that is smaller."""
+    """The model, the KV that others can fetch, the version, health and metrics. As in /tokenize,
+    `max_model_len` counts what a request can have: the context length, or the KV pool if that is
+    smaller."""
     entries = {
         name: {
             "id": name,
@@ -152,7 +170,8 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) 
 
 
 def add_page_routes(app: FastAPI, engine: AsyncEngine, demo: bool) -> None:
-    """The page that shows the engine at work, and the trace that it draws; or the reason why this copy has neither."""
+    """The page that shows the engine at work, and the trace that it draws; or the reason why this
+    copy has neither."""
     try:
         load("nanovllm.server.page:add_live_routes", "the page")(app, engine, demo)
     except MissingPartError as error:
@@ -177,7 +196,8 @@ async def run_server(
 
     Args:
         listener: a bound socket.
-        access: which clients may use the server, and the seconds after which requests that still run are aborted.
+        access: which clients may use the server, and the seconds after which requests that still
+            run are aborted.
         demo: whether the page sends bursts of requests as soon as it is opened.
         strict: whether requests with unknown fields are refused.
         metrics_prefix: the first word of the metrics' names.
@@ -190,7 +210,8 @@ async def run_server(
         banner = ready_message(listener, engine.name, access.api_keys)
         drain = partial(engine.drain, access.shutdown_timeout)
         server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)
-        # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.
+        # The garbage collector stops the event loop; it need not visit modules, routes and the
+        # tokenizer each time.
         gc.freeze()
         async with contextlib.AsyncExitStack() as stack:
             if log_seconds:

@@ -35,7 +35,9 @@ class ChatEndpoint(Endpoint):
             params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
             if body.tools or body.tool_choice not in (None, "none"):
                 constrained = load("nanovllm.server.tools:constrained", "tools")
-                params = await asyncio.to_thread(constrained, params, body, self.engine.input_processor)
+                params = await asyncio.to_thread(
+                    constrained, params, body, self.engine.input_processor
+                )
             token_ids = await self.encode_chat(body)
             self.check_length(len(token_ids), max_tokens, name)
             return await self.submit(ChatGeneration(self.engine, body, [token_ids], params))
@@ -45,22 +47,29 @@ class ChatGeneration(Generation):
     """One chat request, and its answer; see `Generation`."""
 
     body: ChatCompletionRequest
-    prefix, chunk_kind = "chatcmpl", responses.ChatChunk
+    prefix = "chatcmpl"
+    chunk_kind = responses.ChatChunk
 
     async def complete(self) -> responses.ChatCompletion:
         """The whole answer."""
         (output,) = await self.collect()
         choices = []
         for piece in output.outputs:
-            reader, logprobs = self._reader(), await self._logprobs(piece)
+            reader = self._reader()
+            logprobs = await self._logprobs(piece)
             message = reader.message(piece.text)
             reasons = reader.finish_reason(piece.finish_reason), piece.stop_reason
-            choices.append(responses.ChatChoice(piece.index, *reasons, message=message, logprobs=logprobs))
+            choices.append(
+                responses.ChatChoice(piece.index, *reasons, message=message, logprobs=logprobs)
+            )
         of_prompt = await self.prompt_logprobs(output)
-        return self.answer(responses.ChatCompletion, choices, usage=self.usage(), prompt_logprobs=of_prompt)
+        return self.answer(
+            responses.ChatCompletion, choices, usage=self.usage(), prompt_logprobs=of_prompt
+        )
 
     async def choices(self) -> AsyncIterator[responses.ChatChunkChoice]:
-        """For each choice: its role when its first token is there, then text and calls, then why it ended.
+        """For each choice: its role when its first token is there, then text and calls, then why it
+        ended.
 
         Benchmarks take the first chunk, which has the role, for the first token.
         """
@@ -73,7 +82,8 @@ class ChatGeneration(Generation):
                         continue
                     readers[piece.index] = self._reader()
                     yield responses.ChatChunkChoice(piece.index, delta=first)
-                reader, logprobs = readers[piece.index], await self._logprobs(piece)
+                reader = readers[piece.index]
+                logprobs = await self._logprobs(piece)
                 deltas = reader.append(piece.text)
                 if piece.finish_reason:
                     deltas += reader.flush()
@@ -89,11 +99,15 @@ class ChatGeneration(Generation):
     def _reader(self) -> responses.TextReader:
         if not self.body.tools or self.body.tool_choice == "none":
             return responses.TextReader()
-        return load("nanovllm.server.tools:ToolCallReader", "tools")(isinstance(self.body.tool_choice, Tool))
+        return load("nanovllm.server.tools:ToolCallReader", "tools")(
+            isinstance(self.body.tool_choice, Tool)
+        )
 
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:
             return None
         entries = in_portions(zip(piece.token_ids, piece.logprobs, strict=True))
         count = self.body.top_logprobs
-        return responses.ChatLogprobs([encoded(self.token_logprob(*entry, count)) async for entry in entries])
+        return responses.ChatLogprobs(
+            [encoded(self.token_logprob(*entry, count)) async for entry in entries]
+        )

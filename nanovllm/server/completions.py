@@ -35,15 +35,27 @@ class CompletionEndpoint(Endpoint):
         with blaming_client():
             self.check(body)
             sources = split_prompts(body.prompt)
-            # With max_tokens 0 a client asks for the prompt's log-probabilities alone. The engine generates one token anyway.
+            # With max_tokens 0 a client asks for the prompt's log-probabilities alone. The engine
+            # generates one token anyway.
             max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
             if max_tokens == 0 and not body.echo:
-                raise APIError(400, "max_tokens must be at least 1 unless echo is true", "max_tokens")
-            of_prompt = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
-            own = {"max_tokens": max_tokens or 1, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
+                raise APIError(
+                    400, "max_tokens must be at least 1 unless echo is true", "max_tokens"
+                )
+            of_prompt = (
+                body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+            )
+            own = {
+                "max_tokens": max_tokens or 1,
+                "logprobs": body.logprobs,
+                "prompt_logprobs": of_prompt,
+            }
             params = body.sampling_params(self.engine.limits.generation_defaults, **own)
             if (count := len(sources) * params.n) > MAX_COMPLETIONS:
-                message = f"prompt and n request {count} completions; at most {MAX_COMPLETIONS} are allowed"
+                message = (
+                    f"prompt and n request {count} completions; at most {MAX_COMPLETIONS} are "
+                    "allowed"
+                )
                 raise APIError(400, message, "prompt")
             prompts = []
             for source in sources:
@@ -59,7 +71,8 @@ class CompletionGeneration(Generation):
     """One completion request, and its answer; see `Generation`."""
 
     body: CompletionRequest
-    prefix, chunk_kind = "cmpl", Completion
+    prefix = "cmpl"
+    chunk_kind = Completion
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -83,18 +96,26 @@ class CompletionGeneration(Generation):
         async for i, output in self.outputs():
             for piece in output.outputs:
                 if not piece.token_ids and piece.finish_reason is None:
-                    continue  # the prompt is still being read, and the output has only its log-probabilities so far
+                    # the prompt is still being read, and the output has only its log-probabilities
+                    # so far
+                    continue
                 choice = await self._choice(i, output, piece)
                 if choice.text or choice.logprobs or choice.finish_reason:
                     yield choice
 
-    async def _choice(self, prompt_index: int, output: RequestOutput, piece: CompletionOutput) -> CompletionChoice:
+    async def _choice(
+        self, prompt_index: int, output: RequestOutput, piece: CompletionOutput
+    ) -> CompletionChoice:
         """A piece of one completion. The first one begins with the prompt, if it is to be echoed."""
-        body, index = self.body, prompt_index * self.params.n + piece.index
+        body = self.body
+        index = prompt_index * self.params.n + piece.index
         if self.hides_tokens:
-            # The client asked for no token, so an end of the one that was generated means that the length ran out.
+            # The client asked for no token, so an end of the one that was generated means that the
+            # length ran out.
             ended = piece.finish_reason in ("stop", "length")
-            piece = CompletionOutput(piece.index, finish_reason="length" if ended else piece.finish_reason)
+            piece = CompletionOutput(
+                piece.index, finish_reason="length" if ended else piece.finish_reason
+            )
         choice = CompletionChoice(index, piece.finish_reason, piece.stop_reason, text=piece.text)
         token_ids = piece.token_ids
         positions: list[PositionLogprobs] = [*(piece.logprobs or ())]
@@ -108,34 +129,42 @@ class CompletionGeneration(Generation):
             skips = self.params.skip_special_tokens
             self._offsets[index] = TextOffsets(tokenizer, skips, continued, len(echoed))
             if body.echo:
-                # The log-probabilities of the whole prompt, unless the request was aborted before it was read.
+                # The log-probabilities of the whole prompt, unless the request was aborted before
+                # it was read.
                 known = output.prompt_logprobs or []
                 token_ids = prompt[: len(known)] + token_ids
                 positions = known + positions
                 if known:
-                    offsets = await asyncio.to_thread(prompt_offsets, tokenizer, prompt[: len(known)], echoed)
+                    offsets = await asyncio.to_thread(
+                        prompt_offsets, tokenizer, prompt[: len(known)], echoed
+                    )
         if body.logprobs is not None and token_ids:
             offsets += map(self._offsets[index].next, piece.token_ids)
             choice.logprobs = await self._logprobs(token_ids, positions, offsets)
         return choice
 
     def _is_continued(self, prompt: list[int], token_ids: list[int]) -> bool:
-        """True if the completion continues the prompt's last character. Structured output continues nothing."""
+        """True if the completion continues the prompt's last character. Structured output continues
+        nothing."""
         if self.hides_tokens or self.params.structured_outputs is not None:
             return False
         return continues_prompt(self.engine.tokenizer, prompt, token_ids)
 
     def _echoed(self, prompt_index: int, is_continued: bool) -> str:
         """The prompt's text; without its last character, if the completion continues that."""
-        source, tokenizer = split_prompts(self.body.prompt)[prompt_index], self.engine.tokenizer
+        source = split_prompts(self.body.prompt)[prompt_index]
+        tokenizer = self.engine.tokenizer
         if isinstance(source, str):
             return source
-        return whole_characters(tokenizer, source) if is_continued else tokenizer.decode(source, False)
+        return (
+            whole_characters(tokenizer, source) if is_continued else tokenizer.decode(source, False)
+        )
 
     async def _logprobs(
         self, tokens: list[int], positions: list[PositionLogprobs], offsets: list[int]
     ) -> CompletionLogprobs:
-        """Lists of the tokens and their log-probabilities; no two tokens that differ in text have one name."""
+        """Lists of the tokens and their log-probabilities; no two tokens that differ in text have
+        one name."""
         lists = CompletionLogprobs([], [], [], offsets)
         async for token_id, position in in_portions(zip(tokens, positions, strict=True)):
             name = self._name(token_id)
@@ -144,8 +173,11 @@ class CompletionGeneration(Generation):
                 lists.token_logprobs.append(None)
                 lists.top_logprobs.append(None)
                 continue
-            logprob = {each: max(entry.logprob, SMALLEST_LOGPROB) for each, entry in position.items()}
-            # As in OpenAI's API and vLLM: the likeliest tokens, and the token itself even if it is none of them.
+            logprob = {
+                each: max(entry.logprob, SMALLEST_LOGPROB) for each, entry in position.items()
+            }
+            # As in OpenAI's API and vLLM: the likeliest tokens, and the token itself even if it is
+            # none of them.
             ranked = sorted((entry.rank or 0, each) for each, entry in position.items())
             likeliest: dict[str, float] = {}
             for rank, each in ranked:
@@ -156,24 +188,27 @@ class CompletionGeneration(Generation):
         return lists
 
     def _name(self, token_id: int) -> str:
-        """A token's text. A token without any is named as vLLM does where it returns ids: "token_id:300"."""
+        """A token's text. A token without any is named as vLLM does where it returns ids:
+        "token_id:300"."""
         return name_of_bytes(self.engine.tokenizer.token_bytes(token_id)) or f"token_id:{token_id}"
 
 
 def name_of_bytes(spelled: bytes) -> str:
-    r"""The token's text; of a token that is no valid UTF-8, its bytes, as OpenAI writes them: "bytes:\xe6\x97"."""
+    r"""The token's text; of a token that is no valid UTF-8, its bytes, as OpenAI writes them:
+    "bytes:\xe6\x97"."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(chr(b) if chr(b) in PLAIN_CHARACTERS else f"\\x{b:02x}" for b in spelled)
+        return "bytes:" + "".join(
+            chr(b) if chr(b) in PLAIN_CHARACTERS else f"\\x{b:02x}" for b in spelled
+        )
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: list[int], text: str) -> list[int]:
     """At which character of a prompt's text each of its tokens begins.
 
-    The text may lack what the tokens have in front: a beginning token, and SentencePiece's space. Tokens that the text lacks
-    begin where the next one does.
-    """
+    The text may lack what the tokens have in front: a beginning token, and SentencePiece's space.
+    Tokens that the text lacks begin where the next one does."""
     spelled = b"".join(map(tokenizer.token_bytes, token_ids)).decode(errors="replace")
     counter = TextOffsets(tokenizer, skip_special_tokens=False, start=-max(0, spelled.find(text)))
     return [min(max(0, counter.next(token)), len(text)) for token in token_ids]

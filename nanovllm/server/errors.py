@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the status that fits."""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the status that
+fits."""
 
 import contextlib
 import json
@@ -38,15 +39,28 @@ class APIError(HTTPException):
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Fields = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Fields = None,
     ) -> None:
         super().__init__(status, message, headers)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
     def json(self) -> bytes:
-        """The error as JSON. Pure ASCII, since a message may quote half of a surrogate pair, which is no valid UTF-8."""
-        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
-        message = self.detail if len(self.detail) <= LONGEST_MESSAGE else self.detail[:LONGEST_MESSAGE] + "..."
+        """The error as JSON. Pure ASCII, since a message may quote half of a surrogate pair, which
+        is no valid UTF-8."""
+        kind = TYPES.get(
+            self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
+        )
+        message = (
+            self.detail
+            if len(self.detail) <= LONGEST_MESSAGE
+            else self.detail[:LONGEST_MESSAGE] + "..."
+        )
         error = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
@@ -61,8 +75,12 @@ class APIError(HTTPException):
 
 # Status and code of the engine's errors.
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str | None]] = {
-    EngineDeadError: (503, "engine_dead"), HelperProcessError: (503, None), RequestFailedError: (500, None), RequestRefusedError: (400, None), GrammarError: (400, None),
-}  # fmt: skip
+    EngineDeadError: (503, "engine_dead"),
+    HelperProcessError: (503, None),
+    RequestFailedError: (500, None),
+    RequestRefusedError: (400, None),
+    GrammarError: (400, None),
+}
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -78,7 +96,8 @@ def as_api_error(error: Exception) -> APIError:
 
 @contextlib.contextmanager
 def blaming_client(prompt: str = "prompt") -> Iterator[None]:
-    """Around the checks of a request, where a ValueError says what is wrong with the request. Elsewhere it would be a bug.
+    """Around the checks of a request, where a ValueError says what is wrong with the request.
+    Elsewhere it would be a bug.
 
     Args:
         prompt: the field from which the prompt comes, to be named if it is too long.
@@ -88,7 +107,8 @@ def blaming_client(prompt: str = "prompt") -> Iterator[None]:
     except TooManyTokensError as error:
         raise APIError(400, str(error), prompt, "context_length_exceeded") from error
     except ValueError as error:
-        # "top_p must be ..." and "top_p: ..." name top_p; "prompt token ids must be ..." names prompt.
+        # "top_p must be ..." and "top_p: ..." name top_p; "prompt token ids must be ..." names
+        # prompt.
         field = re.match(r"([\w.]+)(?: token ids)?(?: must |: )", str(error))
         # A GrammarError knows its place.
         raise APIError(400, str(error), getattr(error, "place", field and field[1])) from error
@@ -101,12 +121,17 @@ MEDIA = re.compile(r"^(input_)?(image|audio|video|file)(_url|_embeds|_pil)?$")
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     """What is wrong with a request's body, from pydantic's list of reasons: (message, param)."""
     first = error.errors()[0]
-    if first["type"] == "json_invalid" and len(first["loc"]) == 2:  # not in a field that is JSON itself
-        return f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+    if (
+        first["type"] == "json_invalid" and len(first["loc"]) == 2
+    ):  # not in a field that is JSON itself
+        return (
+            f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}",
+            None,
+        )
     if not first["loc"][1:]:
         return "the body must be a JSON object, sent with 'Content-Type: application/json'", None
-    # A field that may be of several types has reasons for each of them: name the field, and give them all. But an object whose own
-    # "type" is wrong, such as an image, has no better reason.
+    # A field that may be of several types has reasons for each of them: name the field, and give
+    # them all. But an object whose own "type" is wrong, such as an image, has no better reason.
     top = str(first["loc"][1])
     about = [e for e in error.errors()[:20] if str(e["loc"][1]) == top]
     about = [e for e in about if e["type"] == "literal_error" and e["loc"][-1] == "type"] or about
@@ -114,25 +139,38 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     if MEDIA.search(str(about[0].get("input"))) and about[0]["loc"][-1] == "type":
         reasons = {"models of this server read text only": None}
     levels = zip(*(e["loc"][1:] for e in about), strict=False)
-    where = ".".join(str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
-    where = re.sub(r"\.[^.]*[A-Z][^.]*", "", where)  # without classes of ours, such as list[TextPart]
+    where = ".".join(
+        str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)
+    )
+    where = re.sub(
+        r"\.[^.]*[A-Z][^.]*", "", where
+    )  # without classes of ours, such as list[TextPart]
     return f"{where}: {'; or: '.join(reasons)}", top
 
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Routes of OpenAI, vLLM and others that clients ask for and that are not here, and what to do instead; the longest names first.
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+# Routes of OpenAI, vLLM and others that clients ask for and that are not here, and what to do
+# instead; the longest names first.
 MISSING_ROUTES = {
     "/responses": f"this server has no Responses API: use {CHAT}",
     "/messages": f"this server has no Messages API: use {CHAT}",
-    "/embeddings": f"this server generates text and has no embeddings: it has {CHAT} and {COMPLETIONS}",
-    "/chat/completions": f"the route is {CHAT}: give clients the base URL that ends with /v1, once",
-    "/completions": f"the route is {COMPLETIONS}: give clients the base URL that ends with /v1, once",
+    "/embeddings": (
+        f"this server generates text and has no embeddings: it has {CHAT} and {COMPLETIONS}"
+    ),
+    "/chat/completions": (
+        f"the route is {CHAT}: give clients the base URL that ends with /v1, once"
+    ),
+    "/completions": (
+        f"the route is {COMPLETIONS}: give clients the base URL that ends with /v1, once"
+    ),
     "/models": "the route is /v1/models: give clients the base URL that ends with /v1, once",
 }
 
 
 def route_hint(path: str) -> str:
-    """Return a hint for a client that has asked for a path that is no route; "" if the path resembles none."""
+    """Return a hint for a client that has asked for a path that is no route; "" if the path
+    resembles none."""
     for name, hint in MISSING_ROUTES.items():
         if path.rstrip("/").endswith(name) or f"{name}/" in path:
             return f"; {hint}"
@@ -147,12 +185,15 @@ def install_error_handlers(app: Starlette) -> None:
             message = {
                 404: f"there is no route {request.url.path}{route_hint(request.url.path)}",
                 405: f"{request.url.path} does not answer {request.method}",
-                400: "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand levels, and its "
-                "numbers must be shorter than 4300 digits",
+                400: (
+                    "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a "
+                    "thousand levels, and its numbers must be shorter than 4300 digits"
+                ),
             }.get(error.status_code, str(error.detail))
             error = APIError(error.status_code, message, headers=error.headers)
         return as_api_error(error).response()
 
-    # Every known kind is named, because errors that only `Exception` matches are logged with a traceback, as bugs.
+    # Every known kind is named, because errors that only `Exception` matches are logged with a
+    # traceback, as bugs.
     for kind in (HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception):
         app.add_exception_handler(kind, on_error)

@@ -1,4 +1,5 @@
-"""One HTTP request as one or several engine requests: submitted together, read together, answered together."""
+"""One HTTP request as one or several engine requests: submitted together, read together, answered
+together."""
 
 import asyncio
 import logging
@@ -35,7 +36,8 @@ GenerationKind = TypeVar("GenerationKind", bound="Generation")
 
 
 class Generation:
-    """One HTTP request: its engine requests, one per prompt, and its answer, whole or as a stream. The base of all generations.
+    """One HTTP request: its engine requests, one per prompt, and its answer, whole or as a stream.
+    The base of all generations.
 
     Args:
         engine: whose tokenizer spells the tokens.
@@ -46,7 +48,8 @@ class Generation:
     Attributes:
         prefix: with which the answer's id begins.
         chunk_kind: what a stream consists of.
-        hides_tokens: whether the client wants the prompt's log-probabilities alone, and gets no generated tokens.
+        hides_tokens: whether the client wants the prompt's log-probabilities alone, and gets no
+            generated tokens.
         streams: one per prompt.
         kv_transfer_params: for the server that continues the request; known at the end, if at all.
     """
@@ -56,13 +59,22 @@ class Generation:
     hides_tokens = False
 
     def __init__(
-        self, engine: AsyncEngine, body: SamplingBody, prompts: list[list[int]], params: SamplingParams
+        self,
+        engine: AsyncEngine,
+        body: SamplingBody,
+        prompts: list[list[int]],
+        params: SamplingParams,
     ) -> None:
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.engine, self.body, self.prompts, self.params = engine, body, prompts, params
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.engine = engine
+        self.body = body
+        self.prompts = prompts
+        self.params = params
         self.streams: list[RequestStream] = []
         self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-        self._num_completion_tokens, self._num_cached_tokens = 0, [0] * len(prompts)
+        self._num_completion_tokens = 0
+        self._num_cached_tokens = [0] * len(prompts)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs of all prompts as they come, each with the prompt's index."""
@@ -71,10 +83,13 @@ class Generation:
             while reading:
                 done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    i, output = reading.pop(task), task.result()
+                    i = reading.pop(task)
+                    output = task.result()
                     if not output.finished:
                         reading[asyncio.ensure_future(anext(self.streams[i]))] = i
-                    self._num_completion_tokens += sum(len(piece.token_ids) for piece in output.outputs)
+                    self._num_completion_tokens += sum(
+                        len(piece.token_ids) for piece in output.outputs
+                    )
                     self._num_cached_tokens[i] = output.num_cached_tokens
                     if output.kv_transfer_params is not None:
                         self.kv_transfer_params = output.kv_transfer_params
@@ -99,7 +114,12 @@ class Generation:
 
     def answer(self, kind: type[AnswerKind], choices: list[Any], **fields: Any) -> AnswerKind:
         """An answer or a chunk with these choices."""
-        fields |= {"id": self.id, "created": self.created, "model": self.engine.name, "choices": choices}
+        fields |= {
+            "id": self.id,
+            "created": self.created,
+            "model": self.engine.name,
+            "choices": choices,
+        }
         return kind(kv_transfer_params=self.kv_transfer_params, **fields)
 
     def close(self) -> None:
@@ -107,31 +127,44 @@ class Generation:
         for stream in self.streams:
             stream.close()
 
-    def token_logprob(self, token_id: int, position: dict[int, Logprob], num_likeliest: int | None) -> TokenLogprob:
-        """A token's text, log-probability and bytes, and those of the likeliest tokens of its position. The chosen token is among
-        these only if it is one of them."""
+    def token_logprob(
+        self, token_id: int, position: dict[int, Logprob], num_likeliest: int | None
+    ) -> TokenLogprob:
+        """A token's text, log-probability and bytes, and those of the likeliest tokens of its
+        position. The chosen token is among these only if it is one of them."""
 
         def entry(token_id: int) -> tuple[str, float, list[int]]:
             raw = self.engine.tokenizer.token_bytes(token_id)  # perhaps only a part of a character
-            return raw.decode("utf-8", "replace"), max(position[token_id].logprob, SMALLEST_LOGPROB), list(raw)
+            return (
+                raw.decode("utf-8", "replace"),
+                max(position[token_id].logprob, SMALLEST_LOGPROB),
+                list(raw),
+            )
 
         ranked = sorted((each.rank or 0, other) for other, each in position.items())
-        likeliest = [TopLogprob(*entry(other)) for rank, other in ranked if rank <= (num_likeliest or 0)]
+        likeliest = [
+            TopLogprob(*entry(other)) for rank, other in ranked if rank <= (num_likeliest or 0)
+        ]
         return TokenLogprob(*entry(token_id), likeliest)
 
     async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType:
-        """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""
+        """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token};
+        UNSET if they were not asked for."""
         if self.body.prompt_logprobs is None:
             return UNSET
-        return [position and encoded(position) async for position in in_portions(output.prompt_logprobs or ())]
+        return [
+            position and encoded(position)
+            async for position in in_portions(output.prompt_logprobs or ())
+        ]
 
     def choices(self) -> AsyncIterator[Any]:
         """The new parts of the answer's choices, as they come."""
         raise NotImplementedError
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events: one per new part of a choice, an error if there is one, and [DONE]. If the client wants
-        the numbers of tokens at the end only, they are null before."""
+        """The answer as server-sent events: one per new part of a choice, an error if there is one,
+        and [DONE]. If the client wants the numbers of tokens at the end only, they are null before.
+        """
         options = self.body.stream_options or StreamOptions()
         usage: Usage | UnsetType | None = None if options.include_usage else UNSET
         try:
@@ -141,7 +174,9 @@ class Generation:
                 yield self._event([choice], usage)
             if options.include_usage:
                 yield self._event([], self.usage())
-        except Exception as error:  # the status was sent long ago, so the error is a part of the stream
+        except (
+            Exception
+        ) as error:  # the status was sent long ago, so the error is a part of the stream
             api_error = as_api_error(error)
             if api_error.status_code == 500:
                 logger.exception("a stream failed")
@@ -157,7 +192,8 @@ class Endpoint:
     """Checks and queues requests; the base of all generating endpoints."""
 
     def __init__(self, engine: AsyncEngine, strict: bool = False) -> None:
-        self.engine, self.strict = engine, strict
+        self.engine = engine
+        self.strict = strict
 
     def check(self, body: Any) -> None:
         """Refuse an unknown model and unsupported fields; if `strict`, unknown ones too.
@@ -174,14 +210,21 @@ class Endpoint:
         templates = self.engine.tokenizer.chat_templates
         if body.chat_template is not None and body.chat_template not in templates:
             names = ", ".join(sorted(templates)) or "it has none"
-            message = f"chat_template is not supported unless it names one of the model's templates: {names}"
+            message = (
+                "chat_template is not supported unless it names one of the model's templates: "
+                f"{names}"
+            )
             raise APIError(400, message, "chat_template")
         if body.mentions_tools:
             described = load("nanovllm.server.tools:described", "tools")
             arguments |= described(arguments["messages"], body, templates)
-        return await self.engine.encode(await render_chat(self.engine, arguments), add_special_tokens)
+        return await self.engine.encode(
+            await render_chat(self.engine, arguments), add_special_tokens
+        )
 
-    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
+    def check_length(
+        self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens"
+    ) -> None:
         """Refuse a prompt that leaves no room for so many tokens, or for any.
 
         Raises:
@@ -192,7 +235,9 @@ class Endpoint:
         longest = context_length(limits.max_request_tokens, limits.max_model_len)
         has = f"the prompt has {num_prompt_tokens} tokens"
         if num_prompt_tokens >= limits.max_request_tokens:
-            raise TooManyTokensError(f"{longest} However, {has} and leaves no room for an answer: shorten the prompt.")
+            raise TooManyTokensError(
+                f"{longest} However, {has} and leaves no room for an answer: shorten the prompt."
+            )
         total = num_prompt_tokens + (max_tokens or 0)
         if total > limits.max_request_tokens:
             asked = f"you requested {max_tokens} output tokens, and {has}, together {total}"
@@ -200,17 +245,26 @@ class Endpoint:
             raise APIError(400, message, name, "context_length_exceeded")
 
     def check_transfer(self, kv_transfer_params: dict[str, Any], num_sequences: int) -> None:
-        """Refuse KV parameters from a router if this engine shares no KV, or if there would be several answers.
+        """Refuse KV parameters from a router if this engine shares no KV, or if there would be
+        several answers.
 
         Raises:
             ValueError: says what is needed.
         """
         roles = [each["kv_role"] for each in self.engine.limits.kv_transfer if "kv_port" in each]
         if not roles:
-            raise ValueError("kv_transfer_params: needs a server that runs with --kv-role producer, consumer or both")
+            raise ValueError(
+                "kv_transfer_params: needs a server that runs with --kv-role producer, consumer or "
+                "both"
+            )
         if kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
-            raise ValueError(f"kv_transfer_params: do_remote_decode needs one prompt and n = 1, not {num_sequences}")
-        load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
+            raise ValueError(
+                "kv_transfer_params: do_remote_decode needs one prompt and n = 1, not "
+                f"{num_sequences}"
+            )
+        load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(
+            kv_transfer_params, roles[0]
+        )
 
     async def submit(self, generation: GenerationKind) -> GenerationKind:
         """Queue all prompts, or none of them.
@@ -220,7 +274,9 @@ class Endpoint:
             ValueError: a bad prompt, or KV parameters that do not fit.
             EngineDeadError: the engine has ended.
         """
-        body, prompts, params = generation.body, generation.prompts, generation.params
+        body = generation.body
+        prompts = generation.prompts
+        params = generation.params
         if body.kv_transfer_params is not None:
             self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
         options = {"cache_salt": body.cache_salt, "kv_transfer_params": body.kv_transfer_params}
@@ -229,7 +285,9 @@ class Endpoint:
             with share.place(self.engine, len(prompts) * params.n):
                 for i, prompt in enumerate(prompts):
                     source = {"prompt_token_ids": prompt, **options}
-                    stream = await self.engine.add_request(f"{generation.id}-{i}", source, params, body.priority or 0)
+                    stream = await self.engine.add_request(
+                        f"{generation.id}-{i}", source, params, body.priority or 0
+                    )
                     generation.streams.append(stream)
                     share.add(stream, params.n)
         except BaseException:
@@ -239,17 +297,19 @@ class Endpoint:
 
 
 def encoded(part: Result) -> Result:
-    """A part of an answer as JSON, so that a large answer is not encoded all at once when it is sent."""
+    """A part of an answer as JSON, so that a large answer is not encoded all at once when it is
+    sent."""
     return msgspec.Raw(msgspec.json.encode(part))  # type: ignore[return-value]
 
 
-# Characters that some readers of server-sent events take for the end of a line: NEL, LINE SEPARATOR, PARAGRAPH SEPARATOR. The C0
-# control characters are escaped in all JSON.
+# Characters that some readers of server-sent events take for the end of a line: NEL, LINE
+# SEPARATOR, PARAGRAPH SEPARATOR. The C0 control characters are escaped in all JSON.
 LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
 
 
 def without_line_breaks(json: bytes) -> bytes:
-    """The same JSON without raw line breaks. In JSON these characters occur in strings only, where an escape means the same."""
+    """The same JSON without raw line breaks. In JSON these characters occur in strings only, where
+    an escape means the same."""
     for char, escape in LINE_BREAKS.items():
         json = json.replace(char, escape)
     return json
@@ -279,7 +339,8 @@ async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Resu
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

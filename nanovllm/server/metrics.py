@@ -1,14 +1,21 @@
-"""Prometheus metrics under vLLM's names, with its labels (`model_name`, and `engine`, the data rank) and its buckets.
+"""Prometheus metrics under vLLM's names, with its labels (`model_name`, and `engine`, the data
+rank) and its buckets.
 
-Routers and dashboards that know vLLM read them as they are; see `tests/server/test_metrics.py` for what llm-d, production-stack
-and AIBrix read. A sequence counts for the engine that generates it. One that was aborted before its first token counts for engine 0.
-"""
+Routers and dashboards that know vLLM read them as they are; see `tests/server/test_metrics.py` for
+what llm-d, production-stack and AIBrix read. A sequence counts for the engine that generates it.
+One that was aborted before its first token counts for engine 0."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
@@ -24,17 +31,29 @@ FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
-TOKEN_BUCKETS = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75), *(1, 2.5, 5, 7.5, 10, 20, 40, 80))
-REQUEST_BUCKETS = (*(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60), *(120, 240, 480, 960, 1920, 7680))
+TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
 
-# For each metric that is read when it is asked for: its kind, its help, and the attribute that has the value.
+# For each metric that is read when it is asked for: its kind, its help, and the attribute that has
+# the value.
 Table = dict[str, tuple[type[Any], str, str]]
-GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+GAUGE = GaugeMetricFamily
+COUNTER = CounterMetricFamily
 STATS: Table = {
     "num_requests_running": (GAUGE, "Sequences that hold KV blocks", "num_running"),
     "num_requests_waiting": (GAUGE, "Sequences that wait to be admitted", "num_waiting"),
     "num_requests_swapped": (GAUGE, "Sequences that wait in host memory", "num_swapped"),
-    "kv_cache_usage_perc": (GAUGE, "Share of the KV blocks that is held; 1 is all", "kv_cache_usage"),
+    "kv_cache_usage_perc": (
+        GAUGE,
+        "Share of the KV blocks that is held; 1 is all",
+        "kv_cache_usage",
+    ),
     "num_preemptions": (COUNTER, "Times that a sequence lost its blocks", "num_preemptions"),
     "prefix_cache_queries": (COUNTER, "Tokens looked up in the prefix cache", "num_queried_tokens"),
     "prefix_cache_hits": (COUNTER, "Tokens found in the prefix cache", "num_hit_tokens"),
@@ -50,8 +69,16 @@ STATS: Table = {
     ),
 }
 SPECULATION: Table = {
-    "spec_decode_num_drafts": (COUNTER, "Verifications of drafts, counted per sequence", "spec_decoding.num_drafts"),
-    "spec_decode_num_draft_tokens": (COUNTER, "Draft tokens that were verified", "spec_decoding.num_draft_tokens"),
+    "spec_decode_num_drafts": (
+        COUNTER,
+        "Verifications of drafts, counted per sequence",
+        "spec_decoding.num_drafts",
+    ),
+    "spec_decode_num_draft_tokens": (
+        COUNTER,
+        "Draft tokens that were verified",
+        "spec_decoding.num_draft_tokens",
+    ),
     "spec_decode_num_accepted_tokens": (
         COUNTER,
         "Draft tokens that were accepted",
@@ -68,10 +95,16 @@ OLD_NAMES: Table = {
 # Histograms over requests that have ended: seconds.
 PHASES = {
     "e2e_request_latency_seconds": "From a request's arrival to its last token",
-    "request_queue_time_seconds": "From a request's arrival to the first step that computes its prompt",
-    "request_prefill_time_seconds": "From the first step that computes its prompt to its first token",
+    "request_queue_time_seconds": (
+        "From a request's arrival to the first step that computes its prompt"
+    ),
+    "request_prefill_time_seconds": (
+        "From the first step that computes its prompt to its first token"
+    ),
     "request_decode_time_seconds": "From its first token to its last one",
-    "request_inference_time_seconds": "From the first step that computes its prompt to its last token",
+    "request_inference_time_seconds": (
+        "From the first step that computes its prompt to its last token"
+    ),
 }
 # Histograms over requests that have ended: tokens.
 LENGTHS = {
@@ -92,8 +125,13 @@ class MetricSet(Collector):
         sources: returns the objects to read, each with the values of its labels.
     """
 
-    def __init__(self, prefix: str, labels: Sequence[str], table: Table, sources: Callable[[], Iterable[Any]]) -> None:
-        self.prefix, self.labels, self.table, self.sources = prefix, labels, table, sources
+    def __init__(
+        self, prefix: str, labels: Sequence[str], table: Table, sources: Callable[[], Iterable[Any]]
+    ) -> None:
+        self.prefix = prefix
+        self.labels = labels
+        self.table = table
+        self.sources = sources
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -105,7 +143,14 @@ class MetricSet(Collector):
                 metric.add_metric(labels, attrgetter(attribute)(source))
             yield metric
 
-    def add(self, kind: type[Any], name: str, text: str, labels: Sequence[str] | None = None, **settings: Any) -> Any:
+    def add(
+        self,
+        kind: type[Any],
+        name: str,
+        text: str,
+        labels: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> Any:
         """Add a metric that is counted here."""
         labels = self.labels if labels is None else labels
         return kind(self.prefix + name, text, labels, registry=self.registry, **settings)
@@ -141,18 +186,32 @@ class Metrics(MetricSet, EngineObserver):
             return [metric.labels(*values) for values in self.values]
 
         about = "From a request's arrival to its first token"
-        self._time_to_first_token = each(Histogram, "time_to_first_token_seconds", about, buckets=FIRST_TOKEN_BUCKETS)
+        self._time_to_first_token = each(
+            Histogram, "time_to_first_token_seconds", about, buckets=FIRST_TOKEN_BUCKETS
+        )
         about = "Between two tokens of a completion"
-        self._inter_token_latency = each(Histogram, "inter_token_latency_seconds", about, buckets=TOKEN_BUCKETS)
-        name, about = "request_time_per_output_token_seconds", "Mean over the tokens of a completion but the first"
+        self._inter_token_latency = each(
+            Histogram, "inter_token_latency_seconds", about, buckets=TOKEN_BUCKETS
+        )
+        name = "request_time_per_output_token_seconds"
+        about = "Mean over the tokens of a completion but the first"
         self._time_per_token = each(Histogram, name, about, buckets=TOKEN_BUCKETS)
-        self._phases = {name: each(Histogram, name, about, buckets=REQUEST_BUCKETS) for name, about in PHASES.items()}
+        self._phases = {
+            name: each(Histogram, name, about, buckets=REQUEST_BUCKETS)
+            for name, about in PHASES.items()
+        }
         buckets = one_two_five(engine.limits.max_model_len)
-        self._lengths = {name: each(Histogram, name, about, buckets=buckets) for name, about in LENGTHS.items()}
+        self._lengths = {
+            name: each(Histogram, name, about, buckets=buckets) for name, about in LENGTHS.items()
+        }
         self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens processed")
         self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
-        ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])
-        self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in self.values]
+        ended = self.add(
+            Counter, "request_success", "Completions that ended", [*names, "finished_reason"]
+        )
+        self._ended = [
+            {reason: ended.labels(*values, reason) for reason in REASONS} for values in self.values
+        ]
         engine.observer = self
 
     def _sources(self) -> Iterable[tuple[tuple[str, str], EngineStats]]:
@@ -160,12 +219,16 @@ class Metrics(MetricSet, EngineObserver):
         return zip(self.values, stats.engines or [stats], strict=False)
 
     def collect(self) -> Iterable[Metric]:
-        """Also the sizes of the KV caches and, if the engine drafts, the accepted drafts by their place."""
+        """Also the sizes of the KV caches and, if the engine drafts, the accepted drafts by their
+        place."""
         yield from super().collect()
         yield self._cache_config()
         if SPECULATION.items() <= self.table.items():
-            name, labels = "spec_decode_num_accepted_tokens_per_pos", [*self.labels, "position"]
-            metric = COUNTER(self.prefix + name, "Drafted tokens that were right, by place", labels=labels)
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            labels = [*self.labels, "position"]
+            metric = COUNTER(
+                self.prefix + name, "Drafted tokens that were right, by place", labels=labels
+            )
             for values, stats in self.sources():
                 for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
                     metric.add_metric([*values, str(place)], number)
@@ -174,7 +237,9 @@ class Metrics(MetricSet, EngineObserver):
     def _cache_config(self) -> Metric:
         """The settings of each engine's KV cache, as labels of a metric that is always 1."""
         names = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
-        metric = GAUGE(self.prefix + "cache_config_info", "The KV cache", labels=[*self.labels, *names])
+        metric = GAUGE(
+            self.prefix + "cache_config_info", "The KV cache", labels=[*self.labels, *names]
+        )
         for values, settings in zip(self.values, self.engine.trace_settings, strict=False):
             metric.add_metric(
                 [

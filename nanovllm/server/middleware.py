@@ -1,4 +1,5 @@
-"""Checks before a request reaches the application: its host and origin, its key, and its body's size and contents."""
+"""Checks before a request reaches the application: its host and origin, its key, and its body's
+size and contents."""
 
 import contextlib
 import hashlib
@@ -27,7 +28,8 @@ DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def protect(app: Starlette, access: Access) -> None:
-    """Put the middleware in front of an application that has all its routes. The last one that is added is asked first."""
+    """Put the middleware in front of an application that has all its routes. The last one that is
+    added is asked first."""
     posts = [r.path for r in app.routes if isinstance(r, Route) and "POST" in (r.methods or ())]
     app.add_middleware(Guard, access=access, paths=frozenset(posts))
     if access.allowed_origins:
@@ -37,19 +39,23 @@ def protect(app: Starlette, access: Access) -> None:
 
 def is_link(scope: Scope, headers: Headers) -> bool:
     """Whether a user follows a link to one of the pages that need no key."""
-    document = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    document = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == (
+        "navigate",
+        "document",
+    )
     return document and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 
 class Guard:
     """Refuses requests by their headers and by their body, before the application sees them.
 
-    - Those that a browser sends for a foreign web page: under a foreign host name (DNS rebinding), or with a foreign origin.
-      Programs other than browsers send no Origin and no Sec-Fetch-Site.
-    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. Of several keys, each has its share of the waiting
-      places.
-    - Those whose body is too large, or would take long to parse, or for which all bodies together are too large. Only the bodies of
-      POST requests to `paths` are read; the application does not use others.
+    - Those that a browser sends for a foreign web page: under a foreign host name (DNS rebinding),
+      or with a foreign origin. Programs other than browsers send no Origin and no Sec-Fetch-Site.
+    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. Of several keys,
+      each has its share of the waiting places.
+    - Those whose body is too large, or would take long to parse, or for which all bodies together
+      are too large. Only the bodies of POST requests to `paths` are read; the application does not
+      use others.
 
     Args:
         app: the application behind this.
@@ -58,9 +64,14 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, access: Access, paths: Collection[str] = ()) -> None:
-        self.app, self.access, self.paths = app, access, paths
+        self.app = app
+        self.access = access
+        self.paths = paths
         # By the key's digest, so that the time of a search tells nothing of a key.
-        self._shares = {hashlib.sha256(key.encode()).digest(): Share(len(access.api_keys)) for key in access.api_keys}
+        self._shares = {
+            hashlib.sha256(key.encode()).digest(): Share(len(access.api_keys))
+            for key in access.api_keys
+        }
         self._num_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,11 +102,18 @@ class Guard:
 
     def _check_origin(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)
-        host, origin, site = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site", "none")
-        # Without any host, as HTTP/1.0 allows, the request is a simple health check: browsers always send one.
-        if {"host", "origin", "sec-fetch-site"} & set(headers.keys()) and not self.access.knows_host(host):
+        host = headers.get("host", "")
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site", "none")
+        # Without any host, as HTTP/1.0 allows, the request is a simple health check: browsers
+        # always send one.
+        if {"host", "origin", "sec-fetch-site"} & set(
+            headers.keys()
+        ) and not self.access.knows_host(host):
             name = host_name(host) or "NAME"
-            message = f"""the Host header {host!r} is not allowed: see --allowed-hosts '["{name}"]'"""
+            message = (
+                f"""the Host header {host!r} is not allowed: see --allowed-hosts '["{name}"]'"""
+            )
             return APIError(403, message, code="host_not_allowed")
         if {ANY, origin} & {*self.access.allowed_origins}:
             return None
@@ -104,7 +122,10 @@ class Guard:
         elif site in ("none", "same-origin") or is_link(scope, headers):
             return None
         else:
-            message = f"a page of another site (Sec-Fetch-Site: {site}) is not allowed to use this server: see --allowed-origins"
+            message = (
+                f"a page of another site (Sec-Fetch-Site: {site}) is not allowed to use this "
+                "server: see --allowed-origins"
+            )
         return APIError(403, message, code="origin_not_allowed")
 
     def _check_key(self, scope: Scope) -> APIError | None:
@@ -118,18 +139,24 @@ class Guard:
         share = self._shares.get(hashlib.sha256(key.strip().encode("latin-1")).digest())
         if scheme.lower() != "bearer" or share is None:
             message = "a valid API key is required: send the header 'Authorization: Bearer <key>'"
-            return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            return APIError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
         if len(self._shares) > 1:
             current_share.set(share)  # for this request's task alone
         return None
 
-    async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes], refusal: APIError | None) -> None:
-        """Read a body to its end, into `chunks`, which count as held from now on. Of a refused request drop the body: most clients
-        listen only after they have sent everything, and would lose the answer if the connection closed with data unread. The
-        deadline for a body ends those that go on.
+    async def _read(
+        self, scope: Scope, receive: Receive, chunks: list[bytes], refusal: APIError | None
+    ) -> None:
+        """Read a body to its end, into `chunks`, which count as held from now on. Of a refused
+        request drop the body: most clients listen only after they have sent everything, and would
+        lose the answer if the connection closed with data unread. The deadline for a body ends
+        those that go on.
 
         Raises:
-            APIError: the request is refused already, or the body is too large, or all bodies together are.
+            APIError: the request is refused already, or the body is too large, or all bodies
+                together are.
             ClientDisconnect: the client has gone.
         """
         size = 0
@@ -139,10 +166,19 @@ class Guard:
                 chunks.append(chunk)
                 self._num_held += len(chunk)
                 if size > limits.MAX_BODY_BYTES:
-                    refusal = APIError(413, f"the body exceeds {limits.MAX_BODY_BYTES} bytes", code="request_too_large")
+                    refusal = APIError(
+                        413,
+                        f"the body exceeds {limits.MAX_BODY_BYTES} bytes",
+                        code="request_too_large",
+                    )
                 elif self._num_held > limits.MAX_HELD_BYTES:
-                    full = f"the bodies of all requests at this moment have over {limits.MAX_HELD_BYTES} bytes"
-                    refusal = APIError(503, full, code="server_overloaded", headers={"Retry-After": "1"})
+                    full = (
+                        "the bodies of all requests at this moment have over "
+                        f"{limits.MAX_HELD_BYTES} bytes"
+                    )
+                    refusal = APIError(
+                        503, full, code="server_overloaded", headers={"Retry-After": "1"}
+                    )
             if refusal is not None:
                 self._num_held -= sum(map(len, chunks))
                 chunks.clear()
@@ -151,9 +187,10 @@ class Guard:
 
 
 def check_contents(body: bytes) -> None:
-    """Refuse a JSON body that would take long to parse: a parser needs longer for a megabyte of empty lists than for a megabyte of
-    text. Parser and validation hold the interpreter lock from beginning to end, so a thread would not keep the event loop free.
-    Counting what is in the body takes milliseconds.
+    """Refuse a JSON body that would take long to parse: a parser needs longer for a megabyte of
+    empty lists than for a megabyte of text. Parser and validation hold the interpreter lock from
+    beginning to end, so a thread would not keep the event loop free. Counting what is in the body
+    takes milliseconds.
 
     Raises:
         APIError: names the limit, and the field that takes most of the body.
@@ -181,4 +218,8 @@ def check_contents(body: bytes) -> None:
         fields = msgspec.json.decode(body, type=Fields)
         sizes = {name: len(memoryview(getattr(fields, name))) for name in LARGE_FIELDS}
         largest = next((name for name, size in sizes.items() if size > len(body) / 2), None)
-    raise APIError(400, f"the body must have {limit}" + (f"; {largest} is too large" if largest else ""), largest)
+    raise APIError(
+        400,
+        f"the body must have {limit}" + (f"; {largest} is too large" if largest else ""),
+        largest,
+    )

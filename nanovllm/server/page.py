@@ -1,4 +1,5 @@
-"""The page that shows an engine at work: its files, and the trace that it draws, from a running engine or from a file."""
+"""The page that shows an engine at work: its files, and the trace that it draws, from a running
+engine or from a file."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class TraceLines(Response):
 
 
 class PageFiles(StaticFiles):
-    """The page, and the pictures that it shares with the notebooks. `nanovllm.lab.viz` is not imported: it needs matplotlib."""
+    """The page, and the pictures that it shares with the notebooks. `nanovllm.lab.viz` is not
+    imported: it needs matplotlib."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         """A file, with `HEADERS`."""
@@ -47,7 +49,8 @@ class PageFiles(StaticFiles):
 
 
 def page_routes(demo: bool = False) -> list[BaseRoute]:
-    """`/` and the files that it needs, under `/web/`. For a demo, `/` leads to `/?demo`, where the page sends bursts by itself."""
+    """`/` and the files that it needs, under `/web/`. For a demo, `/` leads to `/?demo`, where the
+    page sends bursts by itself."""
     files = PageFiles(packages=[("nanovllm.server", "web"), ("nanovllm.trace", "web")])
 
     async def page(request: Request) -> Response:
@@ -64,14 +67,19 @@ def add_live_routes(app: FastAPI, engine: AsyncEngine, demo: bool = False) -> No
 
     @app.get("/trace", response_class=TraceLines)
     async def trace(
-        rank: Annotated[int, Query(alias="engine", description="index of the engine, if there are several")] = 0,
+        rank: Annotated[
+            int, Query(alias="engine", description="index of the engine, if there are several")
+        ] = 0,
     ) -> Response:
-        """The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the header, then all steps from now on,
-        until the server ends. Without texts and token ids, unless the server runs with --show-text."""
+        """The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the
+        header, then all steps from now on, until the server ends. Without texts and token ids,
+        unless the server runs with --show-text."""
         engine.check_alive()
         with blaming_client():
             stream = engine.watch(rank)
-        return ClosingStream(stream, stream.close, media_type=TraceLines.media_type, headers=NO_STORE)
+        return ClosingStream(
+            stream, stream.close, media_type=TraceLines.media_type, headers=NO_STORE
+        )
 
 
 def create_replay(header: bytes, lines: Iterable[bytes], access: Access) -> Starlette:

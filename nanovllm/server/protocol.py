@@ -26,14 +26,15 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Fields that would change the answer and that this server does not know, and those of their values that change nothing. Empty values
-# never do. Completions have echo and add_special_tokens, which are unsupported elsewhere. chat_template: Jinja from strangers can keep
-# a processor busy for ever.
+# Fields that would change the answer and that this server does not know, and those of their values
+# that change nothing. Empty values never do. Completions have echo and add_special_tokens, which
+# are unsupported elsewhere. chat_template: Jinja from strangers can keep a processor busy for ever.
 UNSUPPORTED = names(
-    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids "
-    "truncate_prompt_tokens prompt_embeds documents guided_json guided_regex guided_choice guided_grammar echo "
-    "add_special_tokens return_token_ids return_tokens_as_token_ids chat_template tool_choice function_call "
-    "modalities best_of length_penalty"
+    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search "
+    "allowed_token_ids truncate_prompt_tokens prompt_embeds documents guided_json guided_regex "
+    "guided_choice guided_grammar echo add_special_tokens return_token_ids "
+    "return_tokens_as_token_ids chat_template tool_choice function_call modalities best_of "
+    "length_penalty"
 )
 NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "modalities": ["text"]}
 NEUTRAL |= {"length_penalty": 1.0, "reasoning_effort": "none"}
@@ -44,9 +45,13 @@ INSTEAD = {
     "best_of": "do not set it, or set it to the value of n",
 }
 # OpenAI's fields that change no answer. They are ignored like unknown ones, but never refused.
-HARMLESS = names("user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls")
-# A client may send any number of unknown names: so many of them get a line in the log, and so many of a request's are named.
-MAX_WARNINGS, MAX_NAMED = 100, 10
+HARMLESS = names(
+    "user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls"
+)
+# A client may send any number of unknown names: so many of them get a line in the log, and so many
+# of a request's are named.
+MAX_WARNINGS = 100
+MAX_NAMED = 10
 _warned: set[str] = set()
 
 
@@ -61,7 +66,8 @@ class Body(Strict, extra="allow"):
     model: str | None = Field(None, description="default: the served model")
 
     def check_unknown_fields(self, strict: bool) -> None:
-        """Refuse fields that would change the answer; warn of other unknown fields, or refuse them, too.
+        """Refuse fields that would change the answer; warn of other unknown fields, or refuse them,
+        too.
 
         Raises:
             APIError: names the field.
@@ -69,11 +75,18 @@ class Body(Strict, extra="allow"):
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value and value != NEUTRAL.get(name) and not self.is_neutral(name, value):
-                    hint = "use structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
-                    message = f"{name} is not supported by this server" + (f"; {hint}" if hint else "")
+                    hint = (
+                        "use structured_outputs"
+                        if name.startswith("guided_")
+                        else INSTEAD.get(name)
+                    )
+                    message = f"{name} is not supported by this server" + (
+                        f"; {hint}" if hint else ""
+                    )
                     raise APIError(400, message, name, "unsupported_parameter")
             elif len(self._ignored) < MAX_NAMED:
-                harmless, hint = name in HARMLESS, did_you_mean(name, type(self).model_fields)
+                harmless = name in HARMLESS
+                hint = did_you_mean(name, type(self).model_fields)
                 found = repr(name[:40]) if harmless else f"{name[:40]!r} is unknown{hint}"
                 if strict and not harmless:
                     raise APIError(400, f"the field {found}", name[:40], "unknown_parameter")
@@ -83,20 +96,25 @@ class Body(Strict, extra="allow"):
                     logger.warning("ignored a request field: %s", found)
 
     def is_neutral(self, name: str, value: Any) -> bool:
-        """Whether this value of an unsupported field changes nothing, given the request's other fields."""
+        """Whether this value of an unsupported field changes nothing, given the request's other
+        fields."""
         return False
 
     @property
     def warning(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""
-        fields = json.dumps("ignored fields: " + ", ".join(self._ignored))  # in quotes, and without line breaks
+        fields = json.dumps(
+            "ignored fields: " + ", ".join(self._ignored)
+        )  # in quotes, and without line breaks
         return {"Warning": f"299 nanovllm {fields}"} if self._ignored else {}
 
 
 class StreamOptions(Strict):
     """How a stream ends."""
 
-    include_usage: bool | None = Field(default=None, description="send a last chunk with the token counts")
+    include_usage: bool | None = Field(
+        default=None, description="send a last chunk with the token counts"
+    )
     continuous_usage_stats: bool | None = Field(
         default=None, description="with include_usage: also send the counts so far in every chunk"
     )
@@ -115,35 +133,46 @@ class ResponseFormat(Strict):
         Raises:
             APIError: the schema is missing, or there is one that would be ignored.
         """
-        schema, place = (self.json_schema or {}).get("schema"), "response_format.json_schema.schema"
+        schema = (self.json_schema or {}).get("schema")
+        place = "response_format.json_schema.schema"
         if isinstance(schema, dict) != (self.type == "json_schema"):
-            raise APIError(400, f"{place} must be an object if, and only if, the type is 'json_schema'", place)
+            raise APIError(
+                400, f"{place} must be an object if, and only if, the type is 'json_schema'", place
+            )
         if self.type == "json_object":
             return StructuredOutputsParams(json_object=True, place="response_format")
         return None if schema is None else StructuredOutputsParams(json=schema, place=place)
 
 
-# Sampling parameters that need no conversion. Each is a field of the same name and type; None: not given.
+# Sampling parameters that need no conversion. Each is a field of the same name and type; None: not
+# given.
 HINTS = get_type_hints(SamplingParams)
 PASSED_ON = [
-    name for name in HINTS if name not in ("logit_bias", "logprobs", "structured_outputs", "bad_words_token_ids")
+    name
+    for name in HINTS
+    if name not in ("logit_bias", "logprobs", "structured_outputs", "bad_words_token_ids")
 ]
 _FIELDS: Any = {name: (HINTS[name] | None, None) for name in PASSED_ON}
 SamplingFields: Any = create_model("SamplingFields", __base__=Body, **_FIELDS)
 
 
 class SamplingBody(SamplingFields):  # type: ignore[misc]
-    """The fields that completions and chats share: those of `SamplingParams`, and these. None: not given."""
+    """The fields that completions and chats share: those of `SamplingParams`, and these. None: not
+    given."""
 
     logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
-    structured_outputs: dict[str, Any] | None = Field(None, description="one of vLLM's json, regex, choice and grammar")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of vLLM's json, regex, choice and grammar"
+    )
     response_format: ResponseFormat | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
     bad_words: Strings | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
-    kv_transfer_params: dict[str, Any] | None = Field(None, description="source or destination of the prompt's KV")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="source or destination of the prompt's KV"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -172,7 +201,9 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
         given["structured_outputs"] = formatted or self.structured_outputs
         if self.stream and self.prompt_logprobs is not None:
             raise APIError(
-                400, "prompt_logprobs cannot be combined with stream: set only one of them", "prompt_logprobs"
+                400,
+                "prompt_logprobs cannot be combined with stream: set only one of them",
+                "prompt_logprobs",
             )
         if self.stream_options and not self.stream:
             raise APIError(400, "stream_options requires stream to be true", "stream_options")
@@ -200,8 +231,12 @@ class FunctionDefinition(Strict):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; default: no arguments")
-    strict: bool | None = Field(None, description="true: reject a schema that is not fully supported")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON Schema of an object; default: no arguments"
+    )
+    strict: bool | None = Field(
+        None, description="true: reject a schema that is not fully supported"
+    )
 
 
 class Tool(Strict):
@@ -215,8 +250,11 @@ class FunctionCall(Strict):
     """The function that the model has called."""
 
     name: str
-    # As in vLLM, "" means no arguments. What is no JSON object, such as arguments cut off at max_tokens, reaches the model as text.
-    arguments: Annotated[Json[dict[str, Any]] | str, Field(union_mode="left_to_right"), NOTHING_IS_EMPTY]
+    # As in vLLM, "" means no arguments. What is no JSON object, such as arguments cut off at
+    # max_tokens, reaches the model as text.
+    arguments: Annotated[
+        Json[dict[str, Any]] | str, Field(union_mode="left_to_right"), NOTHING_IS_EMPTY
+    ]
 
 
 class ToolCall(Strict):
@@ -231,23 +269,29 @@ class ChatMessage(Strict, extra="allow"):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], AT_FIRST_ERROR] | None = Field(None, description="or tool_calls")
+    content: str | Annotated[list[TextPart], AT_FIRST_ERROR] | None = Field(
+        None, description="or tool_calls"
+    )
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="calls by the assistant")
+    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(
+        None, description="calls by the assistant"
+    )
     tool_call_id: str | None = Field(None, description="the call whose result is in a tool message")
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it."""
-        message = self.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        message = self.model_dump(
+            include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True
+        )
         # OpenAI's newer name of the system role, which few templates know.
         return {"content": "", **message} | ({"role": "system"} if self.role == "developer" else {})
 
 
-# Arguments of `apply_chat_template` that are set here or not supported. "self" is one of every method that is called on the way, and
-# in Jinja the template itself.
+# Arguments of `apply_chat_template` that are set here or not supported. "self" is one of every
+# method that is called on the way, and in Jinja the template itself.
 TEMPLATE_VARIABLES_IN_USE = names(
-    "messages conversations tools documents chat_template add_generation_prompt continue_final_message "
-    "return_assistant_tokens_mask self tokenize"
+    "messages conversations tools documents chat_template add_generation_prompt "
+    "continue_final_message return_assistant_tokens_mask self tokenize"
 )
 
 
@@ -255,34 +299,53 @@ class ChatBody(Body):
     """A chat that is to be rendered by the model's template."""
 
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(min_length=1)
-    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is true")
+    add_generation_prompt: bool | None = Field(
+        None, description="default: true, unless continue_final_message is true"
+    )
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, such as enable_thinking")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="template variables, such as enable_thinking"
+    )
     chat_template: str | None = Field(None, description="name of one of the model's chat templates")
     tools: Annotated[list[Tool], AT_FIRST_ERROR] | None = Field(None, max_length=128)
 
     @property
     def mentions_tools(self) -> bool:
         """Whether the model has to be told of functions, of calls or of their results."""
-        return bool(self.tools or any(message.tool_calls or message.role == "tool" for message in self.messages))
+        return bool(
+            self.tools
+            or any(message.tool_calls or message.role == "tool" for message in self.messages)
+        )
 
     def template_arguments(self) -> dict[str, Any]:
         """Arguments for `Tokenizer.apply_chat_template`.
 
         Raises:
-            APIError: a message without content, or with what is not supported; or a template variable that has another meaning.
+            APIError: a message without content, or with what is not supported; or a template
+                variable that has another meaning.
         """
         for i, message in enumerate(self.messages):
             for name in ("function_call", "audio"):
                 if (message.model_extra or {}).get(name):
-                    raise APIError(400, f"messages[{i}].{name} is not supported by this server", "messages")
+                    raise APIError(
+                        400, f"messages[{i}].{name} is not supported by this server", "messages"
+                    )
             has_calls = message.tool_calls and message.role == "assistant"
             if not has_calls and (message.content is None or message.tool_calls):
-                raise APIError(400, f"messages[{i}] must have content; only the assistant's has tool_calls", "messages")
+                raise APIError(
+                    400,
+                    f"messages[{i}] must have content; only the assistant's has tool_calls",
+                    "messages",
+                )
         variables = self.chat_template_kwargs or {}
         if taken := TEMPLATE_VARIABLES_IN_USE & variables.keys():
-            raise APIError(400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs")
-        continued, prompted = bool(self.continue_final_message), self.add_generation_prompt
+            raise APIError(
+                400,
+                f"chat_template_kwargs must not have {sorted(taken)[0]!r}",
+                "chat_template_kwargs",
+            )
+        continued = bool(self.continue_final_message)
+        prompted = self.add_generation_prompt
         return {
             **variables,
             "messages": [message.plain() for message in self.messages],
@@ -298,7 +361,9 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description="default: auto")
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(
+        None, description="default: auto"
+    )
     parallel_tool_calls: bool | None = Field(None, description="allow several calls; default: true")
 
 
@@ -307,7 +372,9 @@ class TokenizeRequest(ChatBody):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(default_factory=list)
-    add_special_tokens: bool | None = Field(None, description="default: true for completions, false for chats")
+    add_special_tokens: bool | None = Field(
+        None, description="default: true for completions, false for chats"
+    )
     return_token_strs: bool | None = None
 
 

@@ -1,4 +1,5 @@
-"""Answers: OpenAI's objects as plain structures, and streams. A field that is UNSET does not appear in the JSON."""
+"""Answers: OpenAI's objects as plain structures, and streams. A field that is UNSET does not appear
+in the JSON."""
 
 from collections.abc import AsyncIterable, Callable
 from typing import Any
@@ -10,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 
 class Usage(Struct):
-    """Numbers of tokens. The details have `cached_tokens`: those of the prompt that the prefix cache supplied."""
+    """Numbers of tokens. The details have `cached_tokens`: those of the prompt that the prefix
+    cache supplied."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -49,7 +51,8 @@ class CompletionLogprobs(Struct):
 
 
 class FunctionCall(Struct):
-    """The function that a model calls, and its arguments as JSON; in a stream, first the name and then parts of the arguments."""
+    """The function that a model calls, and its arguments as JSON; in a stream, first the name and
+    then parts of the arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
@@ -173,7 +176,8 @@ class Tokens(Struct):
 
 
 class Error(Struct):
-    """The answer to a request that fails: a message, its type, the field that is wrong (param), and a code for programs."""
+    """The answer to a request that fails: a message, its type, the field that is wrong (param), and
+    a code for programs."""
 
     error: dict[str, str | None]
 
@@ -181,11 +185,15 @@ class Error(Struct):
 def schemas() -> dict[str, Any]:
     """JSON schemas of the answers, by name, for the OpenAPI description."""
     answers = ChatCompletion, Completion, Tokens, Error
-    _, components = msgspec.json.schema_components(answers, ref_template="#/components/schemas/{name}")
+    _, components = msgspec.json.schema_components(
+        answers, ref_template="#/components/schemas/{name}"
+    )
     return components
 
 
-def documented(status: int | str, answer: type[Struct], about: str = "OK") -> dict[int | str, dict[str, Any]]:
+def documented(
+    status: int | str, answer: type[Struct], about: str = "OK"
+) -> dict[int | str, dict[str, Any]]:
     """An entry in the `responses` of a route, for the OpenAPI description."""
     schema = {"$ref": f"#/components/schemas/{answer.__name__}"}
     return {status: {"description": about, "content": {"application/json": {"schema": schema}}}}
@@ -203,7 +211,9 @@ class ClosingStream(StreamingResponse):
         **settings: those of `StreamingResponse`.
     """
 
-    def __init__(self, pieces: AsyncIterable[bytes], on_close: Callable[[], Any], **settings: Any) -> None:
+    def __init__(
+        self, pieces: AsyncIterable[bytes], on_close: Callable[[], Any], **settings: Any
+    ) -> None:
         super().__init__(pieces, **settings)
         self._on_close = on_close
 

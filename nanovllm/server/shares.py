@@ -1,5 +1,5 @@
-"""Waiting places: how many requests may wait, and how many of them may have the same API key; and the chats that wait for the chat
-template."""
+"""Waiting places: how many requests may wait, and how many of them may have the same API key; and
+the chats that wait for the chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def too_many(what: str, engine: AsyncEngine, more: str = "") -> APIError:
 
 
 class Share:
-    """One API key's part of the waiting places, which requests with other keys cannot take; or all places, if there are no keys.
+    """One API key's part of the waiting places, which requests with other keys cannot take; or all
+    places, if there are no keys.
 
     Args:
         num_keys: how many keys share the places.
@@ -65,14 +66,17 @@ class Share:
     def add(self, stream: RequestStream, num_sequences: int) -> None:
         """Count a request as waiting until it has its first token."""
         if self.num_keys > 1:
-            self._waiting = [entry for entry in self._waiting if entry[0].is_waiting] + [(stream, num_sequences)]
+            self._waiting = [entry for entry in self._waiting if entry[0].is_waiting] + [
+                (stream, num_sequences)
+            ]
 
 
 # All places, and the share of the current request's key.
 ALL_PLACES = Share()
 current_share: ContextVar[Share] = ContextVar("current_share", default=ALL_PLACES)
 
-# At most one thread at a time, so that chats wait for one another, and other requests do not wait for them.
+# At most one thread at a time, so that chats wait for one another, and other requests do not wait
+# for them.
 RENDERING = CapacityLimiter(1)
 
 
@@ -87,6 +91,10 @@ async def render_chat(engine: AsyncEngine, arguments: dict[str, Any]) -> str:
         ValueError: as `Tokenizer.apply_chat_template`.
     """
     chats = RENDERING.statistics()
-    if chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting:  # one is rendered, the rest wait
+    if (
+        chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting
+    ):  # one is rendered, the rest wait
         raise too_many("chats are already waiting for the chat template", engine)
-    return await run_sync(partial(engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING)
+    return await run_sync(
+        partial(engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING
+    )

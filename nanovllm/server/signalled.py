@@ -1,4 +1,5 @@
-"""A web server that prints a line when it listens, ends slow clients' connections, and ends with exit code 0 when a signal comes."""
+"""A web server that prints a line when it listens, ends slow clients' connections, and ends with
+exit code 0 when a signal comes."""
 
 import asyncio
 import contextlib
@@ -23,8 +24,8 @@ logger = logging.getLogger("nanovllm.server")
 
 
 def say(text: str) -> None:
-    """Print a line at once. If stdout cannot be written to (a pipe without a reader, a full disk), this line and all later output
-    go to /dev/null, and serving goes on."""
+    """Print a line at once. If stdout cannot be written to (a pipe without a reader, a full disk),
+    this line and all later output go to /dev/null, and serving goes on."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -35,30 +36,44 @@ def say(text: str) -> None:
 def max_connections() -> int:
     """As many as the process may open files, less some that it needs for other things."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(files - RESERVED_FILES, MAX_CONNECTIONS)
+    return (
+        MAX_CONNECTIONS
+        if files == resource.RLIM_INFINITY
+        else min(files - RESERVED_FILES, MAX_CONNECTIONS)
+    )
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which has a timeout only for the pause between two requests, with deadlines for a request.
+    """uvicorn's HTTP/1.1, which has a timeout only for the pause between two requests, with
+    deadlines for a request.
 
     Attributes:
-        header_seconds: for a request's headers, from the connection's beginning or from the last answer.
-        body_seconds: from the headers to the body's end. A byte that arrives extends neither deadline.
+        header_seconds: for a request's headers, from the connection's beginning or from the last
+            answer.
+        body_seconds: from the headers to the body's end. A byte that arrives extends neither
+            deadline.
     """
 
-    header_seconds, body_seconds = HEADER_SECONDS, BODY_SECONDS
+    header_seconds = HEADER_SECONDS
+    body_seconds = BODY_SECONDS
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         # What the client has to send ("headers", "body" or nothing), and since when.
-        self._awaited, self._since = "", 0.0
+        self._awaited = ""
+        self._since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request. With one connection too many, the server closes the one whose client has kept it waiting
-        for longest; if it waits for no client, it refuses the new connection."""
+        """Begin to wait for a request. With one connection too many, the server closes the one
+        whose client has kept it waiting for longest; if it waits for no client, it refuses the new
+        connection."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            slow = [each for each in list[Any](self.connections) if each._awaited and not each.transport.is_closing()]
+            slow = [
+                each
+                for each in list[Any](self.connections)
+                if each._awaited and not each.transport.is_closing()
+            ]
             if not slow:
                 busy = "the server has no room for another connection"
                 return self._answer(APIError(503, busy, headers={"Retry-After": "1"}))
@@ -78,14 +93,23 @@ class GuardedProtocol(H11Protocol):
     def _watch(self) -> None:
         awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")
         if awaited != self._awaited:
-            self._awaited, self._since = awaited, self.loop.time()
+            self._awaited = awaited
+            self._since = self.loop.time()
 
     def end_if_slow(self) -> None:
-        """End the connection if its client is too slow; answer it if it has sent a part of a request."""
+        """End the connection if its client is too slow; answer it if it has sent a part of a
+        request."""
         seconds = self.header_seconds if self._awaited == "headers" else self.body_seconds
-        if not self._awaited or self.loop.time() < self._since + seconds or self.transport.is_closing():
+        if (
+            not self._awaited
+            or self.loop.time() < self._since + seconds
+            or self.transport.is_closing()
+        ):
             return
-        has_begun = {"headers": self.conn.trailing_data[0], "body": self.conn.our_state is h11.SEND_RESPONSE}
+        has_begun = {
+            "headers": self.conn.trailing_data[0],
+            "body": self.conn.our_state is h11.SEND_RESPONSE,
+        }
         if has_begun[self._awaited]:
             message = f"the request's {self._awaited} did not arrive within {seconds:g} seconds"
             self._answer(APIError(408, message, code="request_timeout"))
@@ -94,11 +118,14 @@ class GuardedProtocol(H11Protocol):
 
     def _answer(self, error: APIError) -> None:
         """Send a response past the application, and close the connection."""
-        if self._awaited == "body":  # the application reads no more, and its own response is dropped
+        if (
+            self._awaited == "body"
+        ):  # the application reads no more, and its own response is dropped
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         response = error.response()
-        headers, status = [*response.raw_headers, (b"connection", b"close")], response.status_code
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        status = response.status_code
         head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
         for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -106,7 +133,8 @@ class GuardedProtocol(H11Protocol):
 
 
 class SignalledServer(uvicorn.Server):
-    """Uvicorn for HTTP/1.1 without WebSockets. The first signal lets running requests end, a second one does not wait.
+    """Uvicorn for HTTP/1.1 without WebSockets. The first signal lets running requests end, a second
+    one does not wait.
 
     Args:
         app: the application.
@@ -115,12 +143,20 @@ class SignalledServer(uvicorn.Server):
         **settings: further settings of uvicorn.
     """
 
-    def __init__(self, app: ASGIApp, banner: str, drain: Callable[[], Any] | None = None, **settings: Any) -> None:
-        # An idle connection stays open for longer than clients keep one to use it again (5 s in httpx, and so in OpenAI's client).
-        # A server that closed it at the same moment would lose a request in flight.
-        settings |= {"http": GuardedProtocol, "ws": "none", "timeout_keep_alive": round(HEADER_SECONDS)}
+    def __init__(
+        self, app: ASGIApp, banner: str, drain: Callable[[], Any] | None = None, **settings: Any
+    ) -> None:
+        # An idle connection stays open for longer than clients keep one to use it again (5 s in
+        # httpx, and so in OpenAI's client). A server that closed it at the same moment would lose a
+        # request in flight.
+        settings |= {
+            "http": GuardedProtocol,
+            "ws": "none",
+            "timeout_keep_alive": round(HEADER_SECONDS),
+        }
         super().__init__(uvicorn.Config(app, lifespan="off", **settings))
-        self.banner, self.drain = banner, drain
+        self.banner = banner
+        self.drain = drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and print the banner."""
@@ -129,14 +165,16 @@ class SignalledServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals. (Uvicorn's own version raises the signal again at its end, so the exit code would not be 0.)"""
+        """Handle signals. (Uvicorn's own version raises the signal again at its end, so the exit
+        code would not be 0.)"""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.on_signal, number)
         yield
 
     def on_signal(self, number: int) -> None:
-        """Let running requests end; at a second signal, end the process at once. Processes that it has started notice that."""
+        """Let running requests end; at a second signal, end the process at once. Processes that it
+        has started notice that."""
         if self.should_exit:
             os._exit(128 + number)
         self.should_exit = True

@@ -1,4 +1,5 @@
-"""A line in the log every ten seconds while the server is busy: throughput, requests, and use of the KV cache, in vLLM's words."""
+"""A line in the log every ten seconds while the server is busy: throughput, requests, and use of
+the KV cache, in vLLM's words."""
 
 import asyncio
 import logging
@@ -33,7 +34,8 @@ class EngineTotals:
 
 
 class StatsLog:
-    """Writes the lines: one per engine and interval while the engine has work, and one more when it has become idle.
+    """Writes the lines: one per engine and interval while the engine has work, and one more when it
+    has become idle.
 
     Args:
         metrics: the server's; they count the tokens and have the engines' statistics.
@@ -41,7 +43,8 @@ class StatsLog:
     """
 
     def __init__(self, metrics: Metrics, seconds: float) -> None:
-        self.metrics, self.seconds = metrics, seconds
+        self.metrics = metrics
+        self.seconds = seconds
         self._totals = [EngineTotals(time.monotonic()) for _ in metrics.values]
 
     async def run(self) -> None:
@@ -55,12 +58,15 @@ class StatsLog:
         """Return the lines that are due, and begin the next interval."""
         found = []
         for index, (_, stats) in enumerate(self.metrics.sources()):
-            before, after = self._totals[index], self._count(index, stats, now)
+            before = self._totals[index]
+            after = self._count(index, stats, now)
             has_tokens = (after.prompt_tokens, after.generation_tokens) != (
                 before.prompt_tokens,
                 before.generation_tokens,
             )
-            after.was_busy = has_tokens or stats.num_running + stats.num_waiting + stats.num_swapped > 0
+            after.was_busy = (
+                has_tokens or stats.num_running + stats.num_waiting + stats.num_swapped > 0
+            )
             if after.was_busy or before.was_busy:
                 found.append(line(index, stats, before, after))
             self._totals[index] = after
@@ -85,10 +91,9 @@ def line(index: int, stats: EngineStats, before: EngineTotals, after: EngineTota
     prompt_throughput = (after.prompt_tokens - before.prompt_tokens) / seconds
     generation_throughput = (after.generation_tokens - before.generation_tokens) / seconds
     return (
-        f"Engine {index:03d}: "
-        f"Avg prompt throughput: {prompt_throughput:.1f} tokens/s, "
-        f"Avg generation throughput: {generation_throughput:.1f} tokens/s, "
-        f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting + stats.num_swapped} reqs, "
-        f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
-        f"Prefix cache hit rate: {100 * after.hit_rate:.1f}%"
+        f"Engine {index:03d}: Avg prompt throughput: {prompt_throughput:.1f} tokens/s, Avg "
+        f"generation throughput: {generation_throughput:.1f} tokens/s, Running: "
+        f"{stats.num_running} reqs, Waiting: {stats.num_waiting + stats.num_swapped} reqs, GPU KV "
+        f"cache usage: {100 * stats.kv_cache_usage:.1f}%, Prefix cache hit rate: "
+        f"{100 * after.hit_rate:.1f}%"
     )

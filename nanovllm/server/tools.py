@@ -1,16 +1,18 @@
-"""Tool calls: how a model is told of the functions that a client describes, how it calls them, and how its answer is read.
+"""Tool calls: how a model is told of the functions that a client describes, how it calls them, and
+how its answer is read.
 
-Whatever the model, a call has the form of Hermes and Qwen, as text or with the model's own tokens for the tags:
+Whatever the model, a call has the form of Hermes and Qwen, as text or with the model's own tokens
+for the tags:
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-A grammar holds the model to it: the name is one of the client's, and the arguments follow that function's schema. What grammars cannot
-express in a schema is an error if the function is `strict`; otherwise it is left out. With tool_choice "auto", text may come first, and
-everything from the first `<tool_call>` on is calls. With "none", the answer is text without any. Otherwise it is calls alone: at least
-one ("required"), or one call of the function that is named.
-"""
+A grammar holds the model to it: the name is one of the client's, and the arguments follow that
+function's schema. What grammars cannot express in a schema is an error if the function is `strict`;
+otherwise it is left out. With tool_choice "auto", text may come first, and everything from the
+first `<tool_call>` on is calls. With "none", the answer is text without any. Otherwise it is calls
+alone: at least one ("required"), or one call of the function that is named."""
 
 from __future__ import annotations
 
@@ -33,20 +35,25 @@ from nanovllm.text.schemas import SPELLING
 if TYPE_CHECKING:
     from nanovllm.text.grammars import GrammarChecker
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-BEFORE_NAME, BEFORE_ARGUMENTS = '\n{"name": "', '", "arguments": '
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+BEFORE_NAME = '\n{"name": "'
+BEFORE_ARGUMENTS = '", "arguments": '
 # A string in JSON has no line break, so arguments cannot contain this.
 AFTER_ARGUMENTS = "}\n" + CLOSE
 NEXT_END = {OPEN: BEFORE_ARGUMENTS, BEFORE_ARGUMENTS: AFTER_ARGUMENTS, AFTER_ARGUMENTS: OPEN}
 
-# A statement of a chat template that uses `tools`, and the words by which Hermes' and Qwen's templates ask for this form.
-USES_TOOLS, ASKS_FOR_FORM = re.compile(r"\{%[^%]*\btools\b"), "<function-name>"
+# A statement of a chat template that uses `tools`, and the words by which Hermes' and Qwen's
+# templates ask for this form.
+USES_TOOLS = re.compile(r"\{%[^%]*\btools\b")
+ASKS_FOR_FORM = "<function-name>"
 # Qwen's words, for models whose template knows no tools, or asks for another form.
 DESCRIPTION = (
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures "
-    "within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with function name "
-    'and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{"name": <function-name>, "arguments": '
-    "<args-json-object>}}\n</tool_call>"
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
+    "provided with function signatures within <tools></tools> XML "
+    "tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with function"
+    ' name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{"name":'
+    ' <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 # The separators that models were trained on. Any whitespace elsewhere could go on for ever.
@@ -61,8 +68,8 @@ Message = dict[str, Any]
 def described(messages: list[Message], body: ChatBody, templates: dict[str, str]) -> dict[str, Any]:
     """Tell the model of the tools, of its own calls, and of their results.
 
-    Its chat template does so if it asks for calls of this form. If not, a system message describes the functions, and calls and
-    results are texts like others.
+    Its chat template does so if it asks for calls of this form. If not, a system message describes
+    the functions, and calls and results are texts like others.
 
     Args:
         messages: as templates expect them.
@@ -80,27 +87,44 @@ def described(messages: list[Message], body: ChatBody, templates: dict[str, str]
         if message["role"] == "tool":
             if message.get("tool_call_id") not in names:
                 where = f"messages[{i}].tool_call_id"
-                raise APIError(400, f"{where} must be the id of a call in an earlier message's tool_calls", where)
+                raise APIError(
+                    400,
+                    f"{where} must be the id of a call in an earlier message's tool_calls",
+                    where,
+                )
             message["name"] = names[message["tool_call_id"]]
     tools = []
     for function in (tool.function for tool in body.tools or ()):
         fields = {"name": function.name, "description": function.description or ""}
-        tools.append({"type": "function", "function": {**fields, "parameters": function.parameters or NO_PARAMETERS}})
+        tools.append(
+            {
+                "type": "function",
+                "function": {**fields, "parameters": function.parameters or NO_PARAMETERS},
+            }
+        )
     name = body.chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
     if ASKS_FOR_FORM in templates.get(name, "") and USES_TOOLS.search(templates[name]):
         return {"messages": messages, "tools": tools or None, "chat_template": name}
-    return {"messages": spelled_out(messages, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))}
+    return {
+        "messages": spelled_out(
+            messages, "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        )
+    }
 
 
 def spelled_out(messages: list[Message], tools: str) -> list[Message]:
-    """Messages for a template that knows only texts. Results that follow each other become one message of the user, as with Qwen."""
+    """Messages for a template that knows only texts. Results that follow each other become one
+    message of the user, as with Qwen."""
 
     def texts(message: Message) -> list[str]:
         content = message["content"]
         found = [part["text"] for part in content] if isinstance(content, list) else [content]
         if message["role"] == "tool":
             found = ["<tool_response>", *found, "</tool_response>"]
-        calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ()))
+        calls = (
+            json.dumps(call["function"], ensure_ascii=False)
+            for call in message.get("tool_calls", ())
+        )
         return [*filter(None, found), *(f"{OPEN}\n{call}\n{CLOSE}" for call in calls)]
 
     spelled: list[tuple[str, list[str]]] = []
@@ -119,7 +143,9 @@ def spelled_out(messages: list[Message], tools: str) -> list[Message]:
 # ---------------------------------------------------------------- what the model may write
 
 
-def constrained(params: SamplingParams, body: ChatCompletionRequest, processor: InputProcessor) -> SamplingParams:
+def constrained(
+    params: SamplingParams, body: ChatCompletionRequest, processor: InputProcessor
+) -> SamplingParams:
     """Sampling parameters that hold an answer to the form of calls, and to `tool_choice`.
 
     Args:
@@ -130,13 +156,16 @@ def constrained(params: SamplingParams, body: ChatCompletionRequest, processor: 
         APIError: names the field that is wrong.
         GrammarError: names the part of a schema that is wrong.
     """
-    tools, choice, others = list(enumerate(body.tools or ())), body.tool_choice or "auto", params.structured_outputs
+    tools = list(enumerate(body.tools or ()))
+    choice = body.tool_choice or "auto"
+    others = params.structured_outputs
     if choice == "none" and (others or not tools):
         return params
     if not tools:
         raise APIError(400, "tool_choice needs tools; only 'none' may come without", "tool_choice")
     if isinstance(choice, Tool):
-        names, name = ", ".join(tool.function.name for _, tool in tools), choice.function.name
+        names = ", ".join(tool.function.name for _, tool in tools)
+        name = choice.function.name
         tools = [(i, tool) for i, tool in tools if tool.function.name == name]
         if not tools:
             message = f"tool_choice.function.name is {name!r}, but the tools are {names}"
@@ -144,18 +173,29 @@ def constrained(params: SamplingParams, body: ChatCompletionRequest, processor: 
     answer = None
     if choice == "auto" and others is not None:
         if others.field not in ("json", "json_object"):
-            message = "tools require tool_choice 'none' or 'required' if the output must have a format other than JSON"
+            message = (
+                "tools require tool_choice 'none' or 'required' if the output must have a format "
+                "other than JSON"
+            )
             raise APIError(400, message, "tools")
         answer = json.loads(others.json) if isinstance(others.json, str) else others.json
         answer = {"type": "object"} if answer is None else answer
         answer = processor.grammars().prepared_schema(answer, others.place)
     functions = {f"tools[{i}].function.parameters": tool.function for i, tool in tools}
-    schemas = {place: schema_of(function, place, processor.grammars()) for place, function in functions.items()}
+    schemas = {
+        place: schema_of(function, place, processor.grammars())
+        for place, function in functions.items()
+    }
     calls = [function_call(function, schemas[place]) for place, function in functions.items()]
     several = body.parallel_tool_calls is not False and not isinstance(choice, Tool)
-    tokenizer, size = processor.tokenizer, processor.limits.vocab_size
-    special = {tokenizer.decode_token(token): token for token in tokenizer.all_special_ids if token < size}
-    grammar = StructuredOutputsParams(grammar=call_grammar(calls, choice, several, answer, special), place="tools")
+    tokenizer = processor.tokenizer
+    size = processor.limits.vocab_size
+    special = {
+        tokenizer.decode_token(token): token for token in tokenizer.all_special_ids if token < size
+    }
+    grammar = StructuredOutputsParams(
+        grammar=call_grammar(calls, choice, several, answer, special), place="tools"
+    )
     if choice in ("none", "auto") and answer is None:
         grammar.free_text_before = OPEN
     processor.grammars().check(grammar)
@@ -165,8 +205,9 @@ def constrained(params: SamplingParams, body: ChatCompletionRequest, processor: 
 
 
 def schema_of(function: FunctionDefinition, place: str, grammars: GrammarChecker) -> dict[str, Any]:
-    """The schema of a function's arguments, prepared for grammars: an object, with the properties that the function names, and no
-    others unless it says so. Unless the function is `strict`, patterns that grammars do not know are left out.
+    """The schema of a function's arguments, prepared for grammars: an object, with the properties
+    that the function names, and no others unless it says so. Unless the function is `strict`,
+    patterns that grammars do not know are left out.
 
     Args:
         place: where the function's schema comes from.
@@ -177,22 +218,28 @@ def schema_of(function: FunctionDefinition, place: str, grammars: GrammarChecker
     """
     schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
     if schema["type"] != "object":
-        raise APIError(400, f"{place}.type must be 'object', got {schema['type']!r:.100}", f"{place}.type")
+        raise APIError(
+            400, f"{place}.type must be 'object', got {schema['type']!r:.100}", f"{place}.type"
+        )
     return grammars.prepared_schema(schema, place, lenient=not function.strict)
 
 
 def function_call(function: FunctionDefinition, schema: dict[str, Any]) -> str:
-    """The grammar of a call of one function. Unless it is `strict`, the grammar ignores keywords and formats that it does not know."""
+    """The grammar of a call of one function. Unless it is `strict`, the grammar ignores keywords
+    and formats that it does not know."""
     name = json.dumps(BEFORE_NAME + function.name + BEFORE_ARGUMENTS)
     return f"{name} {json_grammar(schema, lenient=not function.strict)}"
 
 
 def json_grammar(schema: dict[str, Any], lenient: bool = False) -> str:
-    """The grammar of a JSON text, in the layout of calls. `lenient`: it ignores keywords and formats that it does not know."""
+    """The grammar of a JSON text, in the layout of calls. `lenient`: it ignores keywords and
+    formats that it does not know."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**LAYOUT, 'lenient': lenient}})}"
 
 
-def call_grammar(calls: list[str], choice: object, several: bool, answer: Any, special: dict[str, int]) -> str:
+def call_grammar(
+    calls: list[str], choice: object, several: bool, answer: Any, special: dict[str, int]
+) -> str:
     """The grammar of answers, in llguidance's dialect of Lark.
 
     Args:
@@ -200,11 +247,13 @@ def call_grammar(calls: list[str], choice: object, several: bool, answer: Any, s
         choice: as `tool_choice`.
         several: whether there may be more than one call.
         answer: with "auto", the schema of an answer that is no call; None: any text.
-        special: the special tokens. If the tags are among them, calls have these tokens. Texts may have the others.
+        special: the special tokens. If the tags are among them, calls have these tokens. Texts may
+            have the others.
     """
     first, last = (tag if tag in special else json.dumps(tag) for tag in (OPEN, CLOSE))
     in_texts = ",".join(str(token) for text, token in special.items() if text != OPEN)
-    text, more = f"(TEXT? <[{in_texts}]>)*" if in_texts else "", f'("\\n" {first} call)*' if several else ""
+    text = f"(TEXT? <[{in_texts}]>)*" if in_texts else ""
+    more = f'("\\n" {first} call)*' if several else ""
     if choice == "none":
         start = f"{text} TEXT?"
     elif choice != "auto":
@@ -226,16 +275,21 @@ TEXT_AND_TAG: /(?s:.*){OPEN}/ & ~/(?s:.*{OPEN}.+)/
 
 
 class ToolCallReader:
-    """Divides an answer, which comes in pieces, into text and calls. The result does not depend on where the text is cut.
+    """Divides an answer, which comes in pieces, into text and calls. The result does not depend on
+    where the text is cut.
 
     Args:
-        is_named: whether the client has named the function. Then a whole call ends with the reason "stop", else with "tool_calls", as
-            in OpenAI's API and vLLM.
+        is_named: whether the client has named the function. Then a whole call ends with the reason
+            "stop", else with "tool_calls", as in OpenAI's API and vLLM.
     """
 
     def __init__(self, is_named: bool = False) -> None:
-        self._is_named, self._held, self._num_calls = is_named, "", 0
-        self._end = OPEN  # of what is being read: text, then a name, then arguments, then text again
+        self._is_named = is_named
+        self._held = ""
+        self._num_calls = 0
+        self._end = (
+            OPEN  # of what is being read: text, then a name, then arguments, then text again
+        )
 
     def append(self, text: str) -> list[Delta]:
         """Take the next piece; returns what has become certain."""
@@ -253,7 +307,9 @@ class ToolCallReader:
             if self._end == BEFORE_ARGUMENTS:
                 self._num_calls += 1
                 name = FunctionCall(name=part.removeprefix(BEFORE_NAME))
-                deltas.append(self._of_call(name, id=f"call_{uuid.uuid4().hex[:24]}", type="function"))
+                deltas.append(
+                    self._of_call(name, id=f"call_{uuid.uuid4().hex[:24]}", type="function")
+                )
             elif self._end == AFTER_ARGUMENTS and part:
                 deltas.append(self._of_call(FunctionCall(arguments=part)))
             elif part and not self._num_calls:
@@ -266,9 +322,14 @@ class ToolCallReader:
         return Delta(tool_calls=[ToolCall(function, self._num_calls - 1, **fields)])
 
     def flush(self) -> list[Delta]:
-        """What the last pieces have left, when the answer has ended: the beginning of a tag that did not follow. Of a call that has
-        been cut off, `append` has returned all; its arguments are incomplete."""
-        return [Delta(content=self._held)] if self._held and self._end == OPEN and not self._num_calls else []
+        """What the last pieces have left, when the answer has ended: the beginning of a tag that
+        did not follow. Of a call that has been cut off, `append` has returned all; its arguments
+        are incomplete."""
+        return (
+            [Delta(content=self._held)]
+            if self._held and self._end == OPEN and not self._num_calls
+            else []
+        )
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The reason to tell the client."""
@@ -285,4 +346,6 @@ class ToolCallReader:
                 call.function.arguments += part.function.arguments
         for call in calls.values():
             call.index = UNSET
-        return AssistantMessage(content if content or not calls else None, tool_calls=[*calls.values()] or UNSET)
+        return AssistantMessage(
+            content if content or not calls else None, tool_calls=[*calls.values()] or UNSET
+        )

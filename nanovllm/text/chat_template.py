@@ -1,8 +1,9 @@
-"""Renders chat templates in a process of its own, which ends if a template takes too much time or memory.
+"""Renders chat templates in a process of its own, which ends if a template takes too much time or
+memory.
 
-A template is a program that comes with the model. Jinja's sandbox blocks access to files, but limits neither nested loops
-nor the length of a string. A process can be limited and killed at any time; a thread cannot.
-"""
+A template is a program that comes with the model. Jinja's sandbox blocks access to files, but
+limits neither nested loops nor the length of a string. A process can be limited and killed at any
+time; a thread cannot."""
 
 import contextlib
 import os
@@ -18,7 +19,8 @@ from typing import Any
 
 from nanovllm.distributed.processes import is_stopped, start_process
 
-# CPU time, so that other load on the machine does not count. A chat of a megabyte takes milliseconds.
+# CPU time, so that other load on the machine does not count. A chat of a megabyte takes
+# milliseconds.
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
 # An exiting process gets this time before it is killed, so that its exit code is the true one.
@@ -35,29 +37,34 @@ class HelperProcessError(RuntimeError):
 
 
 class LimitedProcess:
-    """A process that answers questions: started with the first, and again after a question has ended it. Thread-safe.
+    """A process that answers questions: started with the first, and again after a question has
+    ended it. Thread-safe.
 
     Attributes:
         program: a Python file that calls `answer_questions`.
         seconds, memory: CPU time and bytes of an answer.
     """
 
-    program, seconds, memory = __file__, RENDER_SECONDS, RENDER_BYTES
+    program = __file__
+    seconds = RENDER_SECONDS
+    memory = RENDER_BYTES
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        """Start the process if it does not run, and return it. To be called early, so that the first question does not wait
-        for its imports."""
+        """Start the process if it does not run, and return it. To be called early, so that the
+        first question does not wait for its imports."""
         with self._lock:
             if self._running is None:
-                # The same module search path, but with the working directory last, since it may contain a model's files;
-                # unless this package is there, of which another copy may be installed.
+                # The same module search path, but with the working directory last, since it may
+                # contain a model's files; unless this package is there, of which another copy may
+                # be installed.
                 untrusted = {os.getcwd()} - {PACKAGE_FOLDER}
                 path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) in untrusted)
-                # Else the C library reserves 64 MiB of addresses for each thread that allocates, after the limit is set, too.
+                # Else the C library reserves 64 MiB of addresses for each thread that allocates,
+                # after the limit is set, too.
                 environment = {"PYTHONPATH": os.pathsep.join(path), "MALLOC_ARENA_MAX": "1"}
                 self._running = start_process(["-P", self.program], environment)
             return self._running
@@ -78,7 +85,9 @@ class LimitedProcess:
                     self._await_answer(process, connection)
                     answer, error = connection.recv()
                     break
-                except BaseException as failure:  # after Ctrl-C, too: the next question would receive this answer
+                except (
+                    BaseException
+                ) as failure:  # after Ctrl-C, too: the next question would receive this answer
                     self._running = None
                     connection.close()
                     if not isinstance(failure, EOFError | OSError):
@@ -89,15 +98,18 @@ class LimitedProcess:
                         raise ValueError(verdict) from None
                     if is_last:
                         name = os.path.basename(self.program)
-                        message = f"the helper process {name} exited with code {code}, and so did a new one: try again"
+                        message = (
+                            f"the helper process {name} exited with code {code}, and so did a new "
+                            "one: try again"
+                        )
                         raise HelperProcessError(message) from None
         if error:
             raise ValueError(error)
         return answer
 
     def _await_answer(self, process: subprocess.Popen[bytes], connection: Connection) -> None:
-        """Return when an answer, or the end of the process, can be read. A stopped process is killed: it
-        uses no CPU time, and would never reach its limit."""
+        """Return when an answer, or the end of the process, can be read. A stopped process is
+        killed: it uses no CPU time, and would never reach its limit."""
         while not connection.poll(STOPPED_SECONDS):
             if is_stopped(process.pid):
                 process.kill()
@@ -116,22 +128,31 @@ class LimitedProcess:
         return process.wait()
 
     def _verdict(self, code: int) -> str:
-        """The fault of a question that has ended its process with this code; "" if something else has ended the process."""
+        """The fault of a question that has ended its process with this code; "" if something else
+        has ended the process."""
         memory = f"it needs more than {self.memory >> 20} MiB of memory"
         seconds = f"it needs more than {self.seconds:g} seconds of CPU time"
         depth = "it is nested too deeply"
-        verdicts = {-signal.SIGPROF: seconds, OUT_OF_MEMORY: memory, -signal.SIGABRT: memory, -signal.SIGSEGV: depth}
+        verdicts = {
+            -signal.SIGPROF: seconds,
+            OUT_OF_MEMORY: memory,
+            -signal.SIGABRT: memory,
+            -signal.SIGSEGV: depth,
+        }
         return verdicts.get(code, "")
 
 
-# Renders templates: it is asked with a template, messages, and the variables of the template and of `render_jinja_template`.
+# Renders templates: it is asked with a template, messages, and the variables of the template and of
+# `render_jinja_template`.
 PROCESS = LimitedProcess()
-# A forked process starts a process of its own; otherwise both would read each other's answers. The lock is new, too: a thread that
-# does not exist after the fork may hold the old one.
+# A forked process starts a process of its own; otherwise both would read each other's answers. The
+# lock is new, too: a thread that does not exist after the fork may hold the old one.
 os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
-def answer_questions(connection: Connection, answer: Callable[..., Any], seconds: float, memory: int) -> None:
+def answer_questions(
+    connection: Connection, answer: Callable[..., Any], seconds: float, memory: int
+) -> None:
     """Run the process until its parent closes the connection, or ends."""
     import psutil
 

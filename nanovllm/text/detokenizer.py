@@ -1,8 +1,8 @@
 """Turns token ids into text while they are generated, and searches that text for stop strings.
 
-A token is not a character: "é" may take two tokens, and a token may end in the middle of an emoji. Decoding every
-token on its own breaks such characters; decoding everything again for every token is quadratic. This detokenizer
-emits text that no later token can change, and decodes each token once.
+A token is not a character: "é" may take two tokens, and a token may end in the middle of an emoji.
+Decoding every token on its own breaks such characters; decoding everything again for every token is
+quadratic. This detokenizer emits text that no later token can change, and decodes each token once.
 """
 
 import codecs
@@ -22,26 +22,34 @@ class IncrementalDetokenizer:
 
     For any ids, the pieces and the one of `flush`, joined, equal `tokenizer.decode(all_ids)`.
 
-    With byte-level tokens, the beginning of a character whose bytes are not complete is held back, at most 3 bytes. With
-    SentencePiece, a run of byte tokens is held back until another token ends it: `tokenizers` decodes such a run as a
-    whole, and one invalid byte makes all of its characters invalid. See `TokenDecoder.streaming` for other decoders.
+    With byte-level tokens, the beginning of a character whose bytes are not complete is held back,
+    at most 3 bytes. With SentencePiece, a run of byte tokens is held back until another token ends
+    it: `tokenizers` decodes such a run as a whole, and one invalid byte makes all of its characters
+    invalid. See `TokenDecoder.streaming` for other decoders.
 
     Args:
         tokenizer: the model's tokenizer.
         skip_special_tokens: leave out special tokens such as the end-of-text token.
-        prompt_token_ids: what the ids continue, if they are no text of their own. A first token "▁the" keeps its space,
-            which SentencePiece drops otherwise, and a character that the prompt leaves incomplete belongs to the first piece if the first token continues it.
+        prompt_token_ids: what the ids continue, if they are no text of their own. A first token
+            "▁the" keeps its space, which SentencePiece drops otherwise, and a character that the
+            prompt leaves incomplete belongs to the first piece if the first token continues it.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] | None = None
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> None:
-        self._tokenizer, self._decoder = tokenizer, tokenizer.token_decoder
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.token_decoder
         self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: list[int] = []  # tokens whose text is not final, unless tokens are bytes
         self._context: list[int] = []  # tokens before them
-        self._prompt: Sequence[int] = ()  # until the first token: a prompt that ends inside a character
+        self._prompt: Sequence[
+            int
+        ] = ()  # until the first token: a prompt that ends inside a character
         self._num_known = 0  # characters of the pending text that the prompt has already
         if prompt_token_ids is not None:
             self._continue(prompt_token_ids)
@@ -72,13 +80,16 @@ class IncrementalDetokenizer:
                 self._pending.append(index)
                 if self._is_final_after(index, token):
                     end = len(self._pending)
-        final, self._pending = self._pending[:end], self._pending[end:]
+        final = self._pending[:end]
+        self._pending = self._pending[end:]
         piece = self._decode_in_context(final)
         if final:
             # Tokens without text, such as a first "▁", do not show that text has begun.
             self._context = final if piece else [*self._context, *final]
             if not piece and len(self._context) > 2 * MOST_EMPTY_TOKENS:
-                self._context = self._context[:MOST_EMPTY_TOKENS] + self._context[-MOST_EMPTY_TOKENS:]
+                self._context = (
+                    self._context[:MOST_EMPTY_TOKENS] + self._context[-MOST_EMPTY_TOKENS:]
+                )
         return self._without_known(piece) if final else ""
 
     def _drop_prompt(self) -> None:
@@ -107,32 +118,44 @@ class IncrementalDetokenizer:
 
     def _without_known(self, piece: str) -> str:
         """The first piece without the characters that the prompt has already."""
-        known, self._num_known = self._num_known, 0
+        known = self._num_known
+        self._num_known = 0
         return piece[known:]
 
     def _decode_in_context(self, token_ids: list[int]) -> str:
-        """The text of tokens that come after `self._context`, tokens before them (none at the beginning).
+        """The text of tokens that come after `self._context`, tokens before them (none at the
+        beginning).
 
         Only the first token of a text loses its leading space; the tokens in front take this place.
         """
         if not token_ids:
             return ""
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
-        return self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=False)[len(before) :]
+        return self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=False)[
+            len(before) :
+        ]
 
 
 def incomplete_tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[list[int], bytes]:
-    """The last tokens of a prompt, if it ends inside a character: from the token in which that character begins.
+    """The last tokens of a prompt, if it ends inside a character: from the token in which that
+    character begins.
 
     Returns:
-        The tokens, and the bytes that they have of the character; both are empty if the prompt's last character is whole.
+        The tokens, and the bytes that they have of the character; both are empty if the prompt's
+        last character is whole.
     """
     tail: list[int] = []
     spelled = b""
     for index in reversed(token_ids):
         token = tokenizer.convert_ids_to_tokens([index])[0] or ""
-        is_bytes = tokenizer.token_decoder.is_byte_level or tokenizer.token_decoder.is_byte_token(token)
-        if not is_bytes or index in tokenizer.all_special_ids or len(spelled) >= MOST_BYTES_BEFORE_THE_LAST:
+        is_bytes = tokenizer.token_decoder.is_byte_level or tokenizer.token_decoder.is_byte_token(
+            token
+        )
+        if (
+            not is_bytes
+            or index in tokenizer.all_special_ids
+            or len(spelled) >= MOST_BYTES_BEFORE_THE_LAST
+        ):
             break
         tail = [index, *tail]
         spelled = tokenizer.token_bytes(index) + spelled
@@ -144,8 +167,11 @@ def incomplete_tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[lis
     return [], b""
 
 
-def continues_prompt(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-    """True if a prompt ends inside a character, and the first of these tokens continues that character."""
+def continues_prompt(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+) -> bool:
+    """True if a prompt ends inside a character, and the first of these tokens continues that
+    character."""
     if not token_ids or token_ids[0] in tokenizer.all_special_ids:
         return False
     _, begun = incomplete_tail(tokenizer, prompt_token_ids)
@@ -154,17 +180,20 @@ def continues_prompt(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], toke
 
 
 def whole_characters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of a prompt with its special tokens, and without a character that it leaves incomplete."""
+    """The text of a prompt with its special tokens, and without a character that it leaves
+    incomplete."""
     tail, _ = incomplete_tail(tokenizer, token_ids)
-    if tail and not tokenizer.token_decoder.is_byte_level:  # each of these tokens is a byte of that character
+    if (
+        tail and not tokenizer.token_decoder.is_byte_level
+    ):  # each of these tokens is a byte of that character
         token_ids = token_ids[: -len(tail)]
     text = tokenizer.decode(token_ids, skip_special_tokens=False)
     return text.removesuffix("\ufffd") if tail and tokenizer.token_decoder.is_byte_level else text
 
 
 class TextOffsets:
-    """Counts at which character of the output each token begins. A token that continues a character of the previous token
-    begins where that character does.
+    """Counts at which character of the output each token begins. A token that continues a character
+    of the previous token begins where that character does.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -174,9 +203,14 @@ class TextOffsets:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = (), start: int = 0
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int] = (),
+        start: int = 0,
     ) -> None:
-        self._tokenizer, self._position = tokenizer, start
+        self._tokenizer = tokenizer
+        self._position = start
         self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(incomplete_tail(tokenizer, prompt_token_ids)[1])
@@ -205,18 +239,20 @@ def _continues(begun: bytes, byte: bytes) -> bool:
 
 
 class StopChecker:
-    """Finds the first of several strings in a text that arrives in pieces, wherever the pieces are cut.
+    """Finds the first of several strings in a text that arrives in pieces, wherever the pieces are
+    cut.
 
-    The first is the one that is complete first, as if the text arrived one character at a time; of two that are complete
-    at the same character, the longer. So the result does not depend on the pieces, and no further text is needed to
-    decide.
+    The first is the one that is complete first, as if the text arrived one character at a time; of
+    two that are complete at the same character, the longer. So the result does not depend on the
+    pieces, and no further text is needed to decide.
 
-    If the end of the text may be the beginning of a stop string, that end is held back: a stop string is never emitted
-    in part. With `include_stop_str_in_output` nothing is held back.
+    If the end of the text may be the beginning of a stop string, that end is held back: a stop
+    string is never emitted in part. With `include_stop_str_in_output` nothing is held back.
 
-    The search is by Knuth, Morris and Pratt (SIAM J. Comput. 6(2), 1977), one automaton per string. Its state is the
-    number of the string's characters that the text ends with: it finds the string, and says how much to hold back. The
-    work is linear in the text, however long and repetitive a client's stop strings are.
+    The search is by Knuth, Morris and Pratt (SIAM J. Comput. 6(2), 1977), one automaton per string.
+    Its state is the number of the string's characters that the text ends with: it finds the string,
+    and says how much to hold back. The work is linear in the text, however long and repetitive a
+    client's stop strings are.
 
     Args:
         stop: the strings to look for, none of them empty.
@@ -235,28 +271,31 @@ class StopChecker:
 
         Args:
             text: what follows the pieces so far.
-            check: whether a stop string that becomes complete here counts. False while the request is below its
-                `min_tokens`; one that begins there and is complete later counts.
+            check: whether a stop string that becomes complete here counts. False while the request
+                is below its `min_tokens`; one that begins there and is complete later counts.
 
         Returns:
-            The text to emit, and the stop string found or None. A stop string ends the text: the rest of the piece is
-            dropped, and neither `append` nor `flush` may be called again.
+            The text to emit, and the stop string found or None. A stop string ends the text: the
+            rest of the piece is dropped, and neither `append` nor `flush` may be called again.
         """
         if not self._stop:
             return text, None
-        start, self._held = len(self._held) + 1, self._held + text
+        start = len(self._held) + 1
+        self._held = self._held + text
         for end, character in enumerate(text, start):
             complete = self._advance(character)
             if complete and check:
                 matched = max(complete, key=len)
                 return self._held[: end if self._include else end - len(matched)], matched
         cut = len(self._held) - (0 if self._include else max(self._matched_lengths))
-        emitted, self._held = self._held[:cut], self._held[cut:]
+        emitted = self._held[:cut]
+        self._held = self._held[cut:]
         return emitted, None
 
     def flush(self) -> str:
         """Return the text that is held back, when the text has ended for another reason."""
-        emitted, self._held = self._held, ""
+        emitted = self._held
+        self._held = ""
         return emitted
 
     def _advance(self, character: str) -> list[str]:
@@ -304,7 +343,8 @@ def border_lengths(string: str) -> list[int]:
 
 
 def matched_length(string: str, borders: Sequence[int], length: int, character: str) -> int:
-    """How many characters of `string` a text ends with after one more character, if it ended with `length` < len(string) of them.
+    """How many characters of `string` a text ends with after one more character, if it ended with
+    `length` < len(string) of them.
 
     Args:
         borders: see `border_lengths`.

@@ -1,8 +1,7 @@
 """Short strings that match regular expressions.
 
-A grammar tells which byte may come next, and not how many more are needed: after `x`, the expression `.*abc` allows the same bytes as
-before. An example shows the way.
-"""
+A grammar tells which byte may come next, and not how many more are needed: after `x`, the
+expression `.*abc` allows the same bytes as before. An example shows the way."""
 
 from __future__ import annotations
 
@@ -15,16 +14,23 @@ from typing import Any
 # Longer repetitions are not written out.
 LONGEST_EXAMPLE = 64
 # Characters for a class such as `[^x]` or `\w`, the preferred first.
-CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase + " _-.@/:,;+*#=?!&%$(){}[]<>|~^'`"
+CHARACTERS = (
+    string.ascii_lowercase
+    + string.digits
+    + string.ascii_uppercase
+    + " _-.@/:,;+*#=?!&%$(){}[]<>|~^'`"
+)
 # What JavaScript and Rust allow, and how Python spells it.
 SPELLED_OTHERWISE = {r"(\\[dswDSW])-": r"\1\\-", r"\(\?<(?=\w)": "(?P<"}
 
 
 def shortest_match(pattern: str) -> str | None:
-    """Return a short string that matches a regular expression. Conditions such as look-ahead are ignored.
+    """Return a short string that matches a regular expression. Conditions such as look-ahead are
+    ignored.
 
     Returns:
-        None if Python cannot parse the expression, it has parts that are not known here, or no short string matches.
+        None if Python cannot parse the expression, it has parts that are not known here, or no
+        short string matches.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -39,7 +45,8 @@ def _match(parsed: Any, groups: dict[int, str]) -> str:
     """Return a string that a parsed expression matches.
 
     Args:
-        groups: for each numbered group so far, the string that it has matched; groups of this expression are added.
+        groups: for each numbered group so far, the string that it has matched; groups of this
+            expression are added.
 
     Raises:
         LookupError: a part is not known here.
@@ -61,7 +68,8 @@ def _match_part(kind: str, value: Any, groups: dict[int, str]) -> str:
         case "BRANCH":
             return min((_match(branch, groups) for branch in value[1]), key=len)
         case "SUBPATTERN":
-            number, inner = value[0], value[-1]
+            number = value[0]
+            inner = value[-1]
             groups[number] = _match(inner, groups)
             return groups[number]
         case "GROUPREF":
@@ -100,7 +108,11 @@ def _is_member(character: str, kind: str, value: Any) -> bool:
         case "RANGE":
             return value[0] <= ord(character) <= value[1]
         case "CATEGORY":
-            has = {"DIGIT": str.isdigit, "SPACE": str.isspace, "WORD": lambda c: c.isalnum() or c == "_"}
+            has = {
+                "DIGIT": str.isdigit,
+                "SPACE": str.isspace,
+                "WORD": lambda c: c.isalnum() or c == "_",
+            }
             name = str(value).removeprefix("CATEGORY_").removeprefix("UNI_")
             return has[name.removeprefix("NOT_")](character) != name.startswith("NOT_")
         case "NEGATE":

@@ -1,4 +1,5 @@
-"""What a request asks of its output, as a grammar of llguidance; and a check that says what is wrong with it, and where."""
+"""What a request asks of its output, as a grammar of llguidance; and a check that says what is
+wrong with it, and where."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 # Characters of a grammar. OpenAI's limit of a schema is about the same.
 LONGEST_GRAMMAR = 2**17
-# Between the parts of a JSON text: nothing, a space, or a line break. If more were allowed, a model could go on with white space up
-# to its last token.
+# Between the parts of a JSON text: nothing, a space, or a line break. If more were allowed, a model
+# could go on with white space up to its last token.
 WHITESPACE = r"[ \n]?"
 # What one token can add to the shortest way to the end, where no schema tells.
 COST_OF_BEGINNING = 32
@@ -49,14 +50,17 @@ EXAMPLES = 'write EBNF such as root ::= "yes" | "no", or Lark such as start: "ye
 EBNF_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*|\s*\n\s*(?=\|)')
 # Keywords whose values are no schemas.
 PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
-# A grammar that can be checked within these limits can be compiled by an engine, whose threads have a deeper stack. Most take
-# a millisecond. (Of llguidance's own limits, none bounds `multipleOf`.)
+# A grammar that can be checked within these limits can be compiled by an engine, whose threads have
+# a deeper stack. Most take a millisecond. (Of llguidance's own limits, none bounds `multipleOf`.)
 CHECK_SECONDS = 0.5
 CHECK_BYTES = 128 << 20
 MAX_CHECKED = 64
-# Parser items per mask, of which an ambiguous grammar takes a time that grows with their square: 5,000 take 5 milliseconds. A schema
-# takes less than a millisecond, and one with 300 optional properties needs more than 25,000. A Lark grammar may contain schemas.
-STEP_MAX_ITEMS, STEP_MAX_ITEMS_WITH_SCHEMAS, STEP_MAX_ITEMS_OF_SCHEMA = 5_000, 15_000, 50_000
+# Parser items per mask, of which an ambiguous grammar takes a time that grows with their square:
+# 5,000 take 5 milliseconds. A schema takes less than a millisecond, and one with 300 optional
+# properties needs more than 25,000. A Lark grammar may contain schemas.
+STEP_MAX_ITEMS = 5_000
+STEP_MAX_ITEMS_WITH_SCHEMAS = 15_000
+STEP_MAX_ITEMS_OF_SCHEMA = 50_000
 STEP_LEXER_FUEL = 100_000
 FEWER = "allow fewer alternatives at once, such as optional properties"
 
@@ -71,35 +75,45 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
-        self.eos_token_id, self.special_token_ids = eos_token_id, tokenizer.all_special_ids
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = tokenizer.all_special_ids
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         # Forced text is plain text, even where it spells a special token.
         self.tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.backend.to_str()))
         self.tokenizer.backend.encode_special_tokens = True
         special = {*self.special_token_ids}
-        self.plain = {token: spelling for token, spelling in enumerate(self.tokens) if token not in special}
+        self.plain = {
+            token: spelling for token, spelling in enumerate(self.tokens) if token not in special
+        }
         self.ids = {spelling: token for token, spelling in self.plain.items() if spelling}
         self.longest = max(map(len, self.ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that spell exactly this text: the tokenizer's own where possible. SentencePiece puts a space before a text; after a
-        control character, the rest is tokenized as in the middle of a text."""
+        """Tokens that spell exactly this text: the tokenizer's own where possible. SentencePiece
+        puts a space before a text; after a control character, the rest is tokenized as in the
+        middle of a text."""
         for before in ("", "\x02"):
             tokens = self.tokenizer.encode(before + text.decode(), add_special_tokens=False)
             spellings = [self.plain.get(token, b"") for token in tokens]
-            first, missing = len(tokens), len(text)
+            first = len(tokens)
+            missing = len(text)
             while first and missing > 0:
                 first, missing = first - 1, missing - len(spellings[first - 1])
             if b"".join(spellings[first:]) == text and all(spellings[first:]):
                 return tokens[first:]
-        return self._longest_tokens(text)  # a tokenizer that changes texts, for example to Unicode's form NFC
+        return self._longest_tokens(
+            text
+        )  # a tokenizer that changes texts, for example to Unicode's form NFC
 
     def _longest_tokens(self, text: bytes) -> list[int]:
         """Tokens that spell a text, each as long as possible."""
-        tokens, at = [], 0
+        tokens = []
+        at = 0
         while at < len(text):
             sizes = range(self.longest, 0, -1)
-            spelling = next((text[at : at + size] for size in sizes if text[at : at + size] in self.ids), b"")
+            spelling = next(
+                (text[at : at + size] for size in sizes if text[at : at + size] in self.ids), b""
+            )
             if not spelling:  # no token has this byte, so the grammar cannot be followed
                 break
             tokens.append(self.ids[spelling])
@@ -120,9 +134,12 @@ def ends(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) ->
 
 
 def token_trie(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The vocabulary as a trie of bytes, with which masks are computed. Takes a quarter of a second. See `ends`."""
+    """The vocabulary as a trie of bytes, with which masks are computed. Takes a quarter of a
+    second. See `ends`."""
     eos = ends(tokenizer, vocab_size, eos_token_ids)
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos[0])), vocab_size, eos)
+    return LLTokenizer(
+        TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos[0])), vocab_size, eos
+    )
 
 
 def new_matcher(grammar: str, trie: LLTokenizer) -> LLMatcher:
@@ -130,20 +147,32 @@ def new_matcher(grammar: str, trie: LLTokenizer) -> LLMatcher:
     items = STEP_MAX_ITEMS_WITH_SCHEMAS if "%json" in grammar else STEP_MAX_ITEMS
     if grammar.startswith('{"grammars":[{"name":"json_schema"'):
         items = STEP_MAX_ITEMS_OF_SCHEMA
-    limits = LLParserLimits(verbose_errors=False, step_max_items=items, step_lexer_fuel=STEP_LEXER_FUEL)
+    limits = LLParserLimits(
+        verbose_errors=False, step_max_items=items, step_lexer_fuel=STEP_LEXER_FUEL
+    )
     return LLMatcher(trie, grammar, log_level=0, limits=limits)
 
 
-def of_schema(schema: str | dict[str, Any], lenient: bool = False, whitespace: str = WHITESPACE) -> str:
-    """The grammar of a JSON schema. Unknown keywords are errors, unless they are to be ignored (`lenient`); what the schema itself
-    says of this does not count.
+def of_schema(
+    schema: str | dict[str, Any], lenient: bool = False, whitespace: str = WHITESPACE
+) -> str:
+    """The grammar of a JSON schema. Unknown keywords are errors, unless they are to be ignored
+    (`lenient`); what the schema itself says of this does not count.
 
     Args:
         whitespace: a regular expression of the white space between the parts; "": there is none.
     """
-    options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": False, "whitespace_flexible": bool(whitespace)}
+    options: dict[str, Any] = {
+        "lenient": lenient,
+        "coerce_one_of": False,
+        "whitespace_flexible": bool(whitespace),
+    }
     options |= SPELLING
-    options |= {"item_separator": ",", "key_separator": ":", "whitespace_pattern": whitespace or None}
+    options |= {
+        "item_separator": ",",
+        "key_separator": ":",
+        "whitespace_pattern": whitespace or None,
+    }
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
 
@@ -175,7 +204,8 @@ def to_lark(grammar: str) -> str:
 
 
 def with_characters(part: str) -> str:
-    """A string or class of EBNF with characters instead of their numbers, which the library does not translate."""
+    """A string or class of EBNF with characters instead of their numbers, which the library does
+    not translate."""
 
     def character(number: re.Match[str]) -> str:
         code = int(number[1] or number[2], 16)
@@ -186,7 +216,8 @@ def with_characters(part: str) -> str:
 
 
 def to_grammar(params: StructuredOutputsParams, lenient: bool = False) -> str:
-    """The text from which llguidance makes a grammar: the checked one, if the front end has added it.
+    """The text from which llguidance makes a grammar: the checked one, if the front end has added
+    it.
 
     Raises:
         ValueError: `json` is text, but not JSON; or `grammar` is EBNF that cannot be read.
@@ -213,7 +244,8 @@ def form_of(params: StructuredOutputsParams) -> Form:
 
 
 def fault(grammar: str, trie: LLTokenizer) -> str:
-    """What is wrong with a grammar, "" if nothing: it cannot be compiled, or allows no token at all."""
+    """What is wrong with a grammar, "" if nothing: it cannot be compiled, or allows no token at
+    all."""
     matcher = new_matcher(grammar, trie)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -227,27 +259,43 @@ def describe(matcher: LLMatcher | Guide) -> str:
         return f"the keywords {missing[1]} are not supported here; remove them"
     error = re.sub(r"Enable .coerce_one_of.*", "use anyOf", error)
     # llguidance's advice is for Lark.
-    error = re.sub(r"Current row has (\d+) items; max is (\d+);.*", rf"\1 items, of at most \2; {FEWER}", error)
+    error = re.sub(
+        r"Current row has (\d+) items; max is (\d+);.*", rf"\1 items, of at most \2; {FEWER}", error
+    )
     return re.sub(r"^NoExtension\w*", "nothing is allowed", error)
 
 
 def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """All parts of a schema that may be schemas themselves, the innermost first, with their places."""
-    parts = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    parts = (
+        schema.items()
+        if isinstance(schema, dict)
+        else enumerate(schema)
+        if isinstance(schema, list)
+        else ()
+    )
     for key, part in parts:
         if key not in PLAIN_VALUES:
-            yield from subschemas(part, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]")
+            yield from subschemas(
+                part, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
+            )
     if isinstance(schema, dict):
         yield path, schema
 
 
 def find_fault(grammar: str, trie: LLTokenizer) -> tuple[str, str]:
-    """What is wrong with a grammar, and where: the innermost part of its schema that has this fault by itself. Two times "" if
-    nothing is."""
+    """What is wrong with a grammar, and where: the innermost part of its schema that has this fault
+    by itself. Two times "" if nothing is."""
     reason = fault(grammar, trie)
     # What is not JSON is Lark, and has no parts.
-    schema = json.loads(grammar)["grammars"][0].get("json_schema") if reason and grammar.startswith("{") else None
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema} if schema else {}
+    schema = (
+        json.loads(grammar)["grammars"][0].get("json_schema")
+        if reason and grammar.startswith("{")
+        else None
+    )
+    definitions = (
+        {key: schema[key] for key in ("$defs", "definitions") if key in schema} if schema else {}
+    )
     lenient = bool(schema and schema["x-guidance"]["lenient"])
     started = time.process_time()
     for path, part in subschemas(schema):
@@ -309,17 +357,27 @@ class Examiner:
         prepared = Preparation(schema, self._is_known, self._words_of, lenient).result()
         whitespace = whitespace_of(params)
         sizes = Sizes(prepared)
-        endless = {place for place, size in sizes.sizes.items() if size == math.inf and sizes.parts[place] is not False}
+        endless = {
+            place
+            for place, size in sizes.sizes.items()
+            if size == math.inf and sizes.parts[place] is not False
+        }
         if "#" not in endless:
             prepared = without(prepared, endless)
         path, reason = find_fault(of_schema(prepared, lenient, whitespace), self.trie)
         if not reason and "#" in endless:
-            reason = "no finite text satisfies this schema, since a value requires another one inside it, without end"
+            reason = (
+                "no finite text satisfies this schema, since a value requires another one inside "
+                "it, without end"
+            )
         if reason:
             return None, path, reason
         grammar = of_schema(prepared, lenient, whitespace)
         form = Form(
-            grammar, sizes.cost_of_beginning(), has_open_objects(prepared), tuple(examples_of_patterns(prepared))
+            grammar,
+            sizes.cost_of_beginning(),
+            has_open_objects(prepared),
+            tuple(examples_of_patterns(prepared)),
         )
         return form, "", ""
 
@@ -331,12 +389,21 @@ class Examiner:
         """Return all strings that match a pattern, if there are at most `MAX_WORDS`; else None."""
         matcher = new_matcher(of_schema({"type": "string", "pattern": pattern}), self.trie)
         found = [] if matcher.is_error() else continuations(matcher, self.trie)
-        return None if found is None or matcher.is_error() else sorted(json.loads(text) for text in found)
+        return (
+            None
+            if found is None or matcher.is_error()
+            else sorted(json.loads(text) for text in found)
+        )
 
 
-def continuations(matcher: LLMatcher, trie: LLTokenizer, limit: int = MAX_WORDS) -> list[bytes] | None:
-    """Return all ways in which a matcher's output can end; None if there are more than `limit`, or long ones."""
-    waiting, found, num_seen = [(matcher, b"")], [], 0
+def continuations(
+    matcher: LLMatcher, trie: LLTokenizer, limit: int = MAX_WORDS
+) -> list[bytes] | None:
+    """Return all ways in which a matcher's output can end; None if there are more than `limit`, or
+    long ones."""
+    waiting = [(matcher, b"")]
+    found = []
+    num_seen = 0
     while waiting:
         before, text = waiting.pop()
         num_seen += 1
@@ -344,9 +411,15 @@ def continuations(matcher: LLMatcher, trie: LLTokenizer, limit: int = MAX_WORDS)
             found.append(text)
         mask = np.frombuffer(before.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: trie.vocab_size]).tolist()
-        spelled = {token: trie.decode_bytes([token]) for token in allowed[: 8 * limit] if token not in trie.eos_tokens}
+        spelled = {
+            token: trie.decode_bytes([token])
+            for token in allowed[: 8 * limit]
+            if token not in trie.eos_tokens
+        }
         # Each string is found by its single bytes, or by what is forced.
-        steps = {token: part for token, part in spelled.items() if len(part) == 1 or len(spelled) == 1}
+        steps = {
+            token: part for token, part in spelled.items() if len(part) == 1 or len(spelled) == 1
+        }
         if len(steps) > limit or len(found) > limit or num_seen > 16 * limit or len(text) > 64:
             return None
         for token, part in steps.items():
@@ -370,7 +443,9 @@ def embedded_schemas(grammar: str) -> Iterator[dict[str, Any]]:
 class GrammarProcess(LimitedProcess):
     """The process that finds faults in grammars. The arguments are those of `ends`."""
 
-    program, seconds, memory = __file__, CHECK_SECONDS, CHECK_BYTES
+    program = __file__
+    seconds = CHECK_SECONDS
+    memory = CHECK_BYTES
 
     def __init__(self, *setup: Any) -> None:
         super().__init__()
@@ -388,15 +463,18 @@ class GrammarProcess(LimitedProcess):
 
 
 class GrammarChecker:
-    """Checks the grammars of requests before an engine gets them, in a process of its own. The arguments are those of
-    `ends`."""
+    """Checks the grammars of requests before an engine gets them, in a process of its own. The
+    arguments are those of `ends`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._process = GrammarProcess(tokenizer, vocab_size, ends(tokenizer, vocab_size, eos_token_ids))
+        self._process = GrammarProcess(
+            tokenizer, vocab_size, ends(tokenizer, vocab_size, eos_token_ids)
+        )
         self._findings: dict[str, Finding] = {}
 
     def check(self, params: StructuredOutputsParams, lenient: bool = False) -> Form:
-        """Prepare a grammar, and check that it can be compiled, allows a first token, and can end. `lenient`: as in `of_schema`.
+        """Prepare a grammar, and check that it can be compiled, allows a first token, and can end.
+        `lenient`: as in `of_schema`.
 
         Raises:
             GrammarError: it cannot; names the place.
@@ -411,7 +489,9 @@ class GrammarChecker:
             raise GrammarError(params.place, f"not JSON, or nested too deeply: {error}") from error
         size = len(question) - sum(len(name) + 8 for name in names)
         if size > LONGEST_GRAMMAR:
-            raise GrammarError(params.place, f"has {size} characters; at most {LONGEST_GRAMMAR} are allowed")
+            raise GrammarError(
+                params.place, f"has {size} characters; at most {LONGEST_GRAMMAR} are allowed"
+            )
         found = self._findings.get(question)
         if found is None:
             try:
@@ -426,7 +506,9 @@ class GrammarChecker:
             raise GrammarError(params.place + path, reason)
         return form
 
-    def prepared_schema(self, schema: dict[str, Any], place: str, lenient: bool = False) -> dict[str, Any]:
+    def prepared_schema(
+        self, schema: dict[str, Any], place: str, lenient: bool = False
+    ) -> dict[str, Any]:
         """Return a schema as grammars need it; see `schemas`. Arguments and errors: as in `check`."""
         form = self.check(StructuredOutputsParams(json=schema, place=place), lenient)
         prepared: dict[str, Any] = json.loads(form.grammar)["grammars"][0]["json_schema"]

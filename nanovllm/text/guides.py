@@ -1,4 +1,5 @@
-"""A matcher that knows how to end: its output is complete within the number of tokens that a request may have."""
+"""A matcher that knows how to end: its output is complete within the number of tokens that a
+request may have."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm.data.structured_outputs import Form
 
-# Bytes that end parts of JSON soon, the best first, where no string is open; with two orders of the beginnings of values.
+# Bytes that end parts of JSON soon, the best first, where no string is open; with two orders of the
+# beginnings of values.
 SHORT_ENDS = (b'}],:"0123456789tfn-[{', b'}],:0123456789ntf"-[{')
-# Random ways to the end that are tried where no other has been found, for example through a regular expression.
+# Random ways to the end that are tried where no other has been found, for example through a regular
+# expression.
 RANDOM_TRIES = 4
 # Tokens other than the next one on the way to the end that are tried anew, with one search each.
 MAX_SEARCHES = 8
-# Tokens after which a search that found nothing is repeated; the next time, twice as many, but never more than this share of the
-# tokens that are left: a way to the end may be found from another place.
+# Tokens after which a search that found nothing is repeated; the next time, twice as many, but
+# never more than this share of the tokens that are left: a way to the end may be found from another
+# place.
 SEARCH_AGAIN = 16
 SHARE_WITHOUT_SEARCH = 1 / 4
-# The longest way to the end that is looked for, in JSON and in other grammars, whose steps may take milliseconds.
-LONGEST_END_OF_JSON, LONGEST_END = 512, 128
+# The longest way to the end that is looked for, in JSON and in other grammars, whose steps may take
+# milliseconds.
+LONGEST_END_OF_JSON = 512
+LONGEST_END = 128
 
 
 class TokenTable:
@@ -52,7 +58,9 @@ class KeyReader:
     def __init__(self, begins: str = "") -> None:
         self._begins = begins.encode()
         self._before = b""
-        self._keys: list[set[str] | None] = []  # of each open bracket: the keys so far, None for an array
+        self._keys: list[
+            set[str] | None
+        ] = []  # of each open bracket: the keys so far, None for an array
         self._string: bytearray | None = None  # the string that is open
         self._is_escaped = False
         self._expects_key = False
@@ -97,7 +105,8 @@ class KeyReader:
             self._before = (self._before + bytes([byte]))[-len(self._begins) :]
             if self._before != self._begins:
                 return True
-            self._begins, self._before = b"", b""
+            self._begins = b""
+            self._before = b""
             return True
         if character in "{[":
             self._keys.append(set() if character == "{" else None)
@@ -114,7 +123,8 @@ class KeyReader:
     def _read_in_string(self, byte: int, character: str) -> bool:
         assert self._string is not None
         if character == '"' and not self._is_escaped:
-            written, self._string = bytes(self._string), None
+            written = bytes(self._string)
+            self._string = None
             keys = self._keys[-1] if self._keys else None
             if not self._expects_key or keys is None:
                 return True
@@ -140,8 +150,9 @@ def unescaped(written: bytes) -> str:
 class Guide:
     """A matcher with foresight. It has the methods of `LLMatcher` that masks need.
 
-    It looks for a short way to the end of the output from time to time: as often as it must, since one token adds no more to this way
-    than the form's `cost_of_beginning`. Once the tokens that are left are just enough, it allows only tokens after which they still are.
+    It looks for a short way to the end of the output from time to time: as often as it must, since
+    one token adds no more to this way than the form's `cost_of_beginning`. Once the tokens that are
+    left are just enough, it allows only tokens after which they still are.
 
     Args:
         matcher: has consumed nothing.
@@ -165,7 +176,9 @@ class Guide:
         self._longest_end = LONGEST_END_OF_JSON if "json" in form.grammar else LONGEST_END
         self._end: list[int] | None = None  # tokens that complete the output
         self._last_end: list[int] = []  # tokens that completed it when the guide last looked
-        self._ends: dict[int, list[int]] = {}  # the same, after each token that `fitting` has returned
+        self._ends: dict[
+            int, list[int]
+        ] = {}  # the same, after each token that `fitting` has returned
 
     # ---------------------------------------------------------------- as a matcher
 
@@ -202,7 +215,9 @@ class Guide:
         candidates = self.table.quoted if self.keys.in_key else self.table.quoted_twice
         bits = np.frombuffer(mask, dtype=np.uint8).copy()
         for token in candidates:
-            if bits[token >> 3] >> (token & 7) & 1 and not self.keys.copy().read(self.table.spelled[token]):
+            if bits[token >> 3] >> (token & 7) & 1 and not self.keys.copy().read(
+                self.table.spelled[token]
+            ):
                 bits[token >> 3] &= ~(1 << (token & 7)) & 255
         return bits.tobytes() if bits.any() else mask
 
@@ -212,10 +227,15 @@ class Guide:
         """Find out whether the end has to be kept in sight; sets `is_tight`.
 
         Args:
-            remaining: how many tokens the output may still have, with the one that ends it; None: any number.
+            remaining: how many tokens the output may still have, with the one that ends it; None:
+                any number.
         """
         self.is_tight = False
-        if remaining is None or self.is_error() or (self._end is None and self._num_tokens < self._next_look):
+        if (
+            remaining is None
+            or self.is_error()
+            or (self._end is None and self._num_tokens < self._next_look)
+        ):
             return
         self._remaining = remaining
         if self._end is None and self._last_end and self._allows(self._last_end):
@@ -223,7 +243,9 @@ class Guide:
         if self._end is None:
             self._end = self._shortest_end(remaining)
         if self._end is None:
-            self._next_look = self._num_tokens + min(self._search_again, max(1, int(SHARE_WITHOUT_SEARCH * remaining)))
+            self._next_look = self._num_tokens + min(
+                self._search_again, max(1, int(SHARE_WITHOUT_SEARCH * remaining))
+            )
             self._search_again *= 2
             return
         self._search_again = SEARCH_AGAIN
@@ -236,7 +258,8 @@ class Guide:
             self._end = None
 
     def fitting(self, candidates: Iterable[int]) -> list[int]:
-        """The next token of a short way to the end, and those candidates after which the output can still be completed.
+        """The next token of a short way to the end, and those candidates after which the output can
+        still be completed.
 
         Args:
             candidates: tokens that the mask allows, the likeliest first.
@@ -275,20 +298,26 @@ class Guide:
         return token in self.table.eos_token_ids or self.keys.read(self.table.spelled[token])
 
     def _shortest_end(self, limit: int) -> list[int] | None:
-        """The shortest of the ways to the end that are found: tokens, the last of which ends the output. None if all are longer than
-        `limit`, or none is found."""
+        """The shortest of the ways to the end that are found: tokens, the last of which ends the
+        output. None if all are longer than `limit`, or none is found."""
         limit = min(limit, self._longest_end)
         best: list[int] | None = None
         for order in SHORT_ENDS:
             draw: Callable[[list[int]], int] = min
-            found = self.deep_copy()._way_to_end(order, limit if best is None else len(best) - 1, draw)
+            found = self.deep_copy()._way_to_end(
+                order, limit if best is None else len(best) - 1, draw
+            )
             best = found if found is not None else best
         for seed in range(RANDOM_TRIES):
             if best is None:
-                best = self.deep_copy()._way_to_end(SHORT_ENDS[0], limit, random.Random(seed).choice)
+                best = self.deep_copy()._way_to_end(
+                    SHORT_ENDS[0], limit, random.Random(seed).choice
+                )
         return best
 
-    def _way_to_end(self, order: bytes, limit: int, draw: Callable[[list[int]], int]) -> list[int] | None:
+    def _way_to_end(
+        self, order: bytes, limit: int, draw: Callable[[list[int]], int]
+    ) -> list[int] | None:
         """Go to the end, byte by byte, where the text is not forced. This guide is used up."""
         way: list[int] = []
         known: set[bytes] = set()
@@ -310,8 +339,8 @@ class Guide:
         """The token of one byte that comes next on a way to the end; none if nothing may come.
 
         Args:
-            known: the sets of bytes that were allowed where the way was free. A byte after which another set is allowed leads on. A
-                set is added.
+            known: the sets of bytes that were allowed where the way was free. A byte after which
+                another set is allowed leads on. A set is added.
         """
         of_byte = self.table.of_byte
         preferred = b'"' if self.keys.in_string else order if self.keys.is_inside else b""
@@ -325,7 +354,10 @@ class Guide:
         known.add(allowed)
         choices = [byte for byte in allowed if chr(byte).isalnum()] or [*allowed]
         # Of bytes that seem to be alike, one letter or digit of each kind is tried.
-        kinds = {"0" if chr(byte).isdigit() else "a" if chr(byte).islower() else "A": byte for byte in choices[::-1]}
+        kinds = {
+            "0" if chr(byte).isdigit() else "a" if chr(byte).islower() else "A": byte
+            for byte in choices[::-1]
+        }
         for byte in [*(byte for byte in allowed if byte not in choices), *kinds.values()]:
             after = self.matcher.deep_copy()
             if after.consume_tokens([int(of_byte[byte])]):
@@ -335,7 +367,8 @@ class Guide:
         return [int(of_byte[draw(choices)])] if choices else []
 
     def _example(self) -> list[int]:
-        """The shortest rest of an example, as tokens of one byte, after which the string or the output can end; none if there is none."""
+        """The shortest rest of an example, as tokens of one byte, after which the string or the
+        output can end; none if there is none."""
         quote = b'"' if self.keys.in_string else b""
         found: list[list[int]] = []
         for example in self.form.examples:
@@ -352,7 +385,8 @@ class Guide:
         return after.consume_tokens(tokens) and after.is_accepting()
 
     def _allowed_bytes(self) -> bytes:
-        """The printable ASCII characters that may come next, as single tokens; other bytes only if there is none."""
+        """The printable ASCII characters that may come next, as single tokens; other bytes only if
+        there is none."""
         mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(mask, bitorder="little")
         every = np.flatnonzero((self.table.of_byte >= 0) & bits[self.table.of_byte].astype(bool))

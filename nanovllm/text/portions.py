@@ -1,4 +1,5 @@
-"""Divides long work on an event loop into portions of a few milliseconds, so that other tasks run between them."""
+"""Divides long work on an event loop into portions of a few milliseconds, so that other tasks run
+between them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -21,13 +22,17 @@ async def in_portions(items: Iterable[Item]) -> AsyncIterator[Item]:
 
 
 def early_portions(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
-    """Split the prompt log-probabilities of a long step, as if shorter steps had computed them. Yields all portions but the
-    last, which stays in `outputs` with everything else."""
+    """Split the prompt log-probabilities of a long step, as if shorter steps had computed them.
+    Yields all portions but the last, which stays in `outputs` with everything else."""
     for output in outputs:
-        entries, first = output.prompt_logprobs or [], output.prompt_logprobs_start
+        entries = output.prompt_logprobs or []
+        first = output.prompt_logprobs_start
         for i in range(0, len(entries) - PORTION, PORTION):
             output.prompt_logprobs = entries[i + PORTION :]
             output.prompt_logprobs_start = first + i + PORTION
-            part = EngineOutput(output.request_id, engine=output.engine, num_cached_tokens=output.num_cached_tokens)
-            part.prompt_logprobs, part.prompt_logprobs_start = entries[i : i + PORTION], first + i
+            part = EngineOutput(
+                output.request_id, engine=output.engine, num_cached_tokens=output.num_cached_tokens
+            )
+            part.prompt_logprobs = entries[i : i + PORTION]
+            part.prompt_logprobs_start = first + i
             yield part

@@ -12,7 +12,13 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
+from nanovllm.data.outputs import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestFailedError,
+    RequestOutput,
+    join_pieces,
+)
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
@@ -32,7 +38,8 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from nanovllm.text.grammars import GrammarChecker
 
-# The latest ids that are remembered. A step in flight computes a sequence that ended only a few sequences ago.
+# The latest ids that are remembered. A step in flight computes a sequence that ended only a few
+# sequences ago.
 MAX_KNOWN_IDS = 2**16
 
 
@@ -44,19 +51,28 @@ class InputProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
-        self.tokenizer, self.limits, self._seeds = tokenizer, limits, random.Random(seed)
-        # The tokenizer's end-of-sequence token, unless the model's files name it or the model cannot sample it.
-        eos, known = tokenizer.eos_token_id, limits.eos_token_ids
-        self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._seeds = random.Random(seed)
+        # The tokenizer's end-of-sequence token, unless the model's files name it or the model
+        # cannot sample it.
+        eos = tokenizer.eos_token_id
+        known = limits.eos_token_ids
+        self._tokenizer_eos = (
+            [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
+        )
         self._checker: GrammarChecker | None = None
         self._creating_checker = threading.Lock()
 
     def grammars(self) -> GrammarChecker:
-        """The checker of grammars. The first request that needs it creates it, which takes a quarter of a second."""
+        """The checker of grammars. The first request that needs it creates it, which takes a
+        quarter of a second."""
         with self._creating_checker:
             if self._checker is None:
                 create = load("nanovllm.text.grammars:GrammarChecker", "structured_outputs")
-                self._checker = create(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
+                self._checker = create(
+                    self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids
+                )
             return self._checker
 
     def process(
@@ -65,19 +81,27 @@ class InputProcessor:
         """The prompt's text, if it came as text, and `params.n` engine requests.
 
         Raises:
-            ValueError: an empty or too long prompt, a token id outside the vocabulary, a priority that the scheduling policy
-                would ignore, or a grammar that cannot be followed (`GrammarError`); the message names the limit or the place.
+            ValueError: an empty or too long prompt, a token id outside the vocabulary, a priority
+                that the scheduling policy would ignore, or a grammar that cannot be followed
+                (`GrammarError`); the message names the limit or the place.
         """
         text, token_ids, fields = read_prompt(prompt, self.tokenizer)
         check_request(token_ids, params, priority, self.limits)
-        params = params.clone(**form_settings(params, self.limits, self.grammars, self.tokenizer.all_special_ids))
+        params = params.clone(
+            **form_settings(params, self.limits, self.grammars, self.tokenizer.all_special_ids)
+        )
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
-        # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens` too.
+        # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens`
+        # too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
-        own: dict[str, Any] = {"n": 1, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
+        own: dict[str, Any] = {
+            "n": 1,
+            "max_tokens": max_tokens,
+            "min_tokens": min(params.min_tokens, max_tokens),
+        }
         if params.bad_words:
             words = encode_bad_words(params.bad_words, self.tokenizer)
             own["bad_words_token_ids"] = params.bad_words_token_ids + words
@@ -95,11 +119,17 @@ class CompletionState:
     """One completion while it is generated: its text, log-probabilities and end."""
 
     def __init__(
-        self, index: int, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()
+        self,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        self.index, self.params, self.tokenizer = index, params, tokenizer
-        # The tokens continue a prompt: a leading space is part of the answer, and so is a character that the prompt
-        # leaves incomplete. But a grammar's text is one of its own.
+        self.index = index
+        self.params = params
+        self.tokenizer = tokenizer
+        # The tokens continue a prompt: a leading space is part of the answer, and so is a character
+        # that the prompt leaves incomplete. But a grammar's text is one of its own.
         continued = prompt_token_ids if params.structured_outputs is None else ()
         self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
@@ -111,7 +141,8 @@ class CompletionState:
         self.finished = False
 
     def update(self, output: EngineOutput) -> CompletionOutput:
-        """Take the engine's next output, token by token where a stop string may be between them; returns the new part of the completion."""
+        """Take the engine's next output, token by token where a stop string may be between them;
+        returns the new part of the completion."""
         parts = output.by_token() if self.params.stop else [output]
         pieces = [self._take(part) for part in parts if part is parts[0] or not self.finished]
         return pieces[0] if len(pieces) == 1 else join_pieces(pieces)
@@ -119,19 +150,23 @@ class CompletionState:
     def _take(self, output: EngineOutput) -> CompletionOutput:
         """Take an output with one token, or one whose tokens need not be told apart.
 
-        The new tokens pass through `detokenizer`, and their text through `stop_checker`. With "stop" as finish reason, the last token
-        has no text, unless `params.include_stop_str_in_output`. When the engine reports an end, both are flushed. The new part has all
-        new tokens in `token_ids`, and as `engine` the largest number so far: an output that aborts the request has 0 there.
+        The new tokens pass through `detokenizer`, and their text through `stop_checker`. With
+        "stop" as finish reason, the last token has no text, unless
+        `params.include_stop_str_in_output`. When the engine reports an end, both are flushed. The
+        new part has all new tokens in `token_ids`, and as `engine` the largest number so far: an
+        output that aborts the request has 0 there.
 
-        A stop string ends the completion with finish reason "stop" and the string as stop reason, even if the engine reports no end
-        or another one; the caller then tells the engine. While `num_tokens` (with the new ones) is at most `params.min_tokens` (if that
-        is not 0), stop strings do not count (`check=False`).
+        A stop string ends the completion with finish reason "stop" and the string as stop reason,
+        even if the engine reports no end or another one; the caller then tells the engine. While
+        `num_tokens` (with the new ones) is at most `params.min_tokens` (if that is not 0), stop
+        strings do not count (`check=False`).
 
-        The output's log-probabilities, if there are any, become dictionaries (`logprob_dictionary`), and `cumulative_logprob` adds up
-        those of the sampled tokens, the first of each entry.
-        """
+        The output's log-probabilities, if there are any, become dictionaries
+        (`logprob_dictionary`), and `cumulative_logprob` adds up those of the sampled tokens, the
+        first of each entry."""
         delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
-        delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
+        delta.finish_reason = output.finish_reason
+        delta.stop_reason = output.stop_reason
         # The first output names the engine; one that aborts the request does not.
         delta.engine = self.engine = max(self.engine, output.engine)
         self.num_tokens += len(output.new_token_ids)
@@ -146,12 +181,17 @@ class CompletionState:
         check = check and not self._form.has_begun(text)
         delta.text, matched = self.stop_checker.append(text, check=check)
         if matched is not None:
-            delta.finish_reason, delta.stop_reason = "stop", matched
+            delta.finish_reason = "stop"
+            delta.stop_reason = matched
         elif output.finish_reason is not None:
             delta.text += self.stop_checker.flush()
         if output.logprobs is not None:
-            delta.logprobs = [logprob_dictionary(entry, self.tokenizer) for entry in output.logprobs]
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(e.logprobs[0] for e in output.logprobs)
+            delta.logprobs = [
+                logprob_dictionary(entry, self.tokenizer) for entry in output.logprobs
+            ]
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
+                e.logprobs[0] for e in output.logprobs
+            )
         delta.cumulative_logprob = self.cumulative_logprob
         self.finished = delta.finish_reason is not None
         return delta
@@ -160,15 +200,21 @@ class CompletionState:
 class RequestState:
     """A caller's request: its completions, and the prompt's log-probabilities so far."""
 
-    def __init__(self, request_id: str, text: str | None, requests: list[EngineRequest], tokenizer: Tokenizer) -> None:
-        self.request_id, self.prompt, self.tokenizer = request_id, text, tokenizer
+    def __init__(
+        self, request_id: str, text: str | None, requests: list[EngineRequest], tokenizer: Tokenizer
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = text
+        self.tokenizer = tokenizer
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.completions = {
             r.request_id: CompletionState(i, r.sampling_params, tokenizer, r.prompt_token_ids)
             for i, r in enumerate(requests)
         }
         self.params = requests[0].sampling_params
-        self.prompt_logprobs: list[PositionLogprobs] | None = None if self.params.prompt_logprobs is None else [None]
+        self.prompt_logprobs: list[PositionLogprobs] | None = (
+            None if self.params.prompt_logprobs is None else [None]
+        )
         self.num_cached_tokens = 0
 
     @property
@@ -179,36 +225,50 @@ class RequestState:
     def update(self, output: EngineOutput) -> RequestOutput:
         """Take one output; returns a `RequestOutput` with the new part of that completion only."""
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
-            # Each of the n sequences reports the prompt, a preempted one twice: only the first report of a position counts.
+            # Each of the n sequences reports the prompt, a preempted one twice: only the first
+            # report of a position counts.
             known = len(self.prompt_logprobs) - output.prompt_logprobs_start
             new = output.prompt_logprobs[max(0, known) :]
             self.prompt_logprobs += [logprob_dictionary(entry, self.tokenizer) for entry in new]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        delta, wanted = self.completions[output.request_id].update(output), self.params.structured_outputs
+        delta = self.completions[output.request_id].update(output)
+        wanted = self.params.structured_outputs
         failed = RequestFailedError(output.error) if output.error else None
-        error = GrammarError(wanted.place, output.grammar_error) if wanted and output.grammar_error else failed
-        state = self.finished, self.prompt_logprobs, self.num_cached_tokens, output.kv_transfer_params, error
+        error = (
+            GrammarError(wanted.place, output.grammar_error)
+            if wanted and output.grammar_error
+            else failed
+        )
+        state = (
+            self.finished,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+            output.kv_transfer_params,
+            error,
+        )
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [delta], *state)
 
 
 class OutputProcessor:
     """Routes the engine's outputs to their requests.
 
-    A request may have the id of an earlier one. If that one was aborted or ended by a stop string, the engine may still
-    compute it for a few steps, so `add` gives the new sequences ids of their own: "chat-1", then "chat-1~2". Traces and KV
-    transfers show these.
-    """
+    A request may have the id of an earlier one. If that one was aborted or ended by a stop string,
+    the engine may still compute it for a few steps, so `add` gives the new sequences ids of their
+    own: "chat-1", then "chat-1~2". Traces and KV transfers show these."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
         self._owners: dict[str, str] = {}  # sequence id -> request id
-        self._given: dict[str, str] = {}  # id of a sequence that got another one -> the one that it was given
+        self._given: dict[
+            str, str
+        ] = {}  # id of a sequence that got another one -> the one that it was given
         # Given id -> how many sequences of that id the front end has ended, the latest ids last.
         self._num_ended_early: dict[str, int] = {}
 
     def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had it.
+        """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had
+        it.
 
         Raises:
             ValueError: the id, or that of one of the sequences, is in use.
@@ -227,7 +287,9 @@ class OutputProcessor:
         if number == 1:
             return sequence_id
         # A caller may have used the id with this number, too.
-        while (unused := f"{sequence_id}~{number}") in self._owners or unused in self._num_ended_early:
+        while (
+            unused := f"{sequence_id}~{number}"
+        ) in self._owners or unused in self._num_ended_early:
             number += 1
         self._given[unused] = sequence_id
         return unused
@@ -254,20 +316,22 @@ class OutputProcessor:
         return unfinished
 
     def owner(self, sequence_id: str) -> str | None:
-        """Return the id of the request that a sequence belongs to; None if it has ended or was removed."""
+        """Return the id of the request that a sequence belongs to; None if it has ended or was
+        removed."""
         return self._owners.get(sequence_id)
 
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
         """Turn the engine's outputs into outputs for the callers.
 
-        Skips outputs of sequences that have ended and of requests that were removed. Removes a request once all its completions have
-        ended.
+        Skips outputs of sequences that have ended and of requests that were removed. Removes a
+        request once all its completions have ended.
 
         Returns:
-            The new outputs, and the ids of sequences that a stop string has ended and that the engine still computes: the caller must
-            have the engine abort these.
+            The new outputs, and the ids of sequences that a stop string has ended and that the
+            engine still computes: the caller must have the engine abort these.
         """
-        news, stopped = [], []
+        news = []
+        stopped = []
         for output in outputs:
             state = self.requests.get(self.owner(output.request_id) or "")
             if state is None or state.completions[output.request_id].finished:

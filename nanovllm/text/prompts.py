@@ -1,4 +1,5 @@
-"""What a caller may send, in all its spellings, and the checks that it must pass before it is queued."""
+"""What a caller may send, in all its spellings, and the checks that it must pass before it is
+queued."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,8 @@ from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
-# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt", "kv_transfer_params").
+# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt",
+# "kv_transfer_params").
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
 
@@ -21,7 +23,8 @@ class EngineLimits:
     Attributes:
         max_model_len: the context length in tokens.
         max_request_tokens: the same, or less if the KV pool is smaller.
-        kv_transfer: for each engine that shares KV, how peers reach it; see `KVConnectorScheduler.information`.
+        kv_transfer: for each engine that shares KV, how peers reach it; see
+            `KVConnectorScheduler.information`.
         scheduling_policy: whether requests may have a priority.
         disable_any_whitespace: JSON of structured outputs has no white space between its parts.
     """
@@ -36,7 +39,9 @@ class EngineLimits:
     disable_any_whitespace: bool = False
 
 
-def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], dict[str, Any]]:
+def read_prompt(
+    prompt: Prompt, tokenizer: Tokenizer
+) -> tuple[str | None, list[int], dict[str, Any]]:
     """The prompt's text, if it came as text; its token ids; and what else came with it.
 
     Raises:
@@ -47,11 +52,15 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
     text = content if isinstance(content, str) else None
     token_ids = tokenizer.encode(text) if text is not None else content
     if not isinstance(token_ids, Sequence) or not all(type(token) is int for token in token_ids):
-        raise ValueError('a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"')
+        raise ValueError(
+            'a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"'
+        )
     return text, list(token_ids), fields
 
 
-def check_request(token_ids: list[int], params: SamplingParams, priority: int, limits: EngineLimits) -> None:
+def check_request(
+    token_ids: list[int], params: SamplingParams, priority: int, limits: EngineLimits
+) -> None:
     """Check what a step could not compute.
 
     Raises:
@@ -64,22 +73,33 @@ def check_request(token_ids: list[int], params: SamplingParams, priority: int, l
     if len(token_ids) >= limits.max_request_tokens:
         what = f"the context length of {limits.max_model_len} tokens"
         if limits.max_request_tokens < limits.max_model_len:
-            what = f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
-        raise ValueError(f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}")
+            what = (
+                f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise "
+                "--kv-cache-memory)"
+            )
+        raise ValueError(
+            f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}"
+        )
     checked = [("prompt token ids", token_ids), ("stop_token_ids", params.stop_token_ids)]
     checked += [("bad_words_token_ids", word) for word in params.bad_words_token_ids]
     for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
         if not all(0 <= token < limits.vocab_size for token in ids):
-            raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
+            raise ValueError(
+                f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary"
+            )
 
 
 def form_settings(
-    params: SamplingParams, limits: EngineLimits, grammars: Callable[[], Any], special_ids: Collection[int]
+    params: SamplingParams,
+    limits: EngineLimits,
+    grammars: Callable[[], Any],
+    special_ids: Collection[int],
 ) -> dict[str, Any]:
-    """Return the sampling parameters that change because the output has a form: none if it has none.
+    """Return the sampling parameters that change because the output has a form: none if it has
+    none.
 
-    The grammar is checked and prepared. No stop string and no token of the form's text ends the output; text before a form may
-    end with a stop string or a special token.
+    The grammar is checked and prepared. No stop string and no token of the form's text ends the
+    output; text before a form may end with a stop string or a special token.
 
     Args:
         grammars: returns a `GrammarChecker`.
@@ -102,8 +122,8 @@ def form_settings(
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Return two token sequences for each word: without a space before it, and with one.
 
-    As in vLLM, white space at a word's beginning is not part of it. A word of nothing but white space stays as it is.
-    """
+    As in vLLM, white space at a word's beginning is not part of it. A word of nothing but white
+    space stays as it is."""
     texts: dict[str, None] = {}
     for word in words:
         stripped = word.lstrip()
@@ -128,7 +148,10 @@ def pair_prompts(
         sampling_params = [sampling_params] * len(batch)
     priorities = list(priority) if priority is not None else [0] * len(batch)
     if not len(batch) == len(sampling_params) == len(priorities):
-        mistake = f"got {len(batch)} prompts, {len(sampling_params)} sampling_params and {len(priorities)} priorities"
+        mistake = (
+            f"got {len(batch)} prompts, {len(sampling_params)} sampling_params and "
+            f"{len(priorities)} priorities"
+        )
         raise ValueError(f"{mistake}: give one for all or one per prompt")
     return list(zip(batch, sampling_params, priorities, strict=True))
 
@@ -139,7 +162,9 @@ def encode_chats(messages: Sequence[Any], tokenizer: Tokenizer, /, **options: An
     conversations = cast(list[list[Message]], messages if several else [messages])
     texts = [tokenizer.apply_chat_template(list(c), **options) for c in conversations]
     # The template writes the special tokens itself.
-    return [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+    return [
+        {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
+    ]
 
 
 def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:

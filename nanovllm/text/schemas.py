@@ -1,13 +1,14 @@
-"""Prepares JSON schemas for grammars, so that every answer that ends is valid, and every answer can end.
+"""Prepares JSON schemas for grammars, so that every answer that ends is valid, and every answer can
+end.
 
 llguidance follows a schema literally. Four things are added before it gets one:
 
-* Objects whose properties are named are closed, as in OpenAI's strict mode and in XGrammar: they have no other properties, unless the
-  schema has `additionalProperties`.
+* Objects whose properties are named are closed, as in OpenAI's strict mode and in XGrammar: they
+  have no other properties, unless the schema has `additionalProperties`.
 * Numbers have bounds that every reader of JSON can represent, and nine decimals; so they end.
 * Parts that no finite text satisfies, such as a property that requires itself, are never begun.
-* Properties that a pattern names one by one (`^(a|b)$`) are properties like others. A grammar would offer them again after they
-  were written.
+* Properties that a pattern names one by one (`^(a|b)$`) are properties like others. A grammar would
+  offer them again after they were written.
 """
 
 from __future__ import annotations
@@ -24,21 +25,28 @@ from nanovllm.text.examples import shortest_match
 
 Schema = dict[str, Any]
 
-# How strings may be spelled. Without "\\/" and "\\u0061", a key has one spelling, so that none comes twice.
+# How strings may be spelled. Without "\\/" and "\\u0061", a key has one spelling, so that none
+# comes twice.
 SPELLING = {"json_allowed_escapes": 'bfnrtu\\"', "json_allow_general_unicode_escapes": False}
-# Integers up to here are exact in every reader (RFC 8259, section 6), and this many decimals are written.
-LARGEST_NUMBER, SMALLEST_STEP = 2**53 - 1, 1e-9
+# Integers up to here are exact in every reader (RFC 8259, section 6), and this many decimals are
+# written.
+LARGEST_NUMBER = 2**53 - 1
+SMALLEST_STEP = 1e-9
 # Keywords that hold schemas: by name, in a list, or one.
-BY_NAME, IN_LISTS = (
-    ("properties", "patternProperties", "$defs", "definitions"),
-    ("allOf", "anyOf", "oneOf", "prefixItems"),
-)
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLE = ("additionalProperties", "items")
 # Keywords whose schemas describe the same value as the schema that has them.
 SAME_VALUE = ("$ref", "allOf", "anyOf", "oneOf")
 OF_OBJECTS = ("properties", "patternProperties", "required", "minProperties", "maxProperties")
 # Keywords that say, or may say, which properties an object has besides those in `properties`.
-OTHER_NAMES = {"additionalProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "if"}
+OTHER_NAMES = {
+    "additionalProperties",
+    "unevaluatedProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "if",
+}
 # Keywords that say something about a value.
 CONSTRAINTS = {
     "type",
@@ -66,7 +74,14 @@ MAX_WORDS = 32
 def any_value() -> Schema:
     """A schema of any JSON value whose numbers are bounded."""
     kinds: list[Schema] = [{"type": kind} for kind in ("null", "boolean", "string")]
-    kinds.append({"type": "number", "minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER, "multipleOf": SMALLEST_STEP})
+    kinds.append(
+        {
+            "type": "number",
+            "minimum": -LARGEST_NUMBER,
+            "maximum": LARGEST_NUMBER,
+            "multipleOf": SMALLEST_STEP,
+        }
+    )
     kinds.append({"type": "array", "items": ANY_REFERENCE})
     kinds.append({"type": "object", "additionalProperties": ANY_REFERENCE})
     return {"anyOf": kinds}
@@ -119,7 +134,8 @@ class Preparation:
         self._knows_pattern = knows_pattern
         self._words_of = words_of
         self._lenient = lenient
-        # A schema with an identifier begins a new document, in which references mean something else.
+        # A schema with an identifier begins a new document, in which references mean something
+        # else.
         self._any: Schema | bool = True if has_identifiers(root) else ANY_REFERENCE
         self._definitions: Schema = {}
         self._open_names: dict[str, str] = {}
@@ -137,7 +153,8 @@ class Preparation:
         """Prepare a part.
 
         Args:
-            closes: whether its objects are closed here. If not, it describes a value together with other schemas.
+            closes: whether its objects are closed here. If not, it describes a value together with
+                other schemas.
         """
         if schema is True and closes:
             return self._any
@@ -151,8 +168,13 @@ class Preparation:
                 made[key] = self._open_copy(value)
             elif key in BY_NAME and isinstance(value, dict):
                 # A property that matches a pattern as well is described by both.
-                may_overlap = key in ("properties", "patternProperties") and "patternProperties" in schema
-                made[key] = {name: self._prepare(part, closes=not may_overlap) for name, part in value.items()}
+                may_overlap = (
+                    key in ("properties", "patternProperties") and "patternProperties" in schema
+                )
+                made[key] = {
+                    name: self._prepare(part, closes=not may_overlap)
+                    for name, part in value.items()
+                }
             elif key in IN_LISTS and isinstance(value, list):
                 made[key] = [self._prepare(part, closes=not is_open_part) for part in value]
             elif key in SINGLE:
@@ -171,7 +193,9 @@ class Preparation:
                 describe_unnamed_parts(made)
         bound_numbers(made)
         required = made.get("required")
-        if isinstance(required, list) and made.get("minProperties", math.inf) <= len({*map(str, required)}):
+        if isinstance(required, list) and made.get("minProperties", math.inf) <= len(
+            {*map(str, required)}
+        ):
             del made["minProperties"]
         return made
 
@@ -180,10 +204,13 @@ class Preparation:
         used = [key for key in SAME_VALUE if key in schema]
         parts = schema.get("allOf")
         has_own = bool(CONSTRAINTS & schema.keys())
-        return len(used) + (bool(used) and has_own) > 1 or (isinstance(parts, list) and len(parts) > 1)
+        return len(used) + (bool(used) and has_own) > 1 or (
+            isinstance(parts, list) and len(parts) > 1
+        )
 
     def _open_copy(self, reference: Any) -> Any:
-        """A reference to the same schema, without the closing: the schema that refers to it says more about the same object."""
+        """A reference to the same schema, without the closing: the schema that refers to it says
+        more about the same object."""
         target = resolve(self.root, reference)
         if not isinstance(target, dict):
             return reference
@@ -194,7 +221,8 @@ class Preparation:
         return pointer(("$defs", name))
 
     def _close_mixture(self, schema: Schema, made: Schema) -> None:
-        """Close an object that several schemas describe: it has the properties that one of them names."""
+        """Close an object that several schemas describe: it has the properties that one of them
+        names."""
         names: dict[str, None] = {}
         if self._collect_names(schema, names, set()) and names:
             own = made.get("properties", {})
@@ -202,13 +230,15 @@ class Preparation:
             made["additionalProperties"] = False
 
     def _collect_names(self, schema: Any, names: dict[str, None], seen: set[int]) -> bool:
-        """Add the properties that a schema names, in its order; False if it says itself which others there are."""
+        """Add the properties that a schema names, in its order; False if it says itself which
+        others there are."""
         if not isinstance(schema, dict) or id(schema) in seen:
             return True
         seen.add(id(schema))
         if "patternProperties" in schema or schema.keys() & OTHER_NAMES:
             return False
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             return False
         names.update(dict.fromkeys(properties))
@@ -222,7 +252,8 @@ class Preparation:
         return all([self._collect_names(part, names, seen) for part in parts])
 
     def _leave_out_unknown_pattern(self, made: Schema) -> None:
-        """Leave out patterns that the regex engine cannot parse, if that is wanted. An object whose names have such a pattern is open."""
+        """Leave out patterns that the regex engine cannot parse, if that is wanted. An object whose
+        names have such a pattern is open."""
         if not self._lenient:
             return
         pattern = made.get("pattern")
@@ -237,10 +268,12 @@ class Preparation:
 
     def _name_words_of_patterns(self, made: Schema) -> None:
         """Turn patterns that match a few names into these names."""
-        by_pattern, own = made.get("patternProperties"), made.get("properties", {})
+        by_pattern = made.get("patternProperties")
+        own = made.get("properties", {})
         if not isinstance(by_pattern, dict) or not isinstance(own, dict):
             return
-        rest, own = {}, {**own}
+        rest = {}
+        own = {**own}
         for key, part in by_pattern.items():
             words = self._words_of(key)
             if words is None:
@@ -265,23 +298,38 @@ def close(made: Schema, any_value: Schema | bool) -> None:
     Args:
         any_value: the schema of a property that is required and has none.
     """
-    names, by_pattern = made.get("properties"), made.get("patternProperties")
+    names = made.get("properties")
+    by_pattern = made.get("patternProperties")
     if not isinstance(names, dict) and not isinstance(by_pattern, dict):
         return
     if made.keys() & OTHER_NAMES:
         return
     if isinstance(names, dict) and not by_pattern:
-        unnamed = [name for name in as_list(made.get("required")) if isinstance(name, str) and name not in names]
+        unnamed = [
+            name
+            for name in as_list(made.get("required"))
+            if isinstance(name, str) and name not in names
+        ]
         made["properties"] = {**names, **dict.fromkeys(unnamed, any_value)}
     made["additionalProperties"] = False
 
 
-ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
 ANNOTATIONS |= {"$schema", "$id", "$defs", "definitions", "x-guidance"}
 
 
 def has_identifiers(schema: Any, is_root: bool = True) -> bool:
-    """Whether a part of a schema, or the schema itself, can be referred to by an identifier instead of its place."""
+    """Whether a part of a schema, or the schema itself, can be referred to by an identifier instead
+    of its place."""
     if isinstance(schema, list):
         return any(has_identifiers(part, is_root=False) for part in schema)
     if not isinstance(schema, dict):
@@ -313,7 +361,11 @@ def is_number(value: object) -> bool:
 def bound_numbers(made: Schema) -> None:
     """Add bounds to a schema of numbers that has none."""
     kinds = made.get("type", JSON_TYPES if made and not made.keys() <= ANNOTATIONS else ())
-    kinds = [kinds] if isinstance(kinds, str) else as_list(kinds) or list(kinds if isinstance(kinds, tuple) else ())
+    kinds = (
+        [kinds]
+        if isinstance(kinds, str)
+        else as_list(kinds) or list(kinds if isinstance(kinds, tuple) else ())
+    )
     if "type" not in made and any(key in made for key in SAME_VALUE):
         return
     if (
@@ -353,7 +405,8 @@ def parts_of(schema: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 class Sizes:
-    """The number of bytes of the shortest JSON text that satisfies each part of a schema: an estimate, infinite if there is no text.
+    """The number of bytes of the shortest JSON text that satisfies each part of a schema: an
+    estimate, infinite if there is no text.
 
     Args:
         root: a prepared schema.
@@ -382,7 +435,9 @@ class Sizes:
         if "const" in schema:
             return len(json.dumps(schema["const"]))
         if "enum" in schema:
-            return min((len(json.dumps(value)) for value in as_list(schema["enum"])), default=math.inf)
+            return min(
+                (len(json.dumps(value)) for value in as_list(schema["enum"])), default=math.inf
+            )
         total = 0.0
         if "$ref" in schema:
             reference = str(schema["$ref"])
@@ -394,11 +449,15 @@ class Sizes:
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 branches = range(len(as_list(schema[key])))
-                total += min((self._look(place, f"{place}/{key}/{i}") for i in branches), default=math.inf)
+                total += min(
+                    (self._look(place, f"{place}/{key}/{i}") for i in branches), default=math.inf
+                )
         if "type" in schema or not any(key in schema for key in SAME_VALUE):
             kinds = schema.get("type", JSON_TYPES)
             kinds = [kinds] if isinstance(kinds, str) else kinds
-            total += min((self._size_of_type(kind, place, schema) for kind in kinds), default=math.inf)
+            total += min(
+                (self._size_of_type(kind, place, schema) for kind in kinds), default=math.inf
+            )
         elif any(key in schema for key in OF_OBJECTS):
             total += self._size_of_type("object", place, schema)
         return max(total, 1)
@@ -413,7 +472,8 @@ class Sizes:
         return {"null": 4, "boolean": 4}.get(str(kind), 1)
 
     def _size_of_array(self, place: str, schema: Schema) -> float:
-        count, total = schema.get("minItems", 0), 2.0
+        count = schema.get("minItems", 0)
+        total = 2.0
         if not isinstance(count, int):
             return total
         first = len(as_list(schema.get("prefixItems")))
@@ -433,7 +493,8 @@ class Sizes:
         return total
 
     def cost_of_beginning(self) -> int:
-        """How many bytes one token can add to the shortest way to the end: it may begin an optional part."""
+        """How many bytes one token can add to the shortest way to the end: it may begin an optional
+        part."""
         optional = [
             size
             for place, size in self.sizes.items()
@@ -448,16 +509,21 @@ class Sizes:
             return False
         owner = self.parts.get("#" + "/".join(keys[:-2]))
         required = as_list(owner.get("required")) if isinstance(owner, dict) else []
-        return keys[-2] != "allOf" and not (keys[-2] == "properties" and pointer_keys("#/" + keys[-1])[0] in required)
+        return keys[-2] != "allOf" and not (
+            keys[-2] == "properties" and pointer_keys("#/" + keys[-1])[0] in required
+        )
 
 
 def examples_of_patterns(schema: Any) -> list[str]:
-    """Return short strings that match the patterns in a schema, as they are written between the quotes of JSON."""
+    """Return short strings that match the patterns in a schema, as they are written between the
+    quotes of JSON."""
     patterns: list[str] = []
     for _, part in parts_of(schema):
         if isinstance(part, dict):
             patterns += [part["pattern"]] if isinstance(part.get("pattern"), str) else []
-            patterns += part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
+            patterns += (
+                part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
+            )
     found = {shortest_match(pattern): None for pattern in patterns[:MAX_PATTERNS]}
     return [json.dumps(example, ensure_ascii=False)[1:-1] for example in found if example]
 
@@ -486,9 +552,13 @@ def without(schema: Any, places: set[str], keys: tuple[str, ...] = ()) -> Any:
     made: Schema = {}
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
-            made[key] = {name: without(part, places, (*keys, key, name)) for name, part in value.items()}
+            made[key] = {
+                name: without(part, places, (*keys, key, name)) for name, part in value.items()
+            }
         elif key in IN_LISTS and isinstance(value, list):
-            made[key] = [without(part, places, (*keys, key, str(i))) for i, part in enumerate(value)]
+            made[key] = [
+                without(part, places, (*keys, key, str(i))) for i, part in enumerate(value)
+            ]
         elif key in SINGLE:
             made[key] = without(value, places, (*keys, key))
         else:

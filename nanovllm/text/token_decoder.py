@@ -1,4 +1,5 @@
-"""Reads from a tokenizer's decoder how tokens become text: which tokens are bytes, and when text is final."""
+"""Reads from a tokenizer's decoder how tokens become text: which tokens are bytes, and when text is
+final."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import tokenizers
 #: The spelling of a single byte in SentencePiece vocabularies.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# GPT-2's alphabet: each byte as a visible character, so that a vocabulary of bytes can be stored as text. Visible
-# Latin-1 characters represent themselves; the other 68 bytes follow in order from U+0100 on.
+# GPT-2's alphabet: each byte as a visible character, so that a vocabulary of bytes can be stored as
+# text. Visible Latin-1 characters represent themselves; the other 68 bytes follow in order from
+# U+0100 on.
 _ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET)
 BYTE_OF_CHARACTER = dict(zip(_ALPHABET, _BYTES, strict=True))
@@ -35,7 +37,8 @@ class TokenDecoder:
     """The decoder of a tokenizer.json, however deeply its steps are nested.
 
     Attributes:
-        steps: the descriptions of the decoder's steps, in order, without the `Sequence`s around them.
+        steps: the descriptions of the decoder's steps, in order, without the `Sequence`s around
+            them.
         is_byte_level: tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen).
         has_byte_tokens: tokens such as "<0xE2>" stand for single bytes (Llama 2, Gemma).
         streaming: how text can be streamed.
@@ -47,7 +50,8 @@ class TokenDecoder:
         self.is_byte_level = "ByteLevel" in kinds
         self.has_byte_tokens = "ByteFallback" in kinds
         self.streaming = _streaming(self.steps)
-        # Turns tokens into characters: those of the text or, before a ByteLevel step, those of the alphabet.
+        # Turns tokens into characters: those of the text or, before a ByteLevel step, those of the
+        # alphabet.
         self._to_characters = decoder
         if self.is_byte_level:
             self._to_characters = _decoder_of(self.steps[: kinds.index("ByteLevel")])
@@ -59,12 +63,18 @@ class TokenDecoder:
         characters = self._characters_in_the_middle(token)
         if not self.is_byte_level:
             return characters.encode()
-        # A special token may hold characters outside the alphabet, such as a space: it is plain text.
+        # A special token may hold characters outside the alphabet, such as a space: it is plain
+        # text.
         values = [BYTE_OF_CHARACTER.get(character) for character in characters]
-        return characters.encode() if None in values else bytes(value for value in values if value is not None)
+        return (
+            characters.encode()
+            if None in values
+            else bytes(value for value in values if value is not None)
+        )
 
     def is_byte_token(self, token: str) -> bool:
-        """True for the spelling of a single byte: its text is known once the run of such tokens has ended."""
+        """True for the spelling of a single byte: its text is known once the run of such tokens has
+        ended."""
         return self.has_byte_tokens and BYTE_TOKEN.fullmatch(token) is not None
 
     def _characters_in_the_middle(self, token: str) -> str:
@@ -77,7 +87,9 @@ class TokenDecoder:
 
     def _characters(self, tokens: list[str]) -> str:
         # Without a decoder, `tokenizers` joins tokens by spaces.
-        return " ".join(tokens) if self._to_characters is None else self._to_characters.decode(tokens)
+        return (
+            " ".join(tokens) if self._to_characters is None else self._to_characters.decode(tokens)
+        )
 
 
 def _decoder_of(steps: list[dict[str, Any]]) -> tokenizers.decoders.Decoder | None:
@@ -110,12 +122,14 @@ def _streaming(steps: Sequence[dict[str, Any]]) -> Streaming:
 
 
 def _keeps_a_prefix(step: dict[str, Any]) -> bool:
-    """True if a step, applied to a whole text, changes the beginning of the text in the same way whatever follows."""
+    """True if a step, applied to a whole text, changes the beginning of the text in the same way
+    whatever follows."""
     match step["type"]:
         case "Fuse":
             return True
         case "Strip":
-            # Of more than one space at the beginning, how many are left depends on how the text is divided.
+            # Of more than one space at the beginning, how many are left depends on how the text is
+            # divided.
             return step["stop"] == 0 and step["start"] <= 1
         case "Replace":
             return len(step["pattern"].get("String", "")) == 1

@@ -1,8 +1,8 @@
-"""Converts text to token ids and back, and chats to text: a thin layer over `tokenizers` and transformers' templates.
+"""Converts text to token ids and back, and chats to text: a thin layer over `tokenizers` and
+transformers' templates.
 
-Imports neither torch nor, for a model with a tokenizer.json, transformers, so that a server can answer before either is
-loaded. Another process renders templates, see `chat_template`.
-"""
+Imports neither torch nor, for a model with a tokenizer.json, transformers, so that a server can
+answer before either is loaded. Another process renders templates, see `chat_template`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from nanovllm.text.chat_template import PROCESS, HelperProcessError
 from nanovllm.text.token_decoder import TokenDecoder
 
 Named = Mapping[str, str]  # name -> text
-# The first byte of a SentencePiece model, a protocol buffer. Other files named tokenizer.model are text of tiktoken.
+# The first byte of a SentencePiece model, a protocol buffer. Other files named tokenizer.model are
+# text of tiktoken.
 SENTENCEPIECE_START = b"\n"
 
 
@@ -31,14 +32,18 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer` that does the work.
-        special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as variables.
+        special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as
+            variables.
         chat_templates: name to Jinja source; "default" is used unless another is requested.
         all_special_ids: ids that `decode` skips by default, in ascending order.
         token_decoder: how tokens become text.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Named | None = None, chat_templates: Named | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Named | None = None,
+        chat_templates: Named | None = None,
     ) -> None:
         self.backend = backend
         # Some files contain the training run's limits; the engine checks lengths itself.
@@ -55,15 +60,17 @@ class Tokenizer:
         """The tokenizer that the settings name, or else the model's."""
         if config.tokenizer is None:
             return cls.from_pretrained(resolve_model(config.model, config.revision))
-        return cls.from_pretrained(resolve_model(config.tokenizer))  # the model's revision means nothing there
+        return cls.from_pretrained(
+            resolve_model(config.tokenizer)
+        )  # the model's revision means nothing there
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Read the tokenizer of a model folder in Hugging Face format.
 
-        Whether `encode` adds a beginning or end token is up to the post-processor in tokenizer.json; as in
-        transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json count only for folders
-        without that file.
+        Whether `encode` adds a beginning or end token is up to the post-processor in
+        tokenizer.json; as in transformers 5, `add_bos_token` and `add_eos_token` of
+        tokenizer_config.json count only for folders without that file.
 
         Raises:
             ValueError: the folder has no tokenizer, or one that cannot be read.
@@ -79,30 +86,39 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"'{folder / 'tokenizer.json'}' is not a tokenizer file: {error}") from error
+            raise ValueError(
+                f"'{folder / 'tokenizer.json'}' is not a tokenizer file: {error}"
+            ) from error
         special_tokens = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
         _register_added_tokens(backend, config, special_tokens.values())
         return cls(backend, special_tokens, templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`, with the special tokens that the post-processor adds (often a beginning token).
+        """The token ids of `text`, with the special tokens that the post-processor adds (often a
+        beginning token).
 
-        Special tokens that are spelled out in the text become special tokens; rendered chats rely on this.
+        Special tokens that are spelled out in the text become special tokens; rendered chats rely
+        on this.
 
         Raises:
-            ValueError: the text is not valid Unicode (JSON can smuggle in half of a surrogate pair).
+            ValueError: the text is not valid Unicode (JSON can smuggle in half of a surrogate
+                pair).
         """
         try:
-            # Unlike `encode`, `encode_batch` releases the interpreter lock, so that other threads run meanwhile.
+            # Unlike `encode`, `encode_batch` releases the interpreter lock, so that other threads
+            # run meanwhile.
             return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
-            raise ValueError("prompt must be a string of valid Unicode, without unpaired surrogates") from error
+            raise ValueError(
+                "prompt must be a string of valid Unicode, without unpaired surrogates"
+            ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary become nothing.
+        """The text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary
+        become nothing.
 
-        Unlike transformers, never removes spaces before punctuation, even if tokenizer_config.json asks for it: text
-        would change after it was streamed.
+        Unlike transformers, never removes spaces before punctuation, even if tokenizer_config.json
+        asks for it: text would change after it was streamed.
 
         Raises:
             OverflowError: an id is negative or does not fit in 32 bits.
@@ -111,11 +127,13 @@ class Tokenizer:
 
     @functools.cache  # noqa: B019  (a process has one tokenizer)
     def decode_token(self, token_id: int) -> str:
-        """The text of one token, special or not. Cached, since log-probabilities name the same tokens again and again."""
+        """The text of one token, special or not. Cached, since log-probabilities name the same
+        tokens again and again."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's own spelling of each token ("Ġthe", "▁the", "<0x0A>"); None beyond the vocabulary."""
+        """The vocabulary's own spelling of each token ("Ġthe", "▁the", "<0x0A>"); None beyond the
+        vocabulary."""
         return [self.backend.id_to_token(index) for index in token_ids]
 
     @functools.cache  # noqa: B019
@@ -129,28 +147,36 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a text; None if there is none. `generation_config.json` may name several."""
+        """Id of the token that ends a text; None if there is none. `generation_config.json` may
+        name several."""
         token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
-        continue_final_message: bool = False, chat_template: str | None = None, **kwargs: Any,
-    ) -> str:  # fmt: skip
-        """Render a chat to the text that the model was trained on. Encode it with `add_special_tokens=False`.
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render a chat to the text that the model was trained on. Encode it with
+        `add_special_tokens=False`.
 
         Args:
-            messages: each with "role" and "content"; content is a string, or OpenAI's list of parts of type
-                "text", which are joined by line breaks.
+            messages: each with "role" and "content"; content is a string, or OpenAI's list of parts
+                of type "text", which are joined by line breaks.
             add_generation_prompt: end with the beginning of the assistant's answer.
             continue_final_message: leave the last message open, to be continued by the model.
-            chat_template: Jinja source, or the name of one of the model's templates, instead of the default. As in
-                transformers, the default for `tools` is the template "tool_use", if there is one.
+            chat_template: Jinja source, or the name of one of the model's templates, instead of the
+                default. As in transformers, the default for `tools` is the template "tool_use", if
+                there is one.
             kwargs: further variables for the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: no messages, no template, a part that is not text, both ways to end the text, an error of the
-                template itself (with its message), or a template that takes too much time or memory.
+            ValueError: no messages, no template, a part that is not text, both ways to end the
+                text, an error of the template itself (with its message), or a template that takes
+                too much time or memory.
         """
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
@@ -158,13 +184,19 @@ class Tokenizer:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         template = self._choose_template(chat_template, kwargs.get("tools") is not None)
         plain_messages = [_with_plain_content(message, i) for i, message in enumerate(messages)]
-        variables = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
+        variables = {
+            **self.special_tokens,
+            **kwargs,
+            "add_generation_prompt": add_generation_prompt,
+        }
         variables["continue_final_message"] = continue_final_message
         try:
             return PROCESS.ask(template, plain_messages, variables)
         except HelperProcessError:  # no fault of the template
             raise
-        except Exception as error:  # including a variable of a type that cannot be sent to the process
+        except (
+            Exception
+        ) as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
 
     def _choose_template(self, wanted: str | None, has_tools: bool) -> str:
@@ -180,8 +212,13 @@ class Tokenizer:
             return self.chat_templates[name]
         if self.chat_templates:
             names = ", ".join(sorted(self.chat_templates))
-            raise ValueError(f"none of the model's chat templates is the default: choose a chat_template of {names}")
-        raise ValueError("the model has no chat template; pass one as chat_template, or complete plain text")
+            raise ValueError(
+                "none of the model's chat templates is the default: choose a chat_template of "
+                f"{names}"
+            )
+        raise ValueError(
+            "the model has no chat template; pass one as chat_template, or complete plain text"
+        )
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
@@ -190,8 +227,11 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. As in transformers, those in files of their own replace all those of tokenizer_config.json."""
-    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    """Templates by name. As in transformers, those in files of their own replace all those of
+    tokenizer_config.json."""
+    files = {
+        file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
     if (folder / "chat_template.jinja").is_file():
         files.setdefault("default", folder / "chat_template.jinja")
     templates: dict[str, str] = {}
@@ -215,7 +255,9 @@ def _check_sentencepiece(folder: Path) -> None:
         missing = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
         if is_sentencepiece and missing:
             extra = "pip install 'nanovllm[sentencepiece]'"
-            raise ValueError(f"'{file}' is a SentencePiece model, and {missing[0]} is not installed: {extra}")
+            raise ValueError(
+                f"'{file}' is a SentencePiece model, and {missing[0]} is not installed: {extra}"
+            )
 
 
 def _is_installed(module: str) -> bool:
@@ -225,34 +267,53 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named_tokens: Iterable[str]) -> None:
-    """Make the special tokens of tokenizer_config.json known to the tokenizer, as transformers does.
+def _register_added_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], named_tokens: Iterable[str]
+) -> None:
+    """Make the special tokens of tokenizer_config.json known to the tokenizer, as transformers
+    does.
 
-    They are usually in tokenizer.json too. Otherwise, they would be tokenized letter by letter in chats.
-    """
+    They are usually in tokenizer.json too. Otherwise, they would be tokenized letter by letter in
+    chats."""
     known = backend.get_added_tokens_decoder()
     added = sorted(config.get("added_tokens_decoder", {}).items())
     backend.add_tokens([AddedToken(**fields) for index, fields in added if index not in known])
-    tokens = [*named_tokens, *(config.get("extra_special_tokens") or config.get("additional_special_tokens") or ())]
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    missing = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
+    tokens = [
+        *named_tokens,
+        *(config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()),
+    ]
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    missing = [
+        AddedToken(token, special=True, normalized=False)
+        for token in tokens
+        if token not in special
+    ]
     backend.add_special_tokens(missing)
 
 
 def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer that transformers makes of other files (tokenizer.model; vocab.json with merges.txt)."""
+    """The tokenizer that transformers makes of other files (tokenizer.model; vocab.json with
+    merges.txt)."""
     _check_sentencepiece(folder)
     from transformers import AutoTokenizer
 
     try:
         # Without False, transformers asks on the terminal whether it may run code from the folder.
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # the library raises any exception, depending on the files
         raise ValueError(
             f"the folder '{folder}' has no tokenizer.json, and none that can be converted: {error}"
         ) from error
-    return backend, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
+    return backend, {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if name in NAMED_TOKENS
+    }
 
 
 def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, Any]:
@@ -263,5 +324,7 @@ def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, 
     for i, part in enumerate(content):
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             what = f"messages[{position}].content[{i}] is of type {part.get('type')!r}"
-            raise ValueError(f"{what}; only parts of type 'text', with a string as 'text', are supported")
+            raise ValueError(
+                f"{what}; only parts of type 'text', with a string as 'text', are supported"
+            )
     return {**message, "content": "\n".join(part["text"] for part in content)}

@@ -1,13 +1,15 @@
-"""Step records as lines of JSON: the same in a file, in the stream of a running server, and in the notebook's player.
+"""Step records as lines of JSON: the same in a file, in the stream of a running server, and in the
+notebook's player.
 
-The first line names the format: `{"nanovllm_trace": 2, "settings": {...}}`. Each further line is one step: a `StepRecord` in which
-requests are numbers, and which contains only what is new. `named` introduces requests as (number, request id, prompt length). A
-missing field has its default or, if `SAME_AS_BEFORE` lists it, the value of the line before. A line with a snapshot repeats
-everything that a reader needs to start there.
+The first line names the format: `{"nanovllm_trace": 2, "settings": {...}}`. Each further line is
+one step: a `StepRecord` in which requests are numbers, and which contains only what is new. `named`
+introduces requests as (number, request id, prompt length). A missing field has its default or, if
+`SAME_AS_BEFORE` lists it, the value of the line before. A line with a snapshot repeats everything
+that a reader needs to start there.
 
-A share is [number, start, num_tokens, new block ids, sampled ids], and the number of drafts if there are any; or, for a decode step's single token without a new block, [number,
-start, sampled id].
-"""
+A share is [number, start, num_tokens, new block ids, sampled ids], and the number of drafts if
+there are any; or, for a decode step's single token without a new block, [number, start, sampled
+id]."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -21,7 +23,9 @@ from nanovllm.trace.record import StepRecord, TracedRequest
 FORMAT_VERSION = 2
 # With their values before the first line; the header may say other `SIZES`.
 SAME_AS_BEFORE: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}}
-SAME_AS_BEFORE |= dict.fromkeys(("num_free_blocks", "num_blocks", "num_evictions", "token_budget"), 0)
+SAME_AS_BEFORE |= dict.fromkeys(
+    ("num_free_blocks", "num_blocks", "num_evictions", "token_budget"), 0
+)
 ALWAYS = ("step", "start")
 IDS = ("arrived", "resumed", "waiting", "running", "swapped")  # numbers in a line
 # A dict in a record, pairs in a line.
@@ -61,15 +65,22 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
     try:
         header = msgspec.json.decode(line, type=Header)
     except ValueError as error:
-        raise TraceError(f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}") from error
-    version, settings = header.nanovllm_trace, header.settings
+        raise TraceError(
+            f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}"
+        ) from error
+    version = header.nanovllm_trace
+    settings = header.settings
     if version != FORMAT_VERSION:
-        mistake = f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}"
+        mistake = (
+            f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}"
+        )
         raise TraceError(f"{mistake}: record it again")
     for name in SIZES:
         value = settings.get(name, 1)
         if type(value) is not int or value < 1:
-            raise TraceError(f"{source}: its {name} must be an integer of at least 1, got {value!r}")
+            raise TraceError(
+                f"{source}: its {name} must be an integer of at least 1, got {value!r}"
+            )
     return settings
 
 
@@ -85,7 +96,8 @@ def require_sizes(settings: Mapping[str, Any], source: object) -> None:
 
 
 class TraceEncoder:
-    """Writes records as lines. What it remembers is bounded by the number of requests that have not ended.
+    """Writes records as lines. What it remembers is bounded by the number of requests that have not
+    ended.
 
     Args:
         settings: those of the header, which hold the first line's pool size and token budget.
@@ -93,7 +105,8 @@ class TraceEncoder:
     """
 
     def __init__(self, settings: Mapping[str, Any], hide_tokens: bool = False) -> None:
-        self.hide_tokens, self._encoder = hide_tokens, msgspec.json.Encoder()
+        self.hide_tokens = hide_tokens
+        self._encoder = msgspec.json.Encoder()
         self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
         self._numbers = itertools.count()
         self._before: dict[str, Any] = dict(settings)
@@ -101,13 +114,22 @@ class TraceEncoder:
 
     def encode(self, record: StepRecord) -> bytes:
         """The record's line, with its end."""
-        self._named, introduced = [], record.arrived
+        self._named = []
+        introduced = record.arrived
         if record.snapshot is not None:
-            self._known, self._before, introduced = {}, {}, record.snapshot.prompt_lens | introduced
+            self._known = {}
+            self._before = {}
+            introduced = record.snapshot.prompt_lens | introduced
         for request_id, length in introduced.items():
-            self._name(request_id, length)  # with a new number, even if an earlier request had this id
-        values = ((name, getattr(record, name)) for name in FIELDS)  # in one order, whether the record was read or made
-        line = {name: self._written(name, value) for name, value in values if self._is_new(name, value)}
+            self._name(
+                request_id, length
+            )  # with a new number, even if an earlier request had this id
+        values = (
+            (name, getattr(record, name)) for name in FIELDS
+        )  # in one order, whether the record was read or made
+        line = {
+            name: self._written(name, value) for name, value in values if self._is_new(name, value)
+        }
         if self._named:
             line["named"] = self._named
         queued = [*record.waiting, *record.running, *record.swapped]
@@ -118,7 +140,8 @@ class TraceEncoder:
     def _is_new(self, name: str, value: Any) -> bool:
         if name not in SAME_AS_BEFORE:
             return bool(value) or name in ALWAYS
-        before, self._before[name] = self._before.get(name), value
+        before = self._before.get(name)
+        self._before[name] = value
         return value != before
 
     def _written(self, name: str, value: Any) -> Any:
@@ -126,7 +149,11 @@ class TraceEncoder:
         if name == "requests":
             return self._shares(value)
         if name == "snapshot":  # prompt lengths are in `named`
-            return {key: self._written(key, part) for key, part in vars(value).items() if key != "prompt_lens"}
+            return {
+                key: self._written(key, part)
+                for key, part in vars(value).items()
+                if key != "prompt_lens"
+            }
         if name in BY_ID:
             return [(self._number(request_id), part) for request_id, part in value.items()]
         return [self._number(request_id) for request_id in value] if name in IDS else value
@@ -138,10 +165,13 @@ class TraceEncoder:
         return number
 
     def _number(self, request_id: str) -> int:
-        return self._known[request_id][0] if request_id in self._known else self._name(request_id, 0)
+        return (
+            self._known[request_id][0] if request_id in self._known else self._name(request_id, 0)
+        )
 
     def _shares(self, shares: Iterable[TracedRequest]) -> list[list[int | list[int]]]:
-        known, hide_tokens = self._known, self.hide_tokens
+        known = self._known
+        hide_tokens = self.hide_tokens
         written: list[list[int | list[int]]] = []
         for share in shares:  # hundreds in every step of a busy engine
             number, length = known.get(share.request_id, (0, -1))
@@ -152,7 +182,9 @@ class TraceEncoder:
                 written.append([number, share.start, sampled[0]])
             else:
                 drafts = [share.num_drafts] if share.num_drafts else []
-                written.append([number, share.start, share.num_tokens, share.new_block_ids, sampled, *drafts])
+                written.append(
+                    [number, share.start, share.num_tokens, share.new_block_ids, sampled, *drafts]
+                )
         return written
 
 
@@ -185,20 +217,26 @@ class TraceDecoder:
         named = {number: (request_id, length) for number, request_id, length in introduced}
         self._names |= named
         fields = {name: self._read(name, value) for name, value in line.items()}
-        record = msgspec.convert({"duration": 0.0, "token_budget": 0, "requests": []} | fields, StepRecord)
+        record = msgspec.convert(
+            {"duration": 0.0, "token_budget": 0, "requests": []} | fields, StepRecord
+        )
         for name in SAME_AS_BEFORE:
             if name in fields:
                 self._before[name] = getattr(record, name)
             setattr(record, name, self._before[name])
         if record.snapshot is not None:
             queued = {*record.waiting, *record.running, *record.swapped}
-            record.snapshot.prompt_lens = {key: length for key, length in named.values() if key in queued}
+            record.snapshot.prompt_lens = {
+                key: length for key, length in named.values() if key in queued
+            }
         return record
 
     def _read(self, name: str, value: Any) -> Any:
         """A field as it is in a record."""
         if name == "requests":
-            return [self._share(share) for share in msgspec.convert(value, list[list[int | list[int]]])]
+            return [
+                self._share(share) for share in msgspec.convert(value, list[list[int | list[int]]])
+            ]
         if name == "snapshot":
             return {key: self._read(key, part) for key, part in value.items()}
         if name == "arrived":
@@ -211,7 +249,10 @@ class TraceDecoder:
         types = [type(entry) for entry in share]
         if types == [int, int, int]:
             number, start, token = share
-            num_tokens, new_block_ids, sampled, drafts = 1, [], [token], []
+            num_tokens = 1
+            new_block_ids = []
+            sampled = [token]
+            drafts = []
         elif types[:5] == [int, int, int, list, list] and types[5:] in ([], [int]):
             number, start, num_tokens, new_block_ids, sampled, *drafts = share
         else:

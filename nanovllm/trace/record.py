@@ -11,9 +11,11 @@ class TracedRequest:
 
     Attributes:
         num_prompt_tokens: separates prompt tokens from output tokens.
-        new_block_ids: blocks that this step appended to its table (the whole table after an admission).
+        new_block_ids: blocks that this step appended to its table (the whole table after an
+            admission).
         sampled: token ids sampled at the end of the step; -1 if the reader must not see them.
-        num_drafts: how many of the tokens, at the end, were drafts. All of `sampled` but the last one are those that were accepted.
+        num_drafts: how many of the tokens, at the end, were drafts. All of `sampled` but the last
+            one are those that were accepted.
     """
 
     request_id: str
@@ -26,14 +28,15 @@ class TracedRequest:
 
     @property
     def kind(self) -> str:
-        """ "decode" if the share is one token beyond the prompt, and drafts; otherwise "prefill": known tokens that were not computed before,
-        or whose blocks were lost."""
+        """ "decode" if the share is one token beyond the prompt, and drafts; otherwise "prefill":
+        known tokens that were not computed before, or whose blocks were lost."""
         is_decode = self.num_tokens - self.num_drafts == 1 and self.start >= self.num_prompt_tokens
         return "decode" if is_decode else "prefill"
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that became tokens. The slots of the others, the last `num_drafts - num_accepted` ones, are written again."""
+        """Drafts that became tokens. The slots of the others, the last `num_drafts - num_accepted`
+        ones, are written again."""
         return max(0, len(self.sampled) - 1)
 
     @property
@@ -47,11 +50,13 @@ class Snapshot:
     """The whole state of the pool after a step was scheduled, for a reader that starts there.
 
     Attributes:
-        tables: request id to block ids, of all requests with blocks on the device, without those in `StepRecord.held`.
+        tables: request id to block ids, of all requests with blocks on the device, without those in
+            `StepRecord.held`.
         num_tokens: request id to computed tokens, including those of this step.
         cached: free blocks that are still in the prefix cache.
         prompt_lens: request id to prompt length, of all requests that have not ended.
-        num_preemptions: times that a request was preempted since the engine started, including this step.
+        num_preemptions: times that a request was preempted since the engine started, including this
+            step.
     """
 
     tables: dict[str, list[int]] = field(default_factory=dict)
@@ -63,26 +68,31 @@ class Snapshot:
 
 @dataclass
 class StepRecord:
-    """One step of the engine; or, without requests and with duration 0, what happened after the last step.
+    """One step of the engine; or, without requests and with duration 0, what happened after the
+    last step.
 
     Attributes:
         step: counts from 0; a record without requests has the number of the step after it.
         start, duration: seconds since the trace began.
-        token_budget: the most tokens that the step may compute: `max_num_batched_tokens`, or what `max_step_ms` allows.
+        token_budget: the most tokens that the step may compute: `max_num_batched_tokens`, or what
+            `max_step_ms` allows.
         arrived: request id to prompt length, for requests added since the last step.
         admitted: request id to tokens found in the prefix cache.
         resumed: swapped requests that run again.
         preempted: request id to "recompute" or "swap".
         finished: request id to finish reason, including aborts since the last step.
         swap_out, swap_in: blocks copied (from, to).
-        blocked_by: why the first waiting request has to wait ("kv blocks", "max_num_seqs", ...); "" if none waits.
-        waiting, running, swapped: the queues after the step was scheduled. Records from a file share lists that did not change.
-        held: block tables that KV transfers hold, by request id, or by transfer id if the request continues without it. They belong to
-            requests whose KV is being received, or was received and not used yet, and to ended requests that a peer reads.
+        blocked_by: why the first waiting request has to wait ("kv blocks", "max_num_seqs", ...); ""
+        if none waits. waiting, running, swapped: the queues after the step was scheduled. Records
+        from a file share lists that did not change.
+        held: block tables that KV transfers hold, by request id, or by transfer id if the request
+            continues without it. They belong to requests whose KV is being received, or was
+            received and not used yet, and to ended requests that a peer reads.
         num_free_blocks, num_blocks: of the device pool, after the step was scheduled.
         num_evictions: cached blocks that were overwritten since the engine started.
         snapshot: everything that a reader needs to start here; None in most records.
-        prompts, text: request id to its prompt, and to its new text of this step, if readers may see them.
+        prompts, text: request id to its prompt, and to its new text of this step, if readers may
+            see them.
     """
 
     step: int

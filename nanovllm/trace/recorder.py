@@ -13,7 +13,8 @@ FROM_THE_PLAN = ("admitted", "resumed", "preempted", "swap_out", "swap_in", "blo
 
 
 class StepRecorder:
-    """Makes records of one scheduler's steps, and passes them to a trace and to the sinks that watch.
+    """Makes records of one scheduler's steps, and passes them to a trace and to the sinks that
+    watch.
 
     Args:
         trace: gets all records, and the scheduler's settings; None if only sinks watch.
@@ -22,7 +23,9 @@ class StepRecorder:
 
     def __init__(self, trace: Trace | None, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self._sinks: dict[RecordSink, bool] = {}  # False: its first record is the next one with a snapshot
+        self._sinks: dict[
+            RecordSink, bool
+        ] = {}  # False: its first record is the next one with a snapshot
         if trace is not None:
             self.trace = trace
             trace.settings |= scheduler.config.trace_settings(scheduler.manager.pool.num_blocks)
@@ -36,17 +39,20 @@ class StepRecorder:
     # ---------------------------------------------------------------- sinks
 
     def watch(self, sink: RecordSink) -> None:
-        """Pass all records to a sink, from the next one with a snapshot on. A sink that watches already gets a new snapshot."""
+        """Pass all records to a sink, from the next one with a snapshot on. A sink that watches
+        already gets a new snapshot."""
         self._sinks.setdefault(sink, False)
         self._snapshot_due = True
 
     def unwatch(self, sink: RecordSink) -> bool:
-        """Pass no more records to a sink. Nothing happens if it does not watch. Returns whether another one watches."""
+        """Pass no more records to a sink. Nothing happens if it does not watch. Returns whether
+        another one watches."""
         self._sinks.pop(sink, None)
         return bool(self._sinks)
 
     def ask_for_snapshot(self) -> None:
-        """Take a snapshot in the next record: the pool has changed in a way that no record describes."""
+        """Take a snapshot in the next record: the pool has changed in a way that no record
+        describes."""
         self._snapshot_due = True
 
     # ---------------------------------------------------------------- records
@@ -66,24 +72,43 @@ class StepRecorder:
             step: the step's number.
             start: when it began, in seconds (or simulated units) since the trace began.
         """
-        scheduler, pool = self.scheduler, self.scheduler.manager.pool
+        scheduler = self.scheduler
+        pool = self.scheduler.manager.pool
         requests = scheduler.requests
         # A request that waits for remote KV counts as waiting, although it has blocks.
         waiting = sorted(scheduler.waiting + scheduler.receiving, key=lambda r: r.order)
         queues = {"waiting": waiting, "running": scheduler.running, "swapped": scheduler.swapped}
         fields: dict[str, Any] = {name: getattr(plan, name) for name in FROM_THE_PLAN}
         fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
-        fields |= {"num_free_blocks": pool.num_free, "num_blocks": pool.num_blocks, "num_evictions": pool.num_evictions}
+        fields |= {
+            "num_free_blocks": pool.num_free,
+            "num_blocks": pool.num_blocks,
+            "num_evictions": pool.num_evictions,
+        }
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
         lengths = [requests[r.request_id].num_prompt_tokens for r in plan.requests]
         fields["requests"] = [
-            TracedRequest(r.request_id, r.start, r.num_tokens, length, [*r.new_block_ids], [], max(0, r.samples - 1))
+            TracedRequest(
+                r.request_id,
+                r.start,
+                r.num_tokens,
+                length,
+                [*r.new_block_ids],
+                [],
+                max(0, r.samples - 1),
+            )
             for r, length in zip(plan.requests, lengths, strict=True)
         ]
-        budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)
+        budget = min(
+            scheduler.config.token_budget,
+            plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens,
+        )
         record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
-        # The next step may begin before this one is finished: everything up to now belongs to this one.
-        self._arrived, self._ended, self._held_before = {}, {}, record.held
+        # The next step may begin before this one is finished: everything up to now belongs to this
+        # one.
+        self._arrived = {}
+        self._ended = {}
+        self._held_before = record.held
         if self._snapshot_due:
             self._snapshot_due = False
             record.snapshot = self._snapshot(record.held)
@@ -92,17 +117,30 @@ class StepRecorder:
 
     def _held(self) -> dict[str, list[int]]:
         """Block tables that KV transfers hold; see `StepRecord`."""
-        scheduler, manager = self.scheduler, self.scheduler.manager
+        scheduler = self.scheduler
+        manager = self.scheduler.manager
         arrived = [request for request in scheduler.running if not request.num_sent_tokens]
-        tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*scheduler.receiving, *arrived]}
+        tables = {
+            r.request_id: list(manager.tables[r.request_id])
+            for r in [*scheduler.receiving, *arrived]
+        }
         return tables | manager.held
 
     def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:
-        manager, requests = self.scheduler.manager, self.scheduler.requests
-        tables = {request_id: list(table) for request_id, table in manager.tables.items() if request_id not in held}
+        manager = self.scheduler.manager
+        requests = self.scheduler.requests
+        tables = {
+            request_id: list(table)
+            for request_id, table in manager.tables.items()
+            if request_id not in held
+        }
         num_tokens = {request_id: requests[request_id].num_computed_tokens for request_id in tables}
-        cached = [b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None]
-        prompt_lens = {request_id: request.num_prompt_tokens for request_id, request in requests.items()}
+        cached = [
+            b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None
+        ]
+        prompt_lens = {
+            request_id: request.num_prompt_tokens for request_id, request in requests.items()
+        }
         return Snapshot(
             tables=tables,
             num_tokens=num_tokens,
@@ -112,16 +150,22 @@ class StepRecorder:
         )
 
     def finish(
-        self, record: StepRecord | None, duration: float, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]
+        self,
+        record: StepRecord | None,
+        duration: float,
+        result: ModelRunnerOutput,
+        outputs: Iterable[EngineOutput],
     ) -> None:
-        """Add to a record what the step sampled and which requests ended, and pass it on. Steps finish in the order in which they
-        began.
+        """Add to a record what the step sampled and which requests ended, and pass it on. Steps
+        finish in the order in which they began.
 
         Args:
             record: None for a step that began when no sink watched.
         """
         by_id = {output.request_id: output for output in outputs}
-        ends = {name: output.finish_reason for name, output in by_id.items() if output.finish_reason}
+        ends = {
+            name: output.finish_reason for name, output in by_id.items() if output.finish_reason
+        }
         self._begun = [begun for begun in self._begun if begun is not record]
         self._tell_latecomers(ends)
         if record is None:
@@ -140,8 +184,9 @@ class StepRecorder:
                 sink(record)
 
     def _tell_latecomers(self, ends: dict[str, str]) -> None:
-        """Repeat ended requests for new readers. A snapshot that was taken while a step was in flight contains requests that end with
-        that step. A reader that starts at the snapshot never sees that step's record, so a later record repeats their ends."""
+        """Repeat ended requests for new readers. A snapshot that was taken while a step was in
+        flight contains requests that end with that step. A reader that starts at the snapshot never
+        sees that step's record, so a later record repeats their ends."""
         for record in self._begun:
             if record.snapshot is not None:
                 shown = ends.keys() & record.snapshot.prompt_lens.keys()
@@ -151,7 +196,8 @@ class StepRecorder:
                         record.snapshot.num_tokens[share.request_id] = share.start
 
     def start_over(self, scheduler: Scheduler, lost: list[str]) -> None:
-        """Note in the next record that the steps in flight broke off, and that these requests ended."""
+        """Note in the next record that the steps in flight broke off, and that these requests
+        ended."""
         for record in reversed(self._begun):
             self._arrived = record.arrived | self._arrived
             self._ended = record.finished | self._ended
@@ -161,8 +207,9 @@ class StepRecorder:
         self.scheduler = scheduler
 
     def flush(self, step: int, start: float, is_idle: bool = True) -> None:
-        """Write what no record contains yet, if anything, as a record without requests: the blocks that transfers hold now and, if the
-        engine is idle, the requests that have ended. No step is in flight.
+        """Write what no record contains yet, if anything, as a record without requests: the blocks
+        that transfers hold now and, if the engine is idle, the requests that have ended. No step is
+        in flight.
 
         Args:
             step, start: the number of the next step, and the time now.

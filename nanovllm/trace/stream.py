@@ -1,4 +1,5 @@
-"""Streams of a running engine's trace to readers: their backlogs, and the requests' texts in the lines."""
+"""Streams of a running engine's trace to readers: their backlogs, and the requests' texts in the
+lines."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from nanovllm.trace.record import StepRecord, decode_record
 CHUNK_SECONDS = 0.05
 # A reader that is further behind skips to the present state of the engine.
 MAX_BACKLOG_BYTES = 4 * 2**20
-# A new reader gets the prompts and answers of all running requests at once, which delays the server.
+# A new reader gets the prompts and answers of all running requests at once, which delays the
+# server.
 MAX_PROMPT_TOKENS = 500
 MAX_CHARACTERS = 2000
 
@@ -28,14 +30,18 @@ Order = Callable[[Literal["watch", "unwatch"]], None]
 
 
 class StepStream:
-    """One reader's stream: `async for chunk in stream` yields the header, then whole lines, beginning with a snapshot.
+    """One reader's stream: `async for chunk in stream` yields the header, then whole lines,
+    beginning with a snapshot.
 
-    A reader that leaves before the end must `close` it. A slow reader misses steps, and continues at a new snapshot.
-    """
+    A reader that leaves before the end must `close` it. A slow reader misses steps, and continues
+    at a new snapshot."""
 
-    def __init__(self, settings: dict[str, Any], hide_tokens: bool, on_close: Callable[[StepStream], None]) -> None:
+    def __init__(
+        self, settings: dict[str, Any], hide_tokens: bool, on_close: Callable[[StepStream], None]
+    ) -> None:
         self._on_close = on_close
-        self._header, self._encoder = header_line(settings), TraceEncoder(settings, hide_tokens)
+        self._header = header_line(settings)
+        self._encoder = TraceEncoder(settings, hide_tokens)
         self._lines: list[bytes] = []
         self._size = 0  # bytes of these lines, without the first one, which has the snapshot
         self._has_start = False
@@ -61,10 +67,12 @@ class StepStream:
             self._size += len(self._lines[-1])
             self._has_start = self._size <= MAX_BACKLOG_BYTES
         if not self._has_start:
-            self._lines, self._size = [], 0
+            self._lines = []
+            self._size = 0
             if start is None:
                 return False
-            self._lines, self._has_start = [self._encoder.encode(start)], True
+            self._lines = [self._encoder.encode(start)]
+            self._has_start = True
         self._news.set()
         return True
 
@@ -83,7 +91,9 @@ class StepStream:
             await asyncio.sleep(self._next_chunk - loop.time())
         self._next_chunk = loop.time() + CHUNK_SECONDS
         chunk = self._header + b"".join(self._lines)
-        self._header, self._lines, self._size = b"", [], 0
+        self._header = b""
+        self._lines = []
+        self._size = 0
         if not self._ended:
             self._news.clear()
         elif not chunk:
@@ -97,19 +107,24 @@ class StepStream:
 
 
 class StepBroadcast:
-    """The readers of a running engine, or of one of several. The engine records its steps only while there are readers.
+    """The readers of a running engine, or of one of several. The engine records its steps only
+    while there are readers.
 
     Args:
         settings: those of the trace's header; `data_rank` says which of several engines this is.
-        order: sends the engine "watch" (or, if it records already, has it take a new snapshot) and "unwatch".
+        order: sends the engine "watch" (or, if it records already, has it take a new snapshot) and
+            "unwatch".
         texts: the requests' texts, if readers may see them.
 
     Attributes:
         streams: of the readers.
     """
 
-    def __init__(self, settings: dict[str, Any], order: Order, texts: RequestTexts | None = None) -> None:
-        self.settings, self.texts = settings, texts
+    def __init__(
+        self, settings: dict[str, Any], order: Order, texts: RequestTexts | None = None
+    ) -> None:
+        self.settings = settings
+        self.texts = texts
         self._engine: int = settings.get("data_rank", 0)
         self._order = order
         self.streams: list[StepStream] = []
@@ -170,7 +185,8 @@ class SequenceText:
 
 
 class RequestTexts:
-    """Keeps the prompts and answers of running requests, and adds them to the lines of the engines' traces.
+    """Keeps the prompts and answers of running requests, and adds them to the lines of the engines'
+    traces.
 
     Args:
         tokenizer: decodes prompts that were given as token ids.
@@ -178,7 +194,9 @@ class RequestTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sequences: dict[tuple[str, int], SequenceText] = {}  # by request id and index of the completion
+        self._sequences: dict[
+            tuple[str, int], SequenceText
+        ] = {}  # by request id and index of the completion
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """Note that a request was queued; see `InputProcessor.process`."""
@@ -191,26 +209,44 @@ class RequestTexts:
         for piece in output.outputs:
             key = (output.request_id, piece.index)
             sequence = self._sequences[key]
-            sequence.text, sequence.new = _end(sequence.text + piece.text), sequence.new + piece.text
-            sequence.engine, sequence.ended = piece.engine, piece.finish_reason is not None
+            sequence.text, sequence.new = (
+                _end(sequence.text + piece.text),
+                sequence.new + piece.text,
+            )
+            sequence.engine = piece.engine
+            sequence.ended = piece.finish_reason is not None
             if piece.finish_reason == "abort" and not sequence.text:
                 del self._sequences[key]  # its engine may be unknown, and there is no text to show
 
     def new(self, record: StepRecord, engine: int | None) -> StepRecord:
-        """A record as readers see it that continue: with the prompts of requests that begin to run, since thousands may wait, and
-        the new text of an engine's requests."""
-        text = {s.sequence_id: s.new for s in self._sequences.values() if s.new and s.engine == engine}
-        return replace(record, prompts=self._prompts({*record.admitted, *record.resumed}), text=text)
+        """A record as readers see it that continue: with the prompts of requests that begin to run,
+        since thousands may wait, and the new text of an engine's requests."""
+        text = {
+            s.sequence_id: s.new for s in self._sequences.values() if s.new and s.engine == engine
+        }
+        return replace(
+            record, prompts=self._prompts({*record.admitted, *record.resumed}), text=text
+        )
 
     def so_far(self, record: StepRecord) -> StepRecord:
-        """A record with a snapshot as readers see it that start there: with the prompts of all running requests, and all text."""
+        """A record with a snapshot as readers see it that start there: with the prompts of all
+        running requests, and all text."""
         assert record.snapshot is not None
-        known, running = record.snapshot.prompt_lens, {*record.admitted, *record.resumed, *record.snapshot.tables}
-        text = {s.sequence_id: s.text for s in self._sequences.values() if s.text and s.sequence_id in known}
+        known = record.snapshot.prompt_lens
+        running = {*record.admitted, *record.resumed, *record.snapshot.tables}
+        text = {
+            s.sequence_id: s.text
+            for s in self._sequences.values()
+            if s.text and s.sequence_id in known
+        }
         return replace(record, prompts=self._prompts(running), text=text)
 
     def _prompts(self, sequence_ids: set[str]) -> dict[str, str]:
-        return {s.sequence_id: self._prompt(s) for s in self._sequences.values() if s.sequence_id in sequence_ids}
+        return {
+            s.sequence_id: self._prompt(s)
+            for s in self._sequences.values()
+            if s.sequence_id in sequence_ids
+        }
 
     def _prompt(self, sequence: SequenceText) -> str:
         if not isinstance(prompt := sequence.prompt, str):

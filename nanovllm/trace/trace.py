@@ -14,7 +14,14 @@ from typing import IO, Any
 
 from nanovllm.data.disk import REMEDIES
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.trace.format import FORMAT_VERSION, TraceDecoder, TraceEncoder, TraceError, header_line, parse_header
+from nanovllm.trace.format import (
+    FORMAT_VERSION,
+    TraceDecoder,
+    TraceEncoder,
+    TraceError,
+    header_line,
+    parse_header,
+)
 from nanovllm.trace.perfetto import trace_events
 from nanovllm.trace.record import Snapshot, StepRecord, TracedRequest
 
@@ -27,19 +34,25 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Trace:
-    """A list of step records, in memory or, if a path is given, in a file that grows with each step.
+    """A list of step records, in memory or, if a path is given, in a file that grows with each
+    step.
 
-    If the file cannot be written any more (the disk is full), the trace ends with a warning, and the engine continues.
+    If the file cannot be written any more (the disk is full), the trace ends with a warning, and
+    the engine continues.
 
     Args:
-        path: the file to write, compressed if its name ends in ".gz". Its records are not kept in memory.
+        path: the file to write, compressed if its name ends in ".gz". Its records are not kept in
+            memory.
         settings: what a reader needs to draw the steps (`block_size`, `num_blocks`, ...).
     """
 
-    def __init__(self, path: FilePath | None = None, settings: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: FilePath | None = None, settings: dict[str, Any] | None = None
+    ) -> None:
         self.steps: list[StepRecord] = []
         self.settings = settings or {}
-        self._path, self._file = path, None
+        self._path = path
+        self._file = None
         if path is not None:
             self._file = _open_for_writing(path)
             self._encoder = TraceEncoder(self.settings)
@@ -73,9 +86,15 @@ class Trace:
         except OSError as error:
             remedies = [REMEDIES[error.errno]] if error.errno in REMEDIES else []
             reason = ": ".join([error.strerror or str(error), *remedies])
-            logger.warning("the trace %s ends here, and the engine continues without it: %s", self._path, reason)
+            logger.warning(
+                "the trace %s ends here, and the engine continues without it: %s",
+                self._path,
+                reason,
+            )
             self._file = None
-            with contextlib.suppress(OSError):  # closing writes the rest of the buffer, and fails again
+            with contextlib.suppress(
+                OSError
+            ):  # closing writes the rest of the buffer, and fails again
                 file.close()
 
     def __iter__(self) -> Iterator[StepRecord]:
@@ -104,7 +123,8 @@ class Trace:
             partial: accept a file that was cut off, and take its complete steps.
 
         Raises:
-            TraceError: the file is not a trace, is of another version, was cut off, or a line is damaged; says which.
+            TraceError: the file is not a trace, is of another version, was cut off, or a line is
+                damaged; says which.
             OSError: there is no such file.
         """
         settings, _, records = read_trace(path, partial)
@@ -117,19 +137,24 @@ class Trace:
         return trace
 
     def to_perfetto(self, path: FilePath) -> None:
-        """Write the trace as Chrome trace events, which ui.perfetto.dev opens; see `nanovllm.trace.perfetto`."""
+        """Write the trace as Chrome trace events, which ui.perfetto.dev opens; see
+        `nanovllm.trace.perfetto`."""
         events = [{"pid": 1, **event} for event in trace_events(self.steps)]
         pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-def read_trace(path: FilePath, partial: bool = False) -> tuple[dict[str, Any], list[bytes], Iterator[StepRecord]]:
-    """The settings of a trace, its other lines, each without its end, and their records, which are read while they are asked for.
+def read_trace(
+    path: FilePath, partial: bool = False
+) -> tuple[dict[str, Any], list[bytes], Iterator[StepRecord]]:
+    """The settings of a trace, its other lines, each without its end, and their records, which are
+    read while they are asked for.
 
     Args:
         partial: leave out a last line that was cut off.
 
     Raises:
-        TraceError: not a trace, of another version, or cut off in the middle of a line; or, while records are read, a damaged line.
+        TraceError: not a trace, of another version, or cut off in the middle of a line; or, while
+            records are read, a damaged line.
         OSError: there is no such file.
     """
     data = pathlib.Path(path).read_bytes()
@@ -147,8 +172,9 @@ def read_trace(path: FilePath, partial: bool = False) -> tuple[dict[str, Any], l
     settings = parse_header(lines[0] if lines else rest, path)
     if (rest or not compressed_whole) and not partial:
         raise TraceError(
-            f"{path}, line {len(lines) + 1}: the file was cut off after {len(lines) - 1} complete steps, as happens to a server "
-            "that was killed; to read these, use --partial or Trace.load(path, partial=True)"
+            f"{path}, line {len(lines) + 1}: the file was cut off after {len(lines) - 1} complete "
+            "steps, as happens to a server that was killed; to read these, use --partial or "
+            "Trace.load(path, partial=True)"
         )
     return settings, lines[1:], _records(path, lines[1:], TraceDecoder(settings))
 

@@ -1,4 +1,5 @@
-"""The tests in tests/attention/interpreted, each module in a process whose Triton interprets, and which may crash."""
+"""The tests in tests/attention/interpreted, each module in a process whose Triton interprets, and
+which may crash."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 MODULES = sorted((ROOT / "tests" / "attention" / "interpreted").glob("test_*.py"))
 TIMEOUT = 600  # seconds
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="no Triton on this platform"
+)
 
 
 def run_interpreted(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,16 +35,24 @@ def run_interpreted(*arguments: str, **environment: str) -> subprocess.Completed
 
 
 def how_it_ended(returncode: int) -> str:
-    return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
+    return (
+        f"killed by {signal.Signals(-returncode).name}"
+        if returncode < 0
+        else f"exit status {returncode}"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("marked", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "marked", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_in_the_interpreter(module: pathlib.Path, marked: str) -> None:
     result = run_interpreted("-m", marked, str(module.relative_to(ROOT)))
     nothing_marked = marked == "nightly" and result.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert result.returncode == 0 or nothing_marked, f"{how_it_ended(result.returncode)}\n{result.stdout[-6000:]}"
+    assert result.returncode == 0 or nothing_marked, (
+        f"{how_it_ended(result.returncode)}\n{result.stdout[-6000:]}"
+    )
 
 
 def test_a_crash_is_seen(tmp_path: pathlib.Path) -> None:

@@ -1,7 +1,8 @@
-"""Latent attention: against float64, against transformers with every feature, on several ranks, and YaRN's numbers.
+"""Latent attention: against float64, against transformers with every feature, on several ranks, and
+YaRN's numbers.
 
-The Triton kernel is tested in tests/attention/interpreted/test_latent.py, tokens of transformers in test_against_transformers.py.
-"""
+The Triton kernel is tested in tests/attention/interpreted/test_latent.py, tokens of transformers in
+test_against_transformers.py."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ BACKENDS = [TorchLatentBackend()]
 
 
 def attend_naive(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Ordinary attention of the last tokens of a sequence over expanded keys and values, in float32 at least."""
+    """Ordinary attention of the last tokens of a sequence over expanded keys and values, in float32
+    at least."""
     rope = rows.shape[1] - up.shape[2]
     return attend_dense(q, *expand(rows, up, q.shape[2] - rope), scale)
 
@@ -65,9 +67,9 @@ def test_backends_against_float64(backend, dtype, sequences) -> None:
 
 @settings(max_examples=examples(40), derandomize=True)
 @given(
-    sequences=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=8).filter(
-        lambda lengths: any(query for query, _ in lengths)
-    ),
+    sequences=st.lists(
+        st.tuples(st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=8
+    ).filter(lambda lengths: any(query for query, _ in lengths)),
     num_heads=st.sampled_from([1, 4, 7]),
     sizes=st.sampled_from([(32, 8, 16, 12), (16, 2, 24, 30)]),
     block_size=st.sampled_from([1, 3, 16]),
@@ -84,24 +86,34 @@ def test_any_batch(sequences, num_heads, sizes, block_size, seed) -> None:
 def test_naive_is_absorbed(query_len: int, seq_len: int) -> None:
     """In float64, three ways of computing differ by nothing but its rounding."""
     torch.manual_seed(0)
-    q, rows, up = (torch.randn(size, dtype=torch.float64) for size in ((query_len, 4, 24), (seq_len, 40), (4, 28, 32)))
-    naive, *others = (way(q, rows, up, 0.2) for way in (attend_naive, attend_absorbed, attend_expanded))
+    q, rows, up = (
+        torch.randn(size, dtype=torch.float64)
+        for size in ((query_len, 4, 24), (seq_len, 40), (4, 28, 32))
+    )
+    naive, *others = (
+        way(q, rows, up, 0.2) for way in (attend_naive, attend_absorbed, attend_expanded)
+    )
     for other in others:
         torch.testing.assert_close(other, naive, atol=1e-10, rtol=1e-10)
 
 
 def test_long_contexts_are_expanded_for_some_heads_at_a_time(monkeypatch) -> None:
     torch.manual_seed(0)
-    q, rows, up = (torch.randn(size, dtype=torch.float64) for size in ((30, 5, 24), (90, 40), (5, 28, 32)))
+    q, rows, up = (
+        torch.randn(size, dtype=torch.float64) for size in ((30, 5, 24), (90, 40), (5, 28, 32))
+    )
     expanded, whole = [], latent.expand
     monkeypatch.setattr(latent, "EXPANDED_AT_ONCE", 2 * 90 * (16 + 8 + 12) + 1)
-    monkeypatch.setattr(latent, "expand", lambda rows, up, nope: expanded.append(len(up)) or whole(rows, up, nope))
+    monkeypatch.setattr(
+        latent, "expand", lambda rows, up, nope: expanded.append(len(up)) or whole(rows, up, nope)
+    )
     torch.testing.assert_close(attend_expanded(q, rows, up, 0.2), attend_naive(q, rows, up, 0.2))
     assert expanded == [2, 2, 1]
 
 
 def test_the_way_that_takes_fewer_operations() -> None:
-    """DeepSeek-V3's sizes: a whole prompt expands, a decode does not, and between them the context decides."""
+    """DeepSeek-V3's sizes: a whole prompt expands, a decode does not, and between them the context
+    decides."""
     shape = LatentShape(num_heads=128, nope=128, rope=64, v=128, rank=512)
     assert shape.prefers_naive(4096, 4096) and shape.prefers_naive(512, 32768)
     assert not shape.prefers_naive(1, 1) and not shape.prefers_naive(1, 10**6)
@@ -112,7 +124,9 @@ def test_the_way_that_takes_fewer_operations() -> None:
         for query_len, seq_len in ((2, 3), (3, 3), (160, 8192), (180, 8192), (100, 200)):
             pairs = sum(seq_len - i for i in range(query_len))
             naive = seq_len * up + pairs * (sizes.nope + sizes.rope + sizes.v)
-            assert sizes.prefers_naive(query_len, seq_len) == (naive < query_len * up + pairs * wide)
+            assert sizes.prefers_naive(query_len, seq_len) == (
+                naive < query_len * up + pairs * wide
+            )
 
 
 def test_absorbing_leaves_the_rotated_channels() -> None:
@@ -141,10 +155,16 @@ def test_the_kernels_are_among_those_that_are_compiled_for_absent_gpus() -> None
     from nanovllm.lab import kernel_launches
     from nanovllm.lab.kernel_compiler import TARGETS, record_launches
 
-    launches = record_launches(lambda: kernel_launches.launch_latent_attention("bfloat16", TARGETS["sm_90"]))
+    launches = record_launches(
+        lambda: kernel_launches.launch_latent_attention("bfloat16", TARGETS["sm_90"])
+    )
     names = {launch.function.__name__ for launch in launches}
     assert names == {"write_kv_kernel", "latent_attention_kernel", "combine_kernel"}
-    decodes = [launch.constants for launch in launches if launch.function.__name__ == "latent_attention_kernel"]
+    decodes = [
+        launch.constants
+        for launch in launches
+        if launch.function.__name__ == "latent_attention_kernel"
+    ]
     for rope, rank in kernel_launches.LATENT_SIZES:
         heads = {
             constants["NUM_HEADS"]
@@ -156,7 +176,8 @@ def test_the_kernels_are_among_those_that_are_compiled_for_absent_gpus() -> None
 
 
 def test_a_dummy_step_sees_nothing() -> None:
-    """What a rank computes that takes part in a step of others: one token, written nowhere, of a sequence of none."""
+    """What a rank computes that takes part in a step of others: one token, written nowhere, of a
+    sequence of none."""
     case = latent_case(0, [(1, 0)])
     case.metadata.seq_lens.zero_()
     case.metadata.slot_mapping.fill_(-1)
@@ -169,16 +190,30 @@ def test_a_dummy_step_sees_nothing() -> None:
 # ---------------------------------------------------------------- the engine
 
 CHOSEN = (
-    "no prefix cache", "whole prompts", "chunks of 7", "budget of 12", "static", "recompute", "swap",
-    "blocks of 4", "cpu backend", "async scheduling", "n", "reverse",
-)  # fmt: skip
+    "no prefix cache",
+    "whole prompts",
+    "chunks of 7",
+    "budget of 12",
+    "static",
+    "recompute",
+    "swap",
+    "blocks of 4",
+    "cpu backend",
+    "async scheduling",
+    "n",
+    "reverse",
+)
 
 
 def prompts() -> list[list[int]]:
     draw = random.Random(7)
     shared = [draw.randrange(3, 320) for _ in range(37)]
     alone = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 5, 16, 33, 70)]
-    return [*alone, *(shared + [draw.randrange(3, 320) for _ in range(length)] for length in (1, 12, 27)), shared]
+    return [
+        *alone,
+        *(shared + [draw.randrange(3, 320) for _ in range(length)] for length in (1, 12, 27)),
+        shared,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +242,8 @@ def test_features_change_no_token(feature: str, checkpoint: str, expected: list[
 
 
 def test_the_cache_is_as_small_as_promised(checkpoint: str) -> None:
-    """32 + 8 numbers a token and layer, where four heads of keys and values would take 4 * (24 + 12)."""
+    """32 + 8 numbers a token and layer, where four heads of keys and values would take 4 * (24 +
+    12)."""
     llm = LLM(checkpoint, dtype="float32", num_kv_blocks=8, block_size=16)
     runner = llm.engine.core.executor.runner
     assert [tuple(cache.shape) for cache in runner.kv_caches] == [(8, 16, 40)] * 3
@@ -220,7 +256,8 @@ def test_the_cache_is_as_small_as_promised(checkpoint: str) -> None:
 def forward_on_a_rank(
     folder: str, tokens: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], dict[str, int]]:
-    """(logits, cache of the last layer, shape of a rank's up-projection, calls of collectives) of one prompt."""
+    """(logits, cache of the last layer, shape of a rank's up-projection, calls of collectives) of
+    one prompt."""
     config = ModelConfig.from_pretrained(folder)
     model = load_model(folder, config, torch.float32, max_positions=64)
     case = latent_case(0, [(len(tokens), 0)])  # for its metadata
@@ -228,7 +265,10 @@ def forward_on_a_rank(
     shape = latent_cache_shape(len(case.kv_cache), 16, config.latent_width)
     caches = [torch.zeros(shape) for _ in range(config.num_layers)]
     get_tp_group().calls.clear()
-    with torch.inference_mode(), forward_context(ForwardContext(TorchLatentBackend(), caches, metadata)):
+    with (
+        torch.inference_mode(),
+        forward_context(ForwardContext(TorchLatentBackend(), caches, metadata)),
+    ):
         logits = model.compute_logits(model(torch.tensor(tokens), torch.arange(len(tokens))))
     up = model.model.layers[0].self_attn.kv_b_proj.weight
     return logits, caches[-1], tuple(up.shape), dict(get_tp_group().calls)
@@ -263,15 +303,24 @@ def test_ranks_share_heads_and_repeat_the_cache(variant: str, tp: int, tmp_path)
     "options",
     [
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-        *(pytest.param({f"{kind}_parallel_size": 2}, marks=pytest.mark.nightly) for kind in ("tensor", "pipeline")),
+        *(
+            pytest.param({f"{kind}_parallel_size": 2}, marks=pytest.mark.nightly)
+            for kind in ("tensor", "pipeline")
+        ),
     ],
     ids=str,
 )
 def test_the_engine_over_ranks(options, checkpoint: str, expected: list[list[int]]) -> None:
     llm = LLM(
-        checkpoint, dtype="float32", max_model_len=120, max_num_batched_tokens=48, max_num_seqs=8,
-        num_kv_blocks=64, check_invariants=True, **options,
-    )  # fmt: skip
+        checkpoint,
+        dtype="float32",
+        max_model_len=120,
+        max_num_batched_tokens=48,
+        max_num_seqs=8,
+        num_kv_blocks=64,
+        check_invariants=True,
+        **options,
+    )
     try:
         assert greedy(llm, prompts(), 14) == expected
     finally:
@@ -301,8 +350,12 @@ def test_yarn_matters(tmp_path) -> None:
     """The tests against transformers would pass without YaRN if it changed nothing."""
     raw = config_of("deepseek-v2-dense-yarn", tmp_path)
     plain = dict(raw["rope_parameters"], rope_type="default")
-    stretched, ordinary = (ModelConfig.from_dict(raw | {"rope_parameters": r}) for r in (raw["rope_parameters"], plain))
-    assert (latent_rotary_table(stretched, 50) - latent_rotary_table(ordinary, 50)).abs().max() > 0.1
+    stretched, ordinary = (
+        ModelConfig.from_dict(raw | {"rope_parameters": r}) for r in (raw["rope_parameters"], plain)
+    )
+    assert (
+        latent_rotary_table(stretched, 50) - latent_rotary_table(ordinary, 50)
+    ).abs().max() > 0.1
     slow, fast = (
         yarn_frequencies(stretched),
         yarn_frequencies(ModelConfig.from_dict(raw | {"max_position_embeddings": 9})),
@@ -313,20 +366,42 @@ def test_yarn_matters(tmp_path) -> None:
 def test_deepseek_v3_as_on_the_hub() -> None:
     """The keys of its published config.json, as far as they are about attention."""
     raw = {
-        "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168,
-        "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "max_position_embeddings": 163840, "rope_theta": 10000,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+        "rope_theta": 10000,
         "rope_scaling": {
-            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 4096,
         },
-    }  # fmt: skip
+    }
     config = ModelConfig.from_dict(raw)
     assert config.kv_elements_per_token == 61 * 576 and config.latent_width == 576
-    assert (config.head_dim, config.num_kv_heads, config.q_lora_rank, config.rope_interleave) == (64, 1, 1536, True)
+    assert (config.head_dim, config.num_kv_heads, config.q_lora_rank, config.rope_interleave) == (
+        64,
+        1,
+        1536,
+        True,
+    )
     assert latent_rotary_table(config, 4).shape == (4, 64)
-    with pytest.raises(UnsupportedModelError, match=r"'longrope' is not supported; supported are default, yarn"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'longrope' is not supported; supported are default, yarn"
+    ):
         ModelConfig.from_dict(raw | {"rope_scaling": {"type": "longrope"}})
 
 

@@ -1,4 +1,5 @@
-"""The steps of latent attention against ordinary attention in float64, one at a time; `test_latent` has the backends."""
+"""The steps of latent attention against ordinary attention in float64, one at a time; `test_latent`
+has the backends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ HEADS, RANK, ROPE, NOPE, V = 3, 6, 2, 4, 5
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def same(got: Tensor, expected: Tensor, words: str) -> None:
@@ -51,10 +54,16 @@ def test_averages_of_latents_become_averages_of_values() -> None:
 
 
 def cache_of(sequences: list[Tensor], block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences in pages in falling order, and NaN in all slots that no token has: cache, block tables, lengths."""
+    """Sequences in pages in falling order, and NaN in all slots that no token has: cache, block
+    tables, lengths."""
     counts = [-(-len(rows) // block_size) for rows in sequences]
-    cache = torch.full((sum(counts) + 1, block_size, RANK + ROPE), float("nan"), dtype=sequences[0].dtype)
-    tables, free = torch.full((len(sequences), max(counts) + 2), 10**6, dtype=torch.int32), sum(counts)
+    cache = torch.full(
+        (sum(counts) + 1, block_size, RANK + ROPE), float("nan"), dtype=sequences[0].dtype
+    )
+    tables, free = (
+        torch.full((len(sequences), max(counts) + 2), 10**6, dtype=torch.int32),
+        sum(counts),
+    )
     for s, (rows, count) in enumerate(zip(sequences, counts, strict=True)):
         for i in range(count):
             part = rows[i * block_size : (i + 1) * block_size]
@@ -72,7 +81,10 @@ def attend(q: Tensor, rows: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("lengths", [[1], [4], [5, 1, 8], [3, 12, 4, 7]], ids=str)
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_each_sequence_sees_its_own_rows_only(lengths: list[int], block_size: int) -> None:
-    sequences, q = [draw(length, RANK + ROPE) for length in lengths], draw(len(lengths), HEADS, RANK + ROPE)
+    sequences, q = (
+        [draw(length, RANK + ROPE) for length in lengths],
+        draw(len(lengths), HEADS, RANK + ROPE),
+    )
     cache, tables, seq_lens = cache_of(sequences, block_size)
     before = cache.clone()
     out = decode_absorbed(q, cache, tables, seq_lens, RANK, 0.5)

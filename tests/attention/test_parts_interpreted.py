@@ -8,14 +8,18 @@ import pytest
 
 from tests.attention.test_interpreted import run_interpreted
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="no Triton on this platform"
+)
 MODULE = "tests/attention/interpreted/test_parts.py"
 
 
 def run(*names: str) -> None:
     """Run tests of the module; their failure is this test's."""
     chosen = [f"{MODULE}::{name}" for name in names]
-    result = run_interpreted("-x", "--tb=short", "-rN", "--color=no", "--disable-warnings", "-p", "no:nbval", *chosen)
+    result = run_interpreted(
+        "-x", "--tb=short", "-rN", "--color=no", "--disable-warnings", "-p", "no:nbval", *chosen
+    )
     if result.returncode:
         # Without headlines, which would look like those of this process.
         lines = [line for line in result.stdout.splitlines() if not line.startswith(("=", "!"))]

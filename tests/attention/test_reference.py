@@ -1,4 +1,5 @@
-"""Attention in plain torch, the oracle of all other backends, against float64: mixed batches on shuffled pages."""
+"""Attention in plain torch, the oracle of all other backends, against float64: mixed batches on
+shuffled pages."""
 
 from __future__ import annotations
 
@@ -25,17 +26,25 @@ def test_tokens_are_written_to_their_slots_and_padding_nowhere() -> None:
 
 @pytest.mark.parametrize("first", [0, 3, 4, 6])
 def test_pages_are_gathered_in_the_order_of_the_table(first: int) -> None:
-    k, v, cache = torch.randn(7, 2, 3), torch.randn(7, 2, 3), torch.full((9, 2, 2, 4, 3), float("nan"))
+    k, v, cache = (
+        torch.randn(7, 2, 3),
+        torch.randn(7, 2, 3),
+        torch.full((9, 2, 2, 4, 3), float("nan")),
+    )
     write_kv_cache(k, v, cache, torch.tensor([20, 21, 22, 23, 8, 9, 10]))
     keys, values = gather_kv(cache, torch.tensor([5, 2, 99], dtype=torch.int32), 7, first)
-    assert torch.equal(keys, k[first:].transpose(0, 1)) and torch.equal(values, v[first:].transpose(0, 1))
+    assert torch.equal(keys, k[first:].transpose(0, 1)) and torch.equal(
+        values, v[first:].transpose(0, 1)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"soft_cap": 2.0}], ids=str)
 def test_dense_attention_by_its_definition(options: dict[str, float]) -> None:
     q, keys, values = torch.randn(3, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 6)
     out = attend_dense(q, keys, values, 0.3, **options)  # type: ignore[arg-type]
-    assert (out.shape, out.dtype) == ((3, 4, 6), q.dtype), "[query_len, num_heads, width of the values]"
+    assert (out.shape, out.dtype) == ((3, 4, 6), q.dtype), (
+        "[query_len, num_heads, width of the values]"
+    )
     for row in range(3):
         position = 2 + row  # the queries are the last positions
         begin = max(0, position + 1 - int(options.get("sliding_window", 5)))
@@ -44,21 +53,35 @@ def test_dense_attention_by_its_definition(options: dict[str, float]) -> None:
             scores = k @ q[row, head] * 0.3
             if "soft_cap" in options:
                 scores = 2.0 * torch.tanh(scores / 2.0)
-            sees = f"query head {head} of row {row} uses KV head {head // 2}, and sees positions {begin} to {position}"
+            sees = (
+                f"query head {head} of row {row} uses KV head {head // 2}, and sees positions "
+                f"{begin} to {position}"
+            )
             difference = float((out[row, head] - scores.softmax(0) @ v).abs().max())
             assert difference < 1e-5, f"{sees} of 0 to 4"
 
 
 def assert_right(case: AttentionCase, out: Tensor) -> None:
     """Name the first sequence whose rows are wrong."""
-    starts, lengths, tolerance = case.metadata.query_start_loc.tolist(), case.metadata.seq_lens.tolist(), case.tolerance
+    starts, lengths, tolerance = (
+        case.metadata.query_start_loc.tolist(),
+        case.metadata.seq_lens.tolist(),
+        case.tolerance,
+    )
     for (start, end), length in zip(pairwise(starts), lengths, strict=True):
         error = relative_error(out[start:end], case.expected[start:end])
-        what = f"rows {start} to {end - 1} are the last {end - start} of a sequence's {length} positions"
-        assert error <= tolerance, f"{what}; NaN means that a slot was read which none of them may see"
+        what = (
+            f"rows {start} to {end - 1} are the last {end - start} of a sequence's {length} "
+            "positions"
+        )
+        assert error <= tolerance, (
+            f"{what}; NaN means that a slot was read which none of them may see"
+        )
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"soft_cap": 20.0}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 5}, {"soft_cap": 20.0}, {"dtype": torch.bfloat16}], ids=str
+)
 def test_a_mixed_batch(options: dict[str, object]) -> None:
     """A prompt, a decode, a chunk, a request without new tokens, and padding."""
     sequences = [(9, 0), (1, 20), (4, 13), (0, 5)]
@@ -72,6 +95,11 @@ def test_a_mixed_batch(options: dict[str, object]) -> None:
 
 def test_pages_behind_the_window_are_not_read() -> None:
     case = attention_case(2, [(1, 20), (4, 13)], block_size=4, sliding_window=5)
-    for table, first in zip(case.metadata.block_tables, (16, 9), strict=True):  # the first positions that a row sees
+    for table, first in zip(
+        case.metadata.block_tables, (16, 9), strict=True
+    ):  # the first positions that a row sees
         case.kv_cache[table[: first // 4].long()] = float("nan")
-    assert_right(case, TorchBackend().forward(case.q, case.k, case.v, case.kv_cache, case.metadata, case.scale, 5))
+    assert_right(
+        case,
+        TorchBackend().forward(case.q, case.k, case.v, case.kv_cache, case.metadata, case.scale, 5),
+    )

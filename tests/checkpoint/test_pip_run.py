@@ -26,7 +26,10 @@ print("WARNING: a mirror is ignored", file=sys.stderr)
 print("Installing collected packages: mpmath, torch")
 sys.exit("ERROR: No space left on device" if "full" in sys.argv else 0)
 """
-RUN = "import sys, pathlib; from nanovllm.checkpoint.pip_run import run_pip; run_pip({pip!r}, [], pathlib.Path({report!r}))"
+RUN = (
+    "import sys, pathlib; from nanovllm.checkpoint.pip_run import run_pip; run_pip({pip!r}, [], "
+    "pathlib.Path({report!r}))"
+)
 
 
 @pytest.fixture
@@ -41,10 +44,16 @@ def test_without_a_terminal_the_report_is_in_the_file_alone(
     run_pip(pip, ["install"], tmp_path / "report")
     assert capfd.readouterr() == ("", "")
     report = (tmp_path / "report").read_text()
-    assert "Collecting torch" in report and "a mirror is ignored" in report and "Progress" not in report
+    assert (
+        "Collecting torch" in report
+        and "a mirror is ignored" in report
+        and "Progress" not in report
+    )
 
 
-def test_a_failure_is_shown(pip: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_shown(
+    pip: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ChildProcessError, match="exit code 1"):
         run_pip(pip, ["full"], tmp_path / "report")
     printed = capfd.readouterr()

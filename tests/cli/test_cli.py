@@ -51,18 +51,27 @@ def run(*words: str, text: str = "", seconds: float = 120) -> subprocess.Complet
 
 def one_line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
     assert result.returncode == code, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("Starting ")]
+    lines = [
+        line for line in result.stderr.splitlines() if line and not line.startswith("Starting ")
+    ]
     assert len(lines) == 1, result.stderr
     return lines[0]
 
 
 @pytest.mark.started
 def test_help_needs_no_heavy_import() -> None:
-    script = "import sys; from nanovllm.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
-    script += "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'tokenizers'} & set(sys.modules)\n"
+    script = (
+        "import sys; from nanovllm.cli.main import main\ntry: main(sys.argv[1:])\nexcept "
+        "SystemExit: pass\n"
+    )
+    script += (
+        "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'tokenizers'} & set(sys.modules)\n"
+    )
     script += "sys.exit(f'imported {heavy}' if heavy else 0)"
     for words in (["--help"], ["serve", "--help"], ["fetch", "--help"], ["--version"]):
-        result = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stderr
     commands = run("--help").stdout
     names = re.findall(r"^ {4}([a-z-]+)(?: {2,}|$)", commands, re.MULTILINE)
@@ -99,10 +108,16 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--prot", "8001"], "did you mean --port?"),
         (["serve", "--max_model_len=0"], "max_model_len must be an integer of at least 1"),
         (["serve", "--max-model-lenght=9"], "did you mean --max-model-len?"),
-        (["serve", "--max-model=9"], "unrecognized arguments: --max-model=9; did you mean --max-model-len?"),
+        (
+            ["serve", "--max-model=9"],
+            "unrecognized arguments: --max-model=9; did you mean --max-model-len?",
+        ),
         (["serve", "--max-log-length=9"], "unrecognized arguments: --max-log-length=9 (see"),
         (["serve", "--trust-foreign-code"], "unrecognized arguments: --trust-foreign-code (see"),
-        (["serve", "--enable-lora-adapters"], "unrecognized arguments: --enable-lora-adapters (see"),
+        (
+            ["serve", "--enable-lora-adapters"],
+            "unrecognized arguments: --enable-lora-adapters (see",
+        ),
         (["serve", "--dtype", "bfloat61"], "did you mean bfloat16?"),
         (["router", "--plicy", "round_robin"], "did you mean --policy?"),
         (["chat", "--temprature", "0"], "did you mean --temperature?"),
@@ -110,11 +125,17 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--port", "70000"], "65535"),
         (["serve", "--block-size", "0"], "block_size must be an integer of at least 1"),
         (["serve", "--block-size", "x"], "--block-size"),
-        (["serve", "--max-step-ms", "-1"], "max_step_ms must be a finite number of at least 0, got -1.0"),
+        (
+            ["serve", "--max-step-ms", "-1"],
+            "max_step_ms must be a finite number of at least 0, got -1.0",
+        ),
         (["serve", "--max-step-ms", "fast"], "--max-step-ms"),
         (["serve", "--dtype", "int3"], "--dtype"),
         (["serve", "--kv-cache-memory", "lots"], "512MiB"),
-        (["serve", "--shutdown-timeout", "-1"], "shutdown_timeout must be a finite number of at least 0"),
+        (
+            ["serve", "--shutdown-timeout", "-1"],
+            "shutdown_timeout must be a finite number of at least 0",
+        ),
         (["serve", "--api-key", ""], "--api-key"),
         (["serve", "--no-such-flag"], "unrecognized arguments: --no-such-flag (see"),
         (["chat", "--temperature", "nan"], "temperature"),
@@ -125,11 +146,19 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["chat", "--api-key", "secret"], "--api-key has no effect without --url"),
         (["chat", "--url", "127.0.0.1:8000"], "--url must be like http://127.0.0.1:8000"),
         (["chat", "--url", "http://127.0.0.1:abc"], "got 'http://127.0.0.1:abc'"),
-        (["chat", "--url", "http://127.0.0.1:9", "--dtype", "half"], "--dtype has no effect with --url"),
-        (["chat", "--url", "http://127.0.0.1:9", "--no-enable-prefix-caching"], "--no-enable-prefix-caching"),
+        (
+            ["chat", "--url", "http://127.0.0.1:9", "--dtype", "half"],
+            "--dtype has no effect with --url",
+        ),
+        (
+            ["chat", "--url", "http://127.0.0.1:9", "--no-enable-prefix-caching"],
+            "--no-enable-prefix-caching",
+        ),
     ],
 )
-def test_a_bad_argument_is_one_line_and_two(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_argument_is_one_line_and_two(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: object = cli.main(words)
     except SystemExit as end:
@@ -143,13 +172,17 @@ def test_a_bad_argument_is_one_line_and_two(words: list[str], message: str, caps
 def test_what_needs_a_gpu_names_the_alternative(tiny_model: pathlib.Path) -> None:
     line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--device", "cuda"), 2)
     assert "--device cpu" in line
-    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--attention-backend", "triton"), 2)
+    line = one_line_of(
+        run("serve", str(tiny_model), "--port", "0", "--attention-backend", "triton"), 2
+    )
     assert "TRITON_INTERPRET=1" in line and "use 'auto' or 'torch'" in line
 
 
 def test_a_model_that_is_not_there_or_not_supported(tiny_model: pathlib.Path) -> None:
     assert "/does/not/exist" in one_line_of(run("serve", "/does/not/exist", "--port", "0"), 2)
-    too_long = one_line_of(run("serve", str(tiny_model), "--port", "0", "--max-model-len", "9999"), 2)
+    too_long = one_line_of(
+        run("serve", str(tiny_model), "--port", "0", "--max-model-len", "9999"), 2
+    )
     assert "9999" in too_long and "256" in too_long
     assert "/does/not/exist" in one_line_of(run("fetch", "/does/not/exist"), 2)
 
@@ -164,7 +197,10 @@ def without_torch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
 IMPOSSIBLE = {
     "--max-model-len 9000000": ["max_model_len (9000000)", "256 positions"],
     "--num-kv-blocks 1": ["one request of 17 tokens needs 2 KV blocks", "raise num_kv_blocks"],
-    "--num-kv-blocks 8 --max-model-len 200": ["needs 13 KV blocks", "or lower max_model_len to 128"],
+    "--num-kv-blocks 8 --max-model-len 200": [
+        "needs 13 KV blocks",
+        "or lower max_model_len to 128",
+    ],
     "-tp 3": ["tensor_parallel_size may be"],
     "-pp 40": ["pipeline_parallel_size may be"],
     "--enable-expert-parallel --enable-eplb": ["has no experts"],
@@ -172,18 +208,27 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.started
-def test_settings_that_cannot_be_are_refused_without_torch(tiny_model: pathlib.Path, without_torch: None) -> None:
+def test_settings_that_cannot_be_are_refused_without_torch(
+    tiny_model: pathlib.Path, without_torch: None
+) -> None:
     """All by one process: what is imported for one of them stays for the next."""
     script = "import sys; from nanovllm.cli.main import main\n"
-    script += "print([main(['serve', sys.argv[1], '--port', '0', *words.split()]) for words in sys.argv[2:]])"
+    script += (
+        "print([main(['serve', sys.argv[1], '--port', '0', *words.split()]) for words in "
+        "sys.argv[2:]])"
+    )
     command = [sys.executable, "-c", script, str(tiny_model), *IMPOSSIBLE]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
     assert result.stdout.splitlines()[-1] == str([2] * len(IMPOSSIBLE)), result.stderr
     for line, messages in zip(result.stderr.splitlines(), IMPOSSIBLE.values(), strict=True):
         assert all(message in line for message in messages), line
 
 
-@pytest.mark.parametrize(("words", "limit"), [("", 200), ("--max-step-ms 0", 0), ("--max-step-ms=7.5", 7.5)])
+@pytest.mark.parametrize(
+    ("words", "limit"), [("", 200), ("--max-step-ms 0", 0), ("--max-step-ms=7.5", 7.5)]
+)
 def test_a_server_limits_its_steps_unless_it_is_told_not_to(
     words: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +246,9 @@ def test_a_server_limits_its_steps_unless_it_is_told_not_to(
 def test_a_pool_whose_size_shows_late_is_refused_too(tiny_model: pathlib.Path) -> None:
     words = ["--kv-cache-memory", "20KB", "--max-model-len", "200", "--device", "cpu"]
     line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
-    assert "one request of 200 tokens needs 13 KV blocks" in line and "raise kv_cache_memory" in line
+    assert (
+        "one request of 200 tokens needs 13 KV blocks" in line and "raise kv_cache_memory" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +307,9 @@ def test_chat_through_a_pipe_with_an_engine_and_with_a_server(
 
 
 def test_chat_with_a_server_that_is_not_there_or_refuses(server: ServerProcess) -> None:
-    assert "cannot be reached" in one_line_of(run("chat", "--url", "http://127.0.0.1:9"), 1), "before any line"
+    assert "cannot be reached" in one_line_of(run("chat", "--url", "http://127.0.0.1:9"), 1), (
+        "before any line"
+    )
     refused = run("chat", "another-model", "--url", server.url, text="hi\n")
     assert "another-model" in one_line_of(refused, 2)
     refused = run("chat", "--model", "another-model", "--url", server.url, text="hi\n")
@@ -269,7 +318,9 @@ def test_chat_with_a_server_that_is_not_there_or_refuses(server: ServerProcess) 
     assert "256" in one_line_of(long, 2)
 
 
-def test_the_chat_lists_its_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chat_lists_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def answer(chat: list[dict[str, str]]) -> AsyncIterator[str]:
         yield f"{len(chat)} messages"
 
@@ -279,13 +330,28 @@ def test_the_chat_lists_its_commands(monkeypatch: pytest.MonkeyPatch, capsys: py
     with asyncio.Runner() as runner:
         converse(runner, answer, [])
     printed = capsys.readouterr()
-    assert all(re.search(rf"^{command} +\w", printed.out, re.MULTILINE) for command in ("/help", "/reset", "/exit"))
+    assert all(
+        re.search(rf"^{command} +\w", printed.out, re.MULTILINE)
+        for command in ("/help", "/reset", "/exit")
+    )
     assert re.findall(r"\d messages", printed.out) == ["1 messages", "3 messages", "1 messages"]
-    assert "there is no command /hlep; did you mean /help?" in printed.err and next(lines) == "never read"
+    assert (
+        "there is no command /hlep; did you mean /help?" in printed.err
+        and next(lines) == "never read"
+    )
 
 
 def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) -> None:
-    words = [sys.executable, "-m", "nanovllm", "chat", str(tiny_model), *ENGINE, "--temperature", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "chat",
+        str(tiny_model),
+        *ENGINE,
+        "--temperature",
+        "0",
+    ]
     words += ["--max-model-len", "256", "--max-num-seqs", "1"]
     process, terminal = pty.fork()
     if process == 0:
@@ -310,9 +376,12 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
         read_until(b"> ")
         os.write(terminal, b"hello\n")
         read_until(b"hello\r\n")
-        os.write(terminal, b"\x03")  # the terminal makes a signal of this, for the engine's process too
+        os.write(
+            terminal, b"\x03"
+        )  # the terminal makes a signal of this, for the engine's process too
         read_until(b"\n> ")  # stopped, or over before that: the chat goes on either way
-        # Python sleeps on in the line editor if the signal comes just before it falls asleep: press again.
+        # Python sleeps on in the line editor if the signal comes just before it falls asleep: press
+        # again.
         for _ in range(10):
             os.write(terminal, b"\x03")
             if comes(b"ends)\r\n", 8):  # long: a press too many would end the chat
@@ -341,7 +410,9 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
 
 
 @pytest.fixture(scope="module")
-def model_with_templates(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def model_with_templates(
+    tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("templates") / "model"
     shutil.copytree(tiny_model, folder)
     (folder / "additional_chat_templates").mkdir()
@@ -360,19 +431,33 @@ def test_a_named_chat_template_over_http_and_in_the_terminal(
             answer = served.post("/v1/chat/completions", chat | {"chat_template": name}).json()
             assert answer["usage"]["prompt_tokens"] == length
             answers[name] = answer["choices"][0]["message"]["content"]
-            tokens = served.post("/tokenize", {"messages": chat["messages"], "chat_template": name}).json()
+            tokens = served.post(
+                "/tokenize", {"messages": chat["messages"], "chat_template": name}
+            ).json()
             assert tokens["count"] == length
         refused = served.post("/v1/chat/completions", chat | {"chat_template": "{{ 1 }}"})
         error = refused.json()["error"]
         assert refused.status_code == 400 and error["param"] == "chat_template"
         assert "names one of the model's templates: default, short" in error["message"]
         options = ["--temperature", "0", "--max-tokens", "6"]
-        remote = run("chat", "--url", served.url, "--chat-template", "short", *options, text="hello\n")
+        remote = run(
+            "chat", "--url", served.url, "--chat-template", "short", *options, text="hello\n"
+        )
         assert remote.stdout.rstrip("\n") == answers["short"], remote.stderr
-        own = run("chat", str(model_with_templates), *ENGINE, "--chat-template", "short", *options, text="hello\n")
+        own = run(
+            "chat",
+            str(model_with_templates),
+            *ENGINE,
+            "--chat-template",
+            "short",
+            *options,
+            text="hello\n",
+        )
         assert own.stdout == remote.stdout, own.stderr
         assert answers["short"] != answers[None]
-    unknown = run("chat", str(model_with_templates), *ENGINE, "--chat-template", "other", text="hello\n")
+    unknown = run(
+        "chat", str(model_with_templates), *ENGINE, "--chat-template", "other", text="hello\n"
+    )
     assert unknown.returncode == 2 and "it has default, short" in unknown.stderr
     assert "Traceback" not in unknown.stderr
 
@@ -380,19 +465,41 @@ def test_a_named_chat_template_over_http_and_in_the_terminal(
 def test_a_kv_cache_larger_than_the_machine_is_one_line(tiny_model: pathlib.Path) -> None:
     words = ["--kv-cache-memory", "900TB", "--device", "cpu"]
     line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
-    assert "kv_cache_memory (838190.3 GiB) exceeds the machine's memory" in line and "lower it" in line
-    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "100000000000"), 2)
-    assert re.search(r"num_kv_blocks \(.* GiB\) exceeds the machine's memory", line) and "lower it" in line
+    assert (
+        "kv_cache_memory (838190.3 GiB) exceeds the machine's memory" in line and "lower it" in line
+    )
+    line = one_line_of(
+        run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "100000000000"), 2
+    )
+    assert (
+        re.search(r"num_kv_blocks \(.* GiB\) exceeds the machine's memory", line)
+        and "lower it" in line
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_settings_that_need_more_memory_than_there_is_are_one_line(tiny_model: pathlib.Path, ranks: int) -> None:
-    words = ["--max-num-seqs", "1000000000000", "--max-num-batched-tokens", "1000000000000", "-tp", str(ranks)]
-    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "64", *words), 2)
-    assert "there is not enough memory (Unable to allocate" in line and "lower num_kv_blocks" in line
+def test_settings_that_need_more_memory_than_there_is_are_one_line(
+    tiny_model: pathlib.Path, ranks: int
+) -> None:
+    words = [
+        "--max-num-seqs",
+        "1000000000000",
+        "--max-num-batched-tokens",
+        "1000000000000",
+        "-tp",
+        str(ranks),
+    ]
+    line = one_line_of(
+        run("serve", str(tiny_model), "--port", "0", "--num-kv-blocks", "64", *words), 2
+    )
+    assert (
+        "there is not enough memory (Unable to allocate" in line and "lower num_kv_blocks" in line
+    )
 
 
-def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_course_model_is_converted_where_control_c_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A thread of asyncio's would convert on, and Ctrl-C would wait for it."""
 
     def fetch(stop: threading.Event | None) -> pathlib.Path:
@@ -405,24 +512,35 @@ def test_the_course_model_is_converted_where_control_c_ends_it(monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["full", "ctrl-c"])
 def test_half_of_a_converted_trace_is_removed(
-    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def write(path: pathlib.Path, text: str) -> None:
         with path.open("w") as file:
             file.write(text[: len(text) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device") if name == "full" else KeyboardInterrupt
+        raise (
+            OSError(errno.ENOSPC, "No space left on device")
+            if name == "full"
+            else KeyboardInterrupt
+        )
 
     trace, new = tmp_path / "run.jsonl", tmp_path / "new.json"
     Trace().save(trace)
     monkeypatch.setattr(pathlib.Path, "write_text", write)
     assert cli.main(["trace", str(trace), "--perfetto", str(new)]) == (1 if name == "full" else 130)
     expected = f"error: {new}: No space left on device: free space on the disk, or name another one"
-    assert capsys.readouterr().err.splitlines() == [f"nanovllm trace: {expected}"] * (name == "full")
+    assert capsys.readouterr().err.splitlines() == [f"nanovllm trace: {expected}"] * (
+        name == "full"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device")
-def test_a_device_is_not_removed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_not_removed(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     device = tmp_path / "device"
     device.symlink_to("/dev/full")
     Trace().save(tmp_path / "run.jsonl")

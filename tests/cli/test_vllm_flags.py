@@ -1,4 +1,5 @@
-"""Command lines of `vllm serve`, from its documentation and recipes, are accepted or rejected in one line."""
+"""Command lines of `vllm serve`, from its documentation and recipes, are accepted or rejected in
+one line."""
 
 import argparse
 import re
@@ -15,20 +16,30 @@ from nanovllm.engine.async_engine import AsyncEngine
 
 # Each with the flags that have no effect, and settings that the engine must get.
 PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
-    ("Qwen/Qwen2.5-1.5B-Instruct --dtype auto --trust-remote-code", ["--trust-remote-code"], {"dtype": "auto"}),
+    (
+        "Qwen/Qwen2.5-1.5B-Instruct --dtype auto --trust-remote-code",
+        ["--trust-remote-code"],
+        {"dtype": "auto"},
+    ),
     (
         "NousResearch/Hermes-3-Llama-3.1-8B --enable-auto-tool-choice --tool-call-parser hermes",
         ["--enable-auto-tool-choice", "--tool-call-parser"],
         {"model": "NousResearch/Hermes-3-Llama-3.1-8B"},
     ),
     (
-        "deepseek-ai/DeepSeek-R1 --trust-remote-code --served-model-name r1 --tensor-parallel-size 8 "
-        "--pipeline-parallel-size 2 --distributed-executor-backend ray --uvicorn-log-level warning",
+        (
+            "deepseek-ai/DeepSeek-R1 --trust-remote-code --served-model-name r1 "
+            "--tensor-parallel-size 8 --pipeline-parallel-size 2 --distributed-executor-backend "
+            "ray --uvicorn-log-level warning"
+        ),
         ["--trust-remote-code", "--uvicorn-log-level"],
         {"served_model_name": ["r1"], "tensor_parallel_size": 8, "pipeline_parallel_size": 2},
     ),
     (
-        "Qwen/Qwen3-30B-A3B -tp 4 -ep --enable-eplb --eplb-config.window_size 100 --eplb-config.step_interval=200",
+        (
+            "Qwen/Qwen3-30B-A3B -tp 4 -ep --enable-eplb --eplb-config.window_size 100 "
+            "--eplb-config.step_interval=200"
+        ),
         [],
         {
             "tensor_parallel_size": 4,
@@ -37,7 +48,10 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         },
     ),
     (
-        "meta-llama/Llama-3.1-8B-Instruct --max-model-len 8K --gpu-memory-utilization 0.9 --disable-log-requests",
+        (
+            "meta-llama/Llama-3.1-8B-Instruct --max-model-len 8K --gpu-memory-utilization 0.9 "
+            "--disable-log-requests"
+        ),
         ["--disable-log-requests"],
         {"max_model_len": 8192},
     ),
@@ -47,7 +61,10 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}'},
     ),
     (
-        "Qwen/Qwen3-8B --max_model_len 4096 --tokenizer_mode auto --config_format hf --limit-mm-per-prompt.image 0",
+        (
+            "Qwen/Qwen3-8B --max_model_len 4096 --tokenizer_mode auto --config_format hf "
+            "--limit-mm-per-prompt.image 0"
+        ),
         ["--limit-mm-per-prompt"],
         {"max_model_len": 4096},
     ),
@@ -57,30 +74,44 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         {"quantization": "awq"},
     ),
     (
-        "--model mistralai/Mistral-7B-Instruct-v0.3 --cudagraph-capture-sizes 1 2 4 --api-server-count=2 --block-size 32",
+        (
+            "--model mistralai/Mistral-7B-Instruct-v0.3 --cudagraph-capture-sizes 1 2 4 "
+            "--api-server-count=2 --block-size 32"
+        ),
         ["--cudagraph-capture-sizes", "--api-server-count"],
         {"model": "mistralai/Mistral-7B-Instruct-v0.3", "block_size": 32},
     ),
     (
-        "Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --served-model-name qwen qwen2.5 --max-model-len auto",
+        (
+            "Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --served-model-name qwen "
+            "qwen2.5 --max-model-len auto"
+        ),
         [],
         {"quantization": "awq", "served_model_name": ["qwen", "qwen2.5"], "max_model_len": None},
     ),
     (
-        "Qwen/Qwen3-8B -q gptq_marlin --max-model-len -1 "
-        "--compilation-config.cudagraph_capture_sizes+ 1,2 --compilation-config.cudagraph_capture_sizes+=4",
+        (
+            "Qwen/Qwen3-8B -q gptq_marlin --max-model-len -1 "
+            "--compilation-config.cudagraph_capture_sizes+ 1,2 "
+            "--compilation-config.cudagraph_capture_sizes+=4"
+        ),
         ["--compilation-config"],
         {"quantization": "gptq", "max_model_len": None},
     ),
     (
-        "facebook/opt-125m --num-gpu-blocks-override 100 --no-enable-log-requests --no-trust-remote-code",
+        (
+            "facebook/opt-125m --num-gpu-blocks-override 100 --no-enable-log-requests "
+            "--no-trust-remote-code"
+        ),
         [],
         {"num_kv_blocks": 100},
     ),
 ]
 
 
-@pytest.mark.parametrize(("line", "ignored", "settings"), PASTED, ids=[line[0].split()[-2] for line in PASTED])
+@pytest.mark.parametrize(
+    ("line", "ignored", "settings"), PASTED, ids=[line[0].split()[-2] for line in PASTED]
+)
 def test_a_line_of_vllm_can_be_pasted(
     line: str,
     ignored: list[str],
@@ -88,7 +119,8 @@ def test_a_line_of_vllm_can_be_pasted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The settings arrive, no word is taken for another flag's value, and one line of the log names the flags without effect."""
+    """The settings arrive, no word is taken for another flag's value, and one line of the log names
+    the flags without effect."""
     seen: list[EngineConfig] = []
 
     async def start(config: EngineConfig, show_text: bool) -> None:
@@ -110,8 +142,14 @@ def test_a_line_of_vllm_can_be_pasted(
             "Qwen/Qwen2.5-Coder-1.5B-Instruct --enable-lora --lora-modules a=b c=d",
             ["--lora-modules", "merge the adapter"],
         ),
-        ("Qwen/Qwen3-8B --reasoning-parser qwen3 --trust-remote-code", ["--reasoning-parser", "in the client"]),
-        ("x --chat-template t.jinja --ssl-keyfile k", ["chat_template.jinja in the model's folder", "reverse proxy"]),
+        (
+            "Qwen/Qwen3-8B --reasoning-parser qwen3 --trust-remote-code",
+            ["--reasoning-parser", "in the client"],
+        ),
+        (
+            "x --chat-template t.jinja --ssl-keyfile k",
+            ["chat_template.jinja in the model's folder", "reverse proxy"],
+        ),
         ("x --tokenizer-mode mistral", ["--tokenizer-mode", "Hugging Face"]),
         ("x --max-logprobs 50", ["maximum is 20"]),
         ("x --hf-token", ["HF_TOKEN"]),
@@ -146,7 +184,9 @@ def test_every_flag_takes_its_values_and_no_more(group: vllm_flags.FlagGroup) ->
     words |= {name: [] for name in group.optional.split()}
     for name, values in words.items():
         for flag in {f"--{name}", f"--{name.replace('-', '_')}"}:
-            parsed = parser.parse_args([flag, *values, "--port", "7"] if values else ["model", flag, "--port", "7"])
+            parsed = parser.parse_args(
+                [flag, *values, "--port", "7"] if values else ["model", flag, "--port", "7"]
+            )
             assert parsed.vllm_flags == (name,) and parsed.port == 7
     for name in group.switches.split():
         assert parser.parse_args([f"--no-{name}"]).vllm_flags == ()

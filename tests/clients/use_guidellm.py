@@ -1,4 +1,5 @@
-"""guidellm on a server: `python use_guidellm.py URL TOKENIZER_FOLDER OUTPUT_FOLDER`. Four requests in each of OpenAI's two shapes."""
+"""guidellm on a server: `python use_guidellm.py URL TOKENIZER_FOLDER OUTPUT_FOLDER`. Four requests
+in each of OpenAI's two shapes."""
 
 from __future__ import annotations
 

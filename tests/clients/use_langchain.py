@@ -27,7 +27,12 @@ def get_weather(city: str) -> str:
 
 def main() -> None:
     (url,) = sys.argv[1:]
-    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 200, "max_retries": 0}
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "temperature": 0,
+        "max_tokens": 200,
+        "max_retries": 0,
+    }
     model = ChatOpenAI(base_url=f"{url}/v1", api_key="unused", **options)
 
     whole = model.invoke("Say hello.", max_tokens=12)
@@ -37,10 +42,14 @@ def main() -> None:
 
     for method in ("json_schema", "function_calling"):
         for strict in (None, True):
-            found = model.with_structured_output(Person, method=method, strict=strict).invoke(QUESTION)
+            found = model.with_structured_output(Person, method=method, strict=strict).invoke(
+                QUESTION
+            )
             assert found == Person(name="Anna", age=31), (method, strict, found)
 
-    message = model.bind_tools([get_weather], tool_choice="get_weather").invoke("How is the weather in Paris?")
+    message = model.bind_tools([get_weather], tool_choice="get_weather").invoke(
+        "How is the weather in Paris?"
+    )
     (call,) = message.tool_calls
     assert call["name"] == "get_weather" and call["args"].keys() == {"city"}
     assert get_weather.invoke(call["args"]).startswith("sunny in ")

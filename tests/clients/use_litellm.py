@@ -1,4 +1,5 @@
-"""litellm on two servers: `python use_litellm.py SMALL_URL LARGE_URL`. The model of the first has a context of 256 tokens."""
+"""litellm on two servers: `python use_litellm.py SMALL_URL LARGE_URL`. The model of the first has a
+context of 256 tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +26,15 @@ def deployment(provider: str, url: str) -> dict[str, Any]:
 
 def answer_both_ways(provider: str, url: str) -> None:
     """A whole answer and a stream say the same."""
-    options: dict[str, Any] = deployment(provider, url) | {"messages": SHORT, "max_tokens": 12, "temperature": 0}
+    options: dict[str, Any] = deployment(provider, url) | {
+        "messages": SHORT,
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     whole = litellm.completion(**options)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**options, stream=True)]
+    pieces = [
+        chunk.choices[0].delta.content or "" for chunk in litellm.completion(**options, stream=True)
+    ]
     assert "".join(pieces) == whole.choices[0].message.content
     assert whole.usage.completion_tokens <= 12 < whole.usage.total_tokens
 
@@ -46,9 +53,13 @@ def overflow_is_recognised(provider: str, url: str) -> None:
 
 def router_falls_back(provider: str, small: str, large: str) -> None:
     """A request that is too long for the first model goes to the second one."""
-    models = [{"model_name": name, "litellm_params": deployment(provider, url)} for name, url in
-              (("small", small), ("large", large))]  # fmt: skip
-    router = litellm.Router(model_list=models, context_window_fallbacks=[{"small": ["large"]}], num_retries=0)
+    models = [
+        {"model_name": name, "litellm_params": deployment(provider, url)}
+        for name, url in (("small", small), ("large", large))
+    ]
+    router = litellm.Router(
+        model_list=models, context_window_fallbacks=[{"small": ["large"]}], num_retries=0
+    )
     options: dict[str, Any] = {"messages": LONG, "max_tokens": 8, "temperature": 0}
     expected = litellm.completion(**deployment(provider, large), **options)
     found = router.completion(model="small", **options)

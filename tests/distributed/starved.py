@@ -1,4 +1,5 @@
-"""Processes that get no processor for seconds, or that hang: `PROGRAM` starts one, whose parent sends the number of a busy core."""
+"""Processes that get no processor for seconds, or that hang: `PROGRAM` starts one, whose parent
+sends the number of a busy core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Collectives of two ranks, each in a process of its own, with numbers that fit on a page; `test_groups` has all others."""
+"""Collectives of two ranks, each in a process of its own, with numbers that fit on a page;
+`test_groups` has all others."""
 
 from __future__ import annotations
 
@@ -30,21 +31,30 @@ def scattered() -> dict[str, Any]:
 
 def test_each_rank_gets_its_part_of_the_sum() -> None:
     first, second = run_ranks(scattered, Grid(tensor=2), timeout=100)
-    assert first["rows"] == [[12, 14]] and second["rows"] == [[16, 18]], "rank r gets part r of the sum over the ranks"
+    assert first["rows"] == [[12, 14]] and second["rows"] == [[16, 18]], (
+        "rank r gets part r of the sum over the ranks"
+    )
     assert first["columns"] == [[12], [16]] and second["columns"] == [[14], [18]], "along dim 1"
     for found in (first, second):
         assert found["is contiguous"], "later collectives need contiguous tensors"
         assert found["x stays"], "x belongs to the caller: sum a copy"
-        assert found["calls"] == 2, "`_collective` counts the calls that are made, and not a call that is refused"
+        assert found["calls"] == 2, (
+            "`_collective` counts the calls that are made, and not a call that is refused"
+        )
 
 
 def exchanged() -> dict[str, Any]:
-    """On each rank: the rows that it got. Rank 0 has three rows, of which two stay; rank 1 has two, for rank 0."""
+    """On each rank: the rows that it got. Rank 0 has three rows, of which two stay; rank 1 has two,
+    for rank 0."""
     group = get_tp_group()
-    numbers, sent, received = (([1, 2, 3], [2, 1], [2, 2]), ([7, 8], [2, 0], [1, 0]))[group.rank_in_group]
+    numbers, sent, received = (([1, 2, 3], [2, 1], [2, 2]), ([7, 8], [2, 0], [1, 0]))[
+        group.rank_in_group
+    ]
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.float8_e4m3fn):
-        x = torch.tensor(numbers).float().to(dtype)[:, None].expand(-1, 2)  # its columns lie on top of each other
+        x = (
+            torch.tensor(numbers).float().to(dtype)[:, None].expand(-1, 2)
+        )  # its columns lie on top of each other
         got = group.all_to_all(x, sent, received)
         found[str(dtype)] = got.dtype == dtype, got.float().tolist()
     flat = group.all_to_all(torch.tensor(numbers), sent, received)
@@ -52,7 +62,9 @@ def exchanged() -> dict[str, Any]:
 
 
 def test_rows_reach_their_ranks_in_the_order_of_their_senders() -> None:
-    for found, numbers in zip(run_ranks(exchanged, Grid(tensor=2), timeout=100), ([1, 2, 7, 8], [3]), strict=True):
+    for found, numbers in zip(
+        run_ranks(exchanged, Grid(tensor=2), timeout=100), ([1, 2, 7, 8], [3]), strict=True
+    ):
         assert found.pop("calls") == 5, "`_collective` counts each call"
         assert found.pop("flat") == (True, numbers), "rows without further dimensions"
         for dtype, (is_same, rows) in found.items():

@@ -1,4 +1,5 @@
-"""Groups of ranks: collectives against one process, with and without shared memory; faults; what is left behind."""
+"""Groups of ranks: collectives against one process, with and without shared memory; faults; what is
+left behind."""
 
 from __future__ import annotations
 
@@ -35,13 +36,19 @@ def has_library() -> bool:
 
 needs_library = pytest.mark.skipif(not has_library(), reason="no compiler here")
 
-# ---------------------------------------------------------------------------------------------------- the grid
+# ----------------------------------------------------------------------------------------- the grid
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_every_rank_is_in_one_group_of_each_kind(data, pipeline, tensor):
     grid = Grid(data, pipeline, tensor)
-    sizes = {"world": grid.world_size, "tp": tensor, "pp": pipeline, "dp": data, "ep": data * tensor}
+    sizes = {
+        "world": grid.world_size,
+        "tp": tensor,
+        "pp": pipeline,
+        "dp": data,
+        "ep": data * tensor,
+    }
     for kind, size in sizes.items():
         members = grid.groups(kind)
         assert sorted(rank for ranks in members for rank in ranks) == list(range(grid.world_size))
@@ -65,9 +72,23 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a group of one has nobody to talk to")
 
-    for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all_single", "send", "recv",
-                 "isend", "irecv", "barrier", "monitored_barrier", "new_group", "init_process_group",
-                 "all_gather_object", "broadcast_object_list"):  # fmt: skip
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "broadcast",
+        "reduce_scatter",
+        "all_to_all_single",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "barrier",
+        "monitored_barrier",
+        "new_group",
+        "init_process_group",
+        "all_gather_object",
+        "broadcast_object_list",
+    ):
         monkeypatch.setattr(dist, name, forbidden)
     process_groups.initialize_groups(Grid(), 0)
     for kind in groups.KINDS:
@@ -88,11 +109,12 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
     process_groups.destroy_groups()
 
 
-# ------------------------------------------------------------------------------------------------ collectives
+# -------------------------------------------------------------------------------------- collectives
 
 
 def collectives_of(seed: int, shared: bool) -> list[Any]:
-    """On every rank: every collective in every group, compared with what one process computes of all ranks' inputs."""
+    """On every rank: every collective in every group, compared with what one process computes of
+    all ranks' inputs."""
     problems: list[Any] = []
     sums = []
     for kind in groups.KINDS:
@@ -100,7 +122,14 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
         if (group.shared is not None) != (shared and group.world_size > 1):
             problems.append((kind, "shared memory", group.shared))
         n, me = group.world_size, group.rank_in_group
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32):
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int64,
+            torch.int32,
+        ):
             for shape in ((6 * n, 5), (2, n, 20_000), (0, 4 * n)):
                 inputs = []
                 for rank in group.ranks:
@@ -125,7 +154,9 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
                 }
                 tolerance = {torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-5)
                 for name, (got, want) in expected.items():
-                    close = torch.allclose(got.double(), want.double(), rtol=tolerance, atol=100 * tolerance)
+                    close = torch.allclose(
+                        got.double(), want.double(), rtol=tolerance, atol=100 * tolerance
+                    )
                     exactly = "reduce" in name or torch.equal(got, want)
                     if got.dtype != dtype or got.shape != want.shape or not close or not exactly:
                         problems.append((kind, dtype, shape, name))
@@ -135,7 +166,9 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
                     for x in inputs[1:]:
                         ordered = ordered + x.to(wide)
                     if not torch.equal(total, ordered.to(dtype)):
-                        problems.append((kind, dtype, shape, "not summed in the order of the ranks"))
+                        problems.append(
+                            (kind, dtype, shape, "not summed in the order of the ranks")
+                        )
         strided = torch.ones(4, 6)[:, ::2]
         if not torch.equal(group.all_reduce(strided), torch.full((4, 3), float(n))):
             problems.append((kind, "strided"))
@@ -155,7 +188,9 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
 )
 def test_collectives_equal_one_process(grid, shared):
     shared = shared and has_library()
-    results = run_ranks(collectives_of, grid, 7, shared, timeout=300, disable_custom_all_reduce=not shared)
+    results = run_ranks(
+        collectives_of, grid, 7, shared, timeout=300, disable_custom_all_reduce=not shared
+    )
     assert [problems for problems, _ in results] == [[]] * grid.world_size
     for kind in groups.KINDS:  # the same bits on every rank of a group
         for ranks in grid.groups(kind):
@@ -167,13 +202,22 @@ def other_traffic() -> dict[str, Any]:
     """On every rank: rows for every other rank, objects, and what was counted."""
     group = groups.get_tp_group()
     me, n = group.rank_in_group, group.world_size
-    counts = [[(sender + 2 * receiver) % 3 * (sender != 1) for receiver in range(n)] for sender in range(n)]
+    counts = [
+        [(sender + 2 * receiver) % 3 * (sender != 1) for receiver in range(n)]
+        for sender in range(n)
+    ]
     rows = torch.tensor(
-        [100 * me + receiver for receiver in range(n) for _ in range(counts[me][receiver])], dtype=torch.int64
+        [100 * me + receiver for receiver in range(n) for _ in range(counts[me][receiver])],
+        dtype=torch.int64,
     )
     received = [counts[sender][me] for sender in range(n)]
     result: dict[str, Any] = {}
-    for width, dtype in ((1, torch.int64), (3, torch.bfloat16), (2, torch.float8_e4m3fn), (5, torch.bool)):
+    for width, dtype in (
+        (1, torch.int64),
+        (3, torch.bfloat16),
+        (2, torch.float8_e4m3fn),
+        (5, torch.bool),
+    ):
         x = rows[:, None].expand(-1, width).float().to(dtype)
         got = group.all_to_all(x, counts[me], received)
         want = [float(100 * sender + me) for sender in range(n) for _ in range(counts[sender][me])]
@@ -181,7 +225,9 @@ def other_traffic() -> dict[str, Any]:
             got.float(), torch.tensor(want)[:, None].expand(-1, width).float().to(dtype).float()
         )
     flat = group.all_to_all(rows, counts[me], received)
-    result["flat"] = flat.tolist() == [100 * sender + me for sender in range(n) for _ in range(counts[sender][me])]
+    result["flat"] = flat.tolist() == [
+        100 * sender + me for sender in range(n) for _ in range(counts[sender][me])
+    ]
     result["objects"] = group.all_gather_object({"rank": me}) == [{"rank": r} for r in range(n)]
     result["object"] = group.broadcast_object(("from", me), n - 1) == ("from", n - 1)
     group.barrier()
@@ -194,7 +240,9 @@ def other_traffic() -> dict[str, Any]:
     assert group.calls - before == {"all_reduce": 2, "all_gather": 1}
     assert group.bytes_sent - sent == {"all_reduce": 120 + 56, "all_gather": 10}
     process = psutil.Process()
-    listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
+    ]
     result["loopback only"] = all(ip in ("127.0.0.1", "::1") for ip in listening)
     return result
 
@@ -206,7 +254,7 @@ def test_rows_objects_and_counters(size):
     wait_for_shared_memory_to_go()
 
 
-# ----------------------------------------------------------------------------- shared memory, in threads
+# ------------------------------------------------------------------------ shared memory, in threads
 
 
 @needs_library
@@ -229,7 +277,10 @@ def test_shared_collectives_of_any_size_in_any_order(data):
         )
     )
     inputs = [
-        [torch.randint(-50, 50, (rows, columns)).to(dtype) for _, dtype, rows, columns in operations]
+        [
+            torch.randint(-50, 50, (rows, columns)).to(dtype)
+            for _, dtype, rows, columns in operations
+        ]
         for _ in range(world)
     ]
     first = Segment.create(world, 2 * world * part_bytes)
@@ -254,7 +305,11 @@ def test_shared_collectives_of_any_size_in_any_order(data):
             thread.join()
     for number, (name, *_) in enumerate(operations):
         every = [inputs[rank][number] for rank in range(world)]
-        want = sum(every[1:], every[0]) if name == "all_reduce" else torch.cat(every, int(name.split()[1]))
+        want = (
+            sum(every[1:], every[0])
+            if name == "all_reduce"
+            else torch.cat(every, int(name.split()[1]))
+        )
         assert all(torch.equal(results[rank][number], want) for rank in range(world))
 
 
@@ -279,11 +334,12 @@ def test_sums_keep_infinities_and_nans(monkeypatch):
             torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 
-# ------------------------------------------------------------------------------------------------------ faults
+# ------------------------------------------------------------------------------------------- faults
 
 
 def fail_on_rank_1(fault: str) -> tuple[str, float]:
-    """On every rank: rank 1 dies, stops, or does something else; what the others are told, and after how long."""
+    """On every rank: rank 1 dies, stops, or does something else; what the others are told, and
+    after how long."""
     import os
     import signal
     import time
@@ -325,12 +381,27 @@ def fail_on_rank_1(fault: str) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize("size, fault", [(2, "dies"), (3, "dies"), (2, "skips"), (2, "other size"), (2, "leaves"),
-                                         (3, "stops"), (2, "stays away")])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, fault",
+    [
+        (2, "dies"),
+        (3, "dies"),
+        (2, "skips"),
+        (2, "other size"),
+        (2, "leaves"),
+        (3, "stops"),
+        (2, "stays away"),
+    ],
+)
 @needs_library
 def test_a_rank_that_fails_in_a_collective_is_named(size, fault):
     results = run_ranks(
-        fail_on_rank_1, Grid(tensor=size), fault, timeout=60, collective_timeout=3, return_failures=True
+        fail_on_rank_1,
+        Grid(tensor=size),
+        fault,
+        timeout=60,
+        collective_timeout=3,
+        return_failures=True,
     )
     said = {
         "dies": "has died",

@@ -14,7 +14,14 @@ import pytest
 
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.activity import in_step, waiting_for_others
-from nanovllm.distributed.life_signs import Complaint, HangDetector, Mouth, Peer, Watch, heard_activities
+from nanovllm.distributed.life_signs import (
+    Complaint,
+    HangDetector,
+    Mouth,
+    Peer,
+    Watch,
+    heard_activities,
+)
 from nanovllm.distributed.standstill import Activity
 from tests.server_process import wait_until
 
@@ -116,7 +123,15 @@ def compile_something() -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [rest, wait_for_others, compute, have_a_thread_compute, compute_after_a_wait, many_short_steps, compile_something],
+    [
+        rest,
+        wait_for_others,
+        compute,
+        have_a_thread_compute,
+        compute_after_a_wait,
+        many_short_steps,
+        compile_something,
+    ],
 )
 def test_who_does_not_hang(work: Callable[[], None]) -> None:
     assert complaints_about(work) == []
@@ -206,7 +221,9 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     verdict = None
     for _ in range(20):
         verdict = verdict or watch.look(listen)
-    assert verdict is not None and verdict.text.startswith("rank 1, process 7, hangs: nothing was heard")
+    assert verdict is not None and verdict.text.startswith(
+        "rank 1, process 7, hangs: nothing was heard"
+    )
 
 
 def test_what_was_silent_while_it_loaded_is_not_blamed_when_it_is_ready() -> None:
@@ -219,7 +236,9 @@ def test_what_was_silent_while_it_loaded_is_not_blamed_when_it_is_ready() -> Non
     assert verdict is not None and "nothing was heard of it" in verdict.text
 
 
-def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held = {8}
     monkeypatch.setattr(life_signs, "is_debugged_or_dumps_core", held.__contains__)
     ranks = [Rank("rank 0"), Rank("rank 1")]
@@ -236,4 +255,6 @@ def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(monkeypatch:
     assert verdict() is None
     held.clear()
     complaint = verdict()
-    assert complaint is not None and complaint.text.startswith("rank 1, process 7, hangs: nothing was heard")
+    assert complaint is not None and complaint.text.startswith(
+        "rank 1, process 7, hangs: nothing was heard"
+    )

@@ -18,7 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.distributed import shared_memory
-from nanovllm.distributed.shared_memory import MessageQueue, PeerLost, SegmentHandle, load_shared_memory_library
+from nanovllm.distributed.shared_memory import (
+    MessageQueue,
+    PeerLost,
+    SegmentHandle,
+    load_shared_memory_library,
+)
 from nanovllm.ops.native_library import BuildError
 from tests.examples import examples
 from tests.processes import CONTEXT
@@ -59,7 +64,9 @@ def test_every_reader_gets_every_message_in_order(messages, num_readers, num_byt
     received: list[list[bytes]] = [[] for _ in range(num_readers)]
     readers = [
         threading.Thread(
-            target=read_all, args=(MessageQueue.attach(queue.handle, i), len(messages), received[i]), daemon=True
+            target=read_all,
+            args=(MessageQueue.attach(queue.handle, i), len(messages), received[i]),
+            daemon=True,
         )
         for i in range(num_readers)
     ]
@@ -155,7 +162,7 @@ def test_who_comes_too_late_is_told():
         MessageQueue.attach(gone, 0)
 
 
-# ---------------------------------------------------------------------------------------- other processes
+# ---------------------------------------------------------------------------------- other processes
 
 
 def count_messages(handle: SegmentHandle, index: int, pipe: Any) -> None:
@@ -236,7 +243,9 @@ def test_a_reader_that_dies_or_stops_is_named(start, fault):
             queue.put(b"x", 3)
     assert "reader 1 of 2 has not made room" in str(raised.value)
     if fault == signal.SIGKILL:  # not even the timeout has to be waited for
-        assert isinstance(raised.value, PeerLost) and f"process {processes[1].pid} has died" in str(raised.value)
+        assert isinstance(raised.value, PeerLost) and f"process {processes[1].pid} has died" in str(
+            raised.value
+        )
         assert time.monotonic() - began < 2.5
     else:
         assert isinstance(raised.value, TimeoutError)

@@ -8,13 +8,21 @@ import pytest
 
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.life_signs import Peer, Watch
-from nanovllm.distributed.standstill import Activity, Call, CallCounter, explain_standstill, latest_calls
+from nanovllm.distributed.standstill import (
+    Activity,
+    Call,
+    CallCounter,
+    explain_standstill,
+    latest_calls,
+)
 
 SECONDS = 4.0
 NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
 
 
-def call(number: int, name: str = "all_reduce", inside: bool = True, group: str = "tp", *ranks: int) -> Call:
+def call(
+    number: int, name: str = "all_reduce", inside: bool = True, group: str = "tp", *ranks: int
+) -> Call:
     return Call(group, ranks or (0, 1, 2), number, name, inside)
 
 
@@ -36,8 +44,10 @@ def verdict(*activities: Activity) -> str:
 
 
 def test_an_idle_rank_is_missed() -> None:
-    assert verdict(busy(call(17)), idle(returned(16)), busy(call(17))) == (
-        "rank 1, hangs: for 4 seconds it has been idle while rank 0, waits for it in all_reduce no 17 of group tp"
+    assert (
+        verdict(busy(call(17)), idle(returned(16)), busy(call(17)))
+        == "rank 1, hangs: for 4 seconds it has been idle while rank 0, waits for it in all_reduce "
+        "no 17 of group tp"
     )
     assert "rank 1, hangs" in verdict(busy(call(1)), idle(), busy(call(1))), "it has not called any"
 
@@ -49,9 +59,10 @@ def test_an_idle_rank_is_missed_by_others_that_are_idle() -> None:
 
 def test_two_collectives_of_one_group() -> None:
     other = busy(call(17, "all_gather"))
-    assert verdict(busy(call(17)), other, busy(call(17))) == (
-        "rank 0, hangs: for 4 seconds it has waited in all_reduce no 17 of group tp for rank 1, which waits in "
-        "all_gather no 17 of group tp"
+    assert (
+        verdict(busy(call(17)), other, busy(call(17)))
+        == "rank 0, hangs: for 4 seconds it has waited in all_reduce no 17 of group tp for rank 1, "
+        "which waits in all_gather no 17 of group tp"
     )
 
 
@@ -70,8 +81,12 @@ def test_a_chain_ends_at_the_idle_one() -> None:
     [
         pytest.param([busy(call(17)), busy(returned(16)), busy(call(17))], id="rank 1 computes"),
         pytest.param([busy(call(17)), busy(call(17)), busy(call(17))], id="all have come"),
-        pytest.param([busy(call(17)), busy(returned(17)), idle(returned(17))], id="two are through"),
-        pytest.param([idle(returned(17)), idle(returned(17)), idle(returned(17))], id="all are idle"),
+        pytest.param(
+            [busy(call(17)), busy(returned(17)), idle(returned(17))], id="two are through"
+        ),
+        pytest.param(
+            [idle(returned(17)), idle(returned(17)), idle(returned(17))], id="all are idle"
+        ),
         pytest.param([busy(call(17)), idle(returned(16))], id="nothing is known of rank 2"),
         pytest.param(
             [
@@ -80,9 +95,16 @@ def test_a_chain_ends_at_the_idle_one() -> None:
             ],
             id="both ends of a transfer",
         ),
-        pytest.param([idle(call(4, "send", False, "pp from rank 0 to rank 1", 0, 1)), idle()], id="sent ahead"),
         pytest.param(
-            [busy(call(1, "all_reduce", True, "a", 0, 1)), busy(call(1, "all_reduce", True, "b", 1, 2)), busy()],
+            [idle(call(4, "send", False, "pp from rank 0 to rank 1", 0, 1)), idle()],
+            id="sent ahead",
+        ),
+        pytest.param(
+            [
+                busy(call(1, "all_reduce", True, "a", 0, 1)),
+                busy(call(1, "all_reduce", True, "b", 1, 2)),
+                busy(),
+            ],
             id="the last one of a chain computes",
         ),
     ],
@@ -108,7 +130,9 @@ def test_only_fresh_news_of_both_count() -> None:
     for second in range(10, 20):
         assert not compare(8 + second, second, second), "rank 0 moves"
     for second in range(20, 26):
-        assert bool(compare(28, second, second)) == (second > 20 + SECONDS), "too early, or too late"
+        assert bool(compare(28, second, second)) == (second > 20 + SECONDS), (
+            "too early, or too late"
+        )
 
 
 def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +149,11 @@ def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -
         found = found or watch.look(listen)
         if found is None:
             time.sleep(0.01)
-    assert found is not None and found.text == (
-        "rank 2 of data rank 1, process 6, hangs: for 0.2 seconds it has been idle while data rank 0, process 5, waits for "
-        "it in all_to_all no 2 of group ep"
+    assert (
+        found is not None
+        and found.text
+        == "rank 2 of data rank 1, process 6, hangs: for 0.2 seconds it has been idle while data "
+        "rank 0, process 5, waits for it in all_to_all no 2 of group ep"
     )
 
 

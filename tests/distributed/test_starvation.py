@@ -1,7 +1,8 @@
-"""A process that gets no processor for seconds does not hang, and one that is stopped or hangs is found even so.
+"""A process that gets no processor for seconds does not hang, and one that is stopped or hangs is
+found even so.
 
-The processes here are pinned to one core, which they share with busy loops. A thread of lower priority gets it every second or so,
-for some milliseconds: a silence of SILENCE would be a hang.
+The processes here are pinned to one core, which they share with busy loops. A thread of lower
+priority gets it every second or so, for some milliseconds: a silence of SILENCE would be a hang.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ from tests.distributed.starved import (
 from tests.distributed.starved import SILENCE_SECONDS as SILENCE
 from tests.server_process import wait_until
 
-pytestmark = pytest.mark.skipif(not thread_times(os.getpid()), reason="this kernel does not count run delay")
+pytestmark = pytest.mark.skipif(
+    not thread_times(os.getpid()), reason="this kernel does not count run delay"
+)
 
 NUM_LOOPS = 4
 NUM_BEATS = 5
 # What must be found comes within this time.
 SOON = 5.0
-BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
+BUSY = (
+    "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == "
+    "int(sys.argv[2]): pass"
+)
 
 
 @dataclass
@@ -143,7 +149,9 @@ def test_a_process_that_gets_no_processor_does_not_hang(begin: Callable[..., Pee
         listener.until_beats(count)
         if listener.longest > SILENCE:
             return
-    pytest.skip(f"the kernel never made it wait for {SILENCE} s: the longest was {listener.longest:.2f} s")
+    pytest.skip(
+        f"the kernel never made it wait for {SILENCE} s: the longest was {listener.longest:.2f} s"
+    )
 
 
 def test_a_process_without_a_processor_that_is_stopped_is_found(begin: Callable[..., Peer]) -> None:
@@ -155,8 +163,11 @@ def test_a_process_without_a_processor_that_is_stopped_is_found(begin: Callable[
     assert "hangs: nothing was heard" in listener.complaint().text
 
 
-def test_a_library_that_keeps_the_interpreters_lock_on_a_busy_core_is_found(begin: Callable[..., Peer]) -> None:
-    """The other threads wait for the lock: they wake every 5 ms, and wait for their processor each time."""
+def test_a_library_that_keeps_the_interpreters_lock_on_a_busy_core_is_found(
+    begin: Callable[..., Peer],
+) -> None:
+    """The other threads wait for the lock: they wake every 5 ms, and wait for their processor each
+    time."""
     peer = begin(hold_the_lock)
     listener = Listener(peer)
     peer.connection.send("now")
@@ -172,8 +183,11 @@ def test_a_step_that_gets_no_processor_does_not_hang(
     listener.until_beats(NUM_BEATS)
 
 
-@pytest.mark.started  # a forked program has a helper process, just older than its step: it would wait for that one
-def test_a_step_that_hangs_on_a_busy_core_is_found(begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+# a forked program has a helper process, just older than its step: it would wait for that one
+@pytest.mark.started
+def test_a_step_that_hangs_on_a_busy_core_is_found(
+    begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 60.0)
     listener = Listener(begin(hang_in_a_step))
     assert "hangs: for 0.6 seconds it has been at " in listener.complaint().text
@@ -203,7 +217,10 @@ def delay_after(monkeypatch: pytest.MonkeyPatch, *looks: ThreadTimes | None) -> 
         # It waits: the kernel has not added that yet.
         ([ThreadTimes(1.0, 2.0, 30, True)] * 4, 3.0),
         # After it has run.
-        ([*[ThreadTimes(1.0, 2.0, 30, True)] * 2, *[ThreadTimes(1.004, 3.2, 31, True)] * 2], 1.2 + 1.0),
+        (
+            [*[ThreadTimes(1.0, 2.0, 30, True)] * 2, *[ThreadTimes(1.004, 3.2, 31, True)] * 2],
+            1.2 + 1.0,
+        ),
         # It sleeps or is stopped.
         ([ThreadTimes(1.0, 2.0, 30, False)] * 4, 0.0),
         # It has just woken.
@@ -224,7 +241,9 @@ def test_run_delay_of_a_thread(
     assert delay_after(monkeypatch, *looks) == pytest.approx(seconds)
 
 
-def test_a_thread_that_does_not_count_and_a_process_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_does_not_count_and_a_process_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     delay_after(monkeypatch, None, None)
     both = {7: ThreadTimes(1.0, 2.0, 30, True), 8: ThreadTimes(1.0, 2.0, 30, False)}
     monkeypatch.setattr(starvation, "thread_times", lambda pid: both)
@@ -238,7 +257,9 @@ def test_a_thread_that_does_not_count_and_a_process_elsewhere(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["0 0 0\n", None])
-def test_kernels_that_do_not_count_tell_nothing(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+def test_kernels_that_do_not_count_tell_nothing(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
     def read_text(path: pathlib.Path) -> str:
         if text is None:
             raise FileNotFoundError(path)
@@ -248,7 +269,9 @@ def test_kernels_that_do_not_count_tell_nothing(monkeypatch: pytest.MonkeyPatch,
     assert thread_times(os.getpid()) == {}
 
 
-def test_a_rank_that_gets_no_processor_to_take_its_order_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_gets_no_processor_to_take_its_order_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its heartbeats come, from another thread."""
     delays = {5: 0.0, 6: 0.0}
 

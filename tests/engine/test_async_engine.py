@@ -66,7 +66,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
 
 
-async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, request_id: str) -> RequestOutput:
+async def collect(
+    engine: AsyncEngine, prompt: Any, params: SamplingParams, request_id: str
+) -> RequestOutput:
     collector = OutputCollector()
     async for output in engine.generate(prompt, params, request_id):
         collector.add(output)
@@ -85,7 +87,9 @@ def is_empty(engine: AsyncEngine) -> bool:
     return stats.num_running + stats.num_waiting == 0 and stats.kv_cache_usage == 0
 
 
-async def test_many_at_once_get_what_the_offline_engine_gives(engine: AsyncEngine, tiny_model: pathlib.Path) -> None:
+async def test_many_at_once_get_what_the_offline_engine_gives(
+    engine: AsyncEngine, tiny_model: pathlib.Path
+) -> None:
     from nanovllm import LLM
 
     llm = LLM(str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64)
@@ -126,7 +130,9 @@ async def test_closing_the_iterator_frees_the_blocks(engine: AsyncEngine) -> Non
     assert engine.stats.num_running == 1
     await answer.aclose()
     await until(lambda: is_empty(engine))
-    assert engine.stats.num_steps - steps <= engine_faults.NUM_PATIENT_TOKENS + 1, "it ran on to its end"
+    assert engine.stats.num_steps - steps <= engine_faults.NUM_PATIENT_TOKENS + 1, (
+        "it ran on to its end"
+    )
 
 
 async def test_a_start_that_is_cancelled_twice_leaves_no_process(
@@ -175,9 +181,12 @@ async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncEngine) -> 
 
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_reused_id_gets_the_text_of_its_own_prompt(engine: AsyncEngine, count: int) -> None:
-    """Abort, and ask again at once under the same id: tokens of the aborted request are still on their way."""
+    """Abort, and ask again at once under the same id: tokens of the aborted request are still on
+    their way."""
     params = SHORT.clone(max_tokens=12, n=count)
-    expected = [piece.text for piece in (await collect(engine, "the next one", params, "other")).outputs]
+    expected = [
+        piece.text for piece in (await collect(engine, "the next one", params, "other")).outputs
+    ]
     for i in range(30):
         stream = await engine.add_request("reused", "another text entirely", LONG.clone(n=count))
         for _ in range(i % 4):
@@ -189,7 +198,9 @@ async def test_a_reused_id_gets_the_text_of_its_own_prompt(engine: AsyncEngine, 
     await until(lambda: is_empty(engine))
 
 
-async def test_the_chats_next_answer_has_no_word_of_the_interrupted_one(engine: AsyncEngine) -> None:
+async def test_the_chats_next_answer_has_no_word_of_the_interrupted_one(
+    engine: AsyncEngine,
+) -> None:
     """Ctrl-C, /reset, ask again: the chat in the terminal gives both requests the same id."""
     options = {"temperature": 0, "max_tokens": 10}
 
@@ -208,7 +219,9 @@ async def test_the_chats_next_answer_has_no_word_of_the_interrupted_one(engine: 
         assert "".join(answer) == "".join(expected), i
 
 
-async def test_an_ended_stream_that_is_closed_late_ends_no_other_request(engine: AsyncEngine) -> None:
+async def test_an_ended_stream_that_is_closed_late_ends_no_other_request(
+    engine: AsyncEngine,
+) -> None:
     first = await engine.add_request("again", "abc", SHORT)
     assert [output async for output in first][-1].finished
     second = await engine.add_request("again", "abc", SHORT)
@@ -226,7 +239,11 @@ async def test_a_slow_reader_finds_one_merged_piece(engine: AsyncEngine) -> None
 
 
 async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine) -> None:
-    for prompt, words in (([], "empty"), ([9999], "vocabulary"), ("x" * 300, "context length of 256")):
+    for prompt, words in (
+        ([], "empty"),
+        ([9999], "vocabulary"),
+        ("x" * 300, "context length of 256"),
+    ):
         with pytest.raises(ValueError, match=words):
             await engine.add_request("bad", prompt, SHORT)
     stream = await engine.add_request("twice", engine_faults.PATIENT_PROMPT, LONG)
@@ -240,7 +257,9 @@ async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine)
     await until(lambda: is_empty(engine))
 
 
-async def test_long_prompts_are_tokenized_in_a_thread(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_prompts_are_tokenized_in_a_thread(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = []
     encode = engine.tokenizer.encode
 
@@ -274,7 +293,9 @@ async def test_the_log_probabilities_of_a_long_prompt_are_delivered_in_portions(
     again = await collect(engine, prompt, params, "again")
     assert again.prompt_logprobs is not None and len(again.prompt_logprobs) == 100
     assert again.prompt_logprobs == whole.prompt_logprobs and again.outputs == whole.outputs
-    assert max(sizes) <= 16 and sum(sizes) >= 99, "each of the two sequences has at most 8 left in the last portion"
+    assert max(sizes) <= 16 and sum(sizes) >= 99, (
+        "each of the two sequences has at most 8 left in the last portion"
+    )
 
 
 async def test_forgetting_the_prefix_cache(engine: AsyncEngine) -> None:
@@ -294,7 +315,9 @@ async def test_requests_beyond_the_bound_have_no_room(tiny_model: pathlib.Path) 
         streams = [await engine.add_request("a", engine_faults.PATIENT_PROMPT, LONG)]
         await anext(streams[0])
         assert engine.has_room(2) and not engine.has_room(3)
-        streams.append(await engine.add_request("b", "abc", LONG))  # on its way: the engine has not said so yet
+        streams.append(
+            await engine.add_request("b", "abc", LONG)
+        )  # on its way: the engine has not said so yet
         assert engine.has_room(1) and not engine.has_room(2)
         await until(lambda: engine.stats.num_waiting == 1)
         assert engine.has_room(1) and not engine.has_room(2)
@@ -325,7 +348,9 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
 
 
 @pytest.mark.usefixtures("faulty")
-async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(tiny_model: pathlib.Path) -> None:
+async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(
+    tiny_model: pathlib.Path,
+) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     try:
         stream = await engine.add_request("running", engine_faults.PATIENT_PROMPT, LONG)
@@ -343,7 +368,9 @@ async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(tiny_mod
 
 @pytest.mark.usefixtures("faulty")
 @pytest.mark.parametrize("fault", ["is stopped", "hangs in a step"])
-async def test_a_stopped_or_hanging_engine_is_named_and_killed(tiny_model: pathlib.Path, fault: str) -> None:
+async def test_a_stopped_or_hanging_engine_is_named_and_killed(
+    tiny_model: pathlib.Path, fault: str
+) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     process = engine._client.process
     try:
@@ -355,7 +382,9 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(tiny_model: pathl
         else:
             await engine.add_request("hanging", engine_faults.HANGING_PROMPT, SHORT)
             words = "for 4 seconds it has been at .*engine_faults.py:.* in faulty_step"
-        with pytest.raises(EngineDeadError, match=f"the engine process, process {process.pid}, hangs: {words}"):
+        with pytest.raises(
+            EngineDeadError, match=f"the engine process, process {process.pid}, hangs: {words}"
+        ):
             async with asyncio.timeout(20):
                 async for _ in stream:
                     pass
@@ -388,13 +417,17 @@ async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_
 
 
 @pytest.mark.usefixtures("faulty")
-async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(tiny_model: pathlib.Path) -> None:
+async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(
+    tiny_model: pathlib.Path,
+) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
     try:
         with pytest.raises(RequestRefusedError, match="this prompt is refused"):
             await collect(engine, engine_faults.REFUSED_PROMPT, SHORT, "refused")
         assert len((await collect(engine, "fine", SHORT, "fine")).outputs[0].token_ids) == 4
-        running = asyncio.create_task(collect(engine, engine_faults.PATIENT_PROMPT, LONG, "running"))
+        running = asyncio.create_task(
+            collect(engine, engine_faults.PATIENT_PROMPT, LONG, "running")
+        )
         await until(lambda: engine.stats.num_running == 1)
         with pytest.raises(RequestRefusedError, match="this prompt is refused"):
             await collect(engine, engine_faults.REFUSED_PROMPT, SHORT, "refused again")
@@ -408,14 +441,20 @@ async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(
         await engine.shutdown()
 
 
-async def test_what_cannot_start_says_why_in_one_line(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_what_cannot_start_says_why_in_one_line(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     with pytest.raises(ModelNotFoundError, match="no folder"):
         await AsyncEngine.start(EngineConfig(model="/does/not/exist"))
     unsupported = tmp_path / "unsupported"
     shutil.copytree(tiny_model, unsupported)
     raw = json.loads((unsupported / "config.json").read_text())
-    (unsupported / "config.json").write_text(json.dumps(raw | {"architectures": ["OPTForCausalLM"]}))
-    with pytest.raises(EngineStartError, match="'OPTForCausalLM' is not supported; supported are Llama"):
+    (unsupported / "config.json").write_text(
+        json.dumps(raw | {"architectures": ["OPTForCausalLM"]})
+    )
+    with pytest.raises(
+        EngineStartError, match="'OPTForCausalLM' is not supported; supported are Llama"
+    ):
         await AsyncEngine.start(config(unsupported))
     with pytest.raises(EngineStartError, match="raise kv_cache_memory") as caught:
         await AsyncEngine.start(config(tiny_model, num_kv_blocks=None, kv_cache_memory="10"))
@@ -431,7 +470,9 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     trace_file = tmp_path / "run.jsonl"
     engine = await AsyncEngine.start(config(tiny_model, trace=str(trace_file)))
-    assert list(folder.iterdir()) == [], "the sockets have names only until both sides are connected"
+    assert list(folder.iterdir()) == [], (
+        "the sockets have names only until both sides are connected"
+    )
     await collect(engine, "abc", SHORT, "traced")
     cut = asyncio.create_task(collect(engine, engine_faults.PATIENT_PROMPT, LONG, "cut"))
     await until(lambda: engine.stats.num_running == 1)
@@ -475,17 +516,22 @@ if __name__ == "__main__":
 
 
 @pytest.mark.started
-async def test_the_front_end_never_imports_torch(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_the_front_end_never_imports_torch(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(NO_TORCH)
-    await asyncio.to_thread(subprocess.run, [sys.executable, str(script), str(tiny_model)], check=True, timeout=120)
+    await asyncio.to_thread(
+        subprocess.run, [sys.executable, str(script), str(tiny_model)], check=True, timeout=120
+    )
 
 
 async def test_the_course_model_answers(tmp_path: pathlib.Path) -> None:
     engine = await AsyncEngine.start(EngineConfig(num_kv_blocks=64))
     try:
         text = engine.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
+            [{"role": "user", "content": "What is the capital of France?"}],
+            add_generation_prompt=True,
         )
         answer = await collect(engine, text, SamplingParams(temperature=0, max_tokens=12), "france")
         assert "Paris" in answer.outputs[0].text
@@ -496,7 +542,9 @@ async def test_the_course_model_answers(tmp_path: pathlib.Path) -> None:
 async def test_control_c_does_not_reach_the_engine(engine: AsyncEngine) -> None:
     for _ in range(3):
         os.kill(engine._client.process.pid, signal.SIGINT)
-    assert (await collect(engine, "still there", SHORT, "still there")).outputs[0].finish_reason == "length"
+    assert (await collect(engine, "still there", SHORT, "still there")).outputs[
+        0
+    ].finish_reason == "length"
 
 
 async def test_a_death_that_was_not_noticed_yet(tiny_model: pathlib.Path) -> None:

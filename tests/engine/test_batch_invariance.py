@@ -1,5 +1,6 @@
-"""A token's value depends on the tokens before it, and not on batch, chunks, neighbours or preemptions: to the last bit of its
-log-probability, in every dtype that the compiled CPU kernels compute."""
+"""A token's value depends on the tokens before it, and not on batch, chunks, neighbours or
+preemptions: to the last bit of its log-probability, in every dtype that the compiled CPU kernels
+compute."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="torch's products depend on the number of rows")
+pytestmark = pytest.mark.skipif(
+    not native.is_available(), reason="torch's products depend on the number of rows"
+)
 
 BLOCK, POOL = 16, 4096
 # Engine options by what happens to requests; the pool is in tokens.
@@ -42,17 +45,26 @@ def prompts() -> list[list[int]]:
 
 def params(index: int) -> SamplingParams:
     """Greedy and seeded requests in turn."""
-    return SamplingParams(temperature=index % 2, seed=index, max_tokens=24, ignore_eos=True, logprobs=2)
+    return SamplingParams(
+        temperature=index % 2, seed=index, max_tokens=24, ignore_eos=True, logprobs=2
+    )
 
 
-def generate(checkpoint: str, dtype: str, batches: list[list[int]], **options: Any) -> tuple[LLM, dict[int, Any]]:
-    """Each prompt's tokens and log-probabilities, by index, of an engine that gets these batches one after the other."""
+def generate(
+    checkpoint: str, dtype: str, batches: list[list[int]], **options: Any
+) -> tuple[LLM, dict[int, Any]]:
+    """Each prompt's tokens and log-probabilities, by index, of an engine that gets these batches
+    one after the other."""
     options = {"max_num_seqs": 8, "max_model_len": 900, "pool": POOL} | options
     num_blocks = options.pop("pool") // BLOCK
-    llm = LLM(checkpoint, dtype=dtype, num_kv_blocks=num_blocks, block_size=BLOCK, trace=True, **options)
+    llm = LLM(
+        checkpoint, dtype=dtype, num_kv_blocks=num_blocks, block_size=BLOCK, trace=True, **options
+    )
     every, values = prompts(), {}
     for batch in batches:
-        outputs = llm.generate([every[i] for i in batch], [params(i) for i in batch], use_tqdm=False)
+        outputs = llm.generate(
+            [every[i] for i in batch], [params(i) for i in batch], use_tqdm=False
+        )
         for index, output in zip(batch, outputs, strict=True):
             completion = output.outputs[0]
             chosen = [
@@ -78,11 +90,15 @@ def alone(request, checkpoint) -> tuple[str, dict[int, Any]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_values_are_those_of_a_request_alone(scenario: str, checkpoint: str, alone: tuple[str, dict[int, Any]]) -> None:
+def test_values_are_those_of_a_request_alone(
+    scenario: str, checkpoint: str, alone: tuple[str, dict[int, Any]]
+) -> None:
     dtype, expected = alone
     every = list(range(len(expected)))
     llm, values = generate(checkpoint, dtype, [every, every[::-1]], **SCENARIOS[scenario])
-    assert {i: tokens for i, (tokens, _) in values.items()} == {i: tokens for i, (tokens, _) in expected.items()}
+    assert {i: tokens for i, (tokens, _) in values.items()} == {
+        i: tokens for i, (tokens, _) in expected.items()
+    }
     assert values == expected
     steps = list(llm.trace or ())
     used = {
@@ -98,11 +114,15 @@ def test_values_are_those_of_a_request_alone(scenario: str, checkpoint: str, alo
 def test_completions_of_one_request_are_those_of_requests_of_their_own(checkpoint: str) -> None:
     prompt = prompts()[3]
     llm = LLM(checkpoint, dtype="bfloat16", max_model_len=900, num_kv_blocks=POOL // BLOCK)
-    several = llm.generate([prompt], SamplingParams(n=3, seed=5, max_tokens=30, ignore_eos=True), use_tqdm=False)[0]
-    greedy = llm.generate([prompt], SamplingParams(n=3, temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)[
-        0
-    ]
+    several = llm.generate(
+        [prompt], SamplingParams(n=3, seed=5, max_tokens=30, ignore_eos=True), use_tqdm=False
+    )[0]
+    greedy = llm.generate(
+        [prompt], SamplingParams(n=3, temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
+    )[0]
     assert len({tuple(completion.token_ids) for completion in greedy.outputs}) == 1
-    again = llm.generate([prompt], SamplingParams(n=3, seed=5, max_tokens=30, ignore_eos=True), use_tqdm=False)[0]
+    again = llm.generate(
+        [prompt], SamplingParams(n=3, seed=5, max_tokens=30, ignore_eos=True), use_tqdm=False
+    )[0]
     assert [c.token_ids for c in again.outputs] == [c.token_ids for c in several.outputs]
     assert len({tuple(completion.token_ids) for completion in several.outputs}) == 3

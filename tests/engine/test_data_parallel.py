@@ -54,7 +54,9 @@ from tests.server_process import ServerProcess, wait_until
 BLOCK = 4
 
 
-def request(name: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None) -> EngineRequest:
+def request(
+    name: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
+) -> EngineRequest:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(name, tokens, params, cache_salt=salt)
 
@@ -77,7 +79,9 @@ def test_a_known_prefix_leads_back() -> None:
     loads[homes[1]] = 1
     assert router.choose(request("x", prompts[1]), loads) == homes[1], "worth a little more load"
     router.forget()
-    assert router.choose(request("x", prompts[1]), loads) != homes[1], "forgotten: the least busy one"
+    assert router.choose(request("x", prompts[1]), loads) != homes[1], (
+        "forgotten: the least busy one"
+    )
 
 
 def test_another_salt_is_another_prompt() -> None:
@@ -92,7 +96,9 @@ def test_another_salt_is_another_prompt() -> None:
 def test_the_last_token_is_never_from_a_cache() -> None:
     router = Router(2, BLOCK, capacity=100)
     assert router.choose(request("x", [1] * BLOCK), [0, 0]) == 0
-    assert router.choose(request("x", [1] * BLOCK), [1, 0]) == 1, "nothing of so short a prompt can be reused"
+    assert router.choose(request("x", [1] * BLOCK), [1, 0]) == 1, (
+        "nothing of so short a prompt can be reused"
+    )
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
@@ -104,7 +110,9 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
     st.integers(0, 6),
     st.lists(st.tuples(prompts, st.lists(st.integers(0, 30), min_size=4, max_size=4)), max_size=40),
 )
-def test_the_router_never_piles_up(num_ranks: int, capacity: int, stream: list[tuple[list[int], list[int]]]) -> None:
+def test_the_router_never_piles_up(
+    num_ranks: int, capacity: int, stream: list[tuple[list[int], list[int]]]
+) -> None:
     router = Router(num_ranks, BLOCK, capacity)
     for tokens, loads in stream:
         loads = loads[:num_ranks]
@@ -118,8 +126,11 @@ def test_the_router_never_piles_up(num_ranks: int, capacity: int, stream: list[t
 
 @settings(max_examples=examples(100))
 @given(st.integers(2, 4), prompts, st.integers(1, 200))
-def test_one_prompt_does_not_drown_one_engine(num_ranks: int, tokens: list[int], count: int) -> None:
-    """All requests share a prefix and none ever ends: the loads stay within the bound, whatever affinity wants."""
+def test_one_prompt_does_not_drown_one_engine(
+    num_ranks: int, tokens: list[int], count: int
+) -> None:
+    """All requests share a prefix and none ever ends: the loads stay within the bound, whatever
+    affinity wants."""
     router, waiting = Router(num_ranks, BLOCK, capacity=50), [0] * num_ranks
     for _ in range(count):
         waiting[router.choose(request("x", tokens), [load_score(n, 0) for n in waiting])] += 1
@@ -127,15 +138,23 @@ def test_one_prompt_does_not_drown_one_engine(num_ranks: int, tokens: list[int],
 
 
 @settings(max_examples=examples(100))
-@given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30)), min_size=1, max_size=60))
-def test_the_longest_prefix_among_the_idle_wins(num_ranks: int, stream: list[tuple[int, int]]) -> None:
-    """While all are equally busy, and nothing has been forgotten, no other engine was sent a longer part of the prompt."""
+@given(
+    st.integers(2, 4),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30)), min_size=1, max_size=60),
+)
+def test_the_longest_prefix_among_the_idle_wins(
+    num_ranks: int, stream: list[tuple[int, int]]
+) -> None:
+    """While all are equally busy, and nothing has been forgotten, no other engine was sent a longer
+    part of the prompt."""
     router = Router(num_ranks, BLOCK, capacity=10_000)
     sent: list[list[list[int]]] = [[] for _ in range(num_ranks)]
 
     def common(a: list[int], b: list[int]) -> int:
         blocks = 0
-        while a[: (blocks + 1) * BLOCK] == b[: (blocks + 1) * BLOCK] and (blocks + 1) * BLOCK < min(len(a), len(b)):
+        while a[: (blocks + 1) * BLOCK] == b[: (blocks + 1) * BLOCK] and (blocks + 1) * BLOCK < min(
+            len(a), len(b)
+        ):
             blocks += 1
         return blocks
 
@@ -197,7 +216,7 @@ def test_executors_that_span_machines_take_no_data_parallelism(backend: Any) -> 
         EngineConfig(data_parallel_size=2, distributed_executor_backend=backend)
 
 
-# ------------------------------------------- coordinator, loops, engines and schedulers; threads for processes, no model
+# ---------------------- coordinator, loops, engines and schedulers; threads for processes, no model
 
 
 class Meeting:
@@ -316,19 +335,32 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def engines(mixtral: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DataParallelCore]]:
+def engines(
+    mixtral: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., DataParallelCore]]:
     """Makes coordinators of engines in threads."""
     made: list[DataParallelCore] = []
 
     def make(size: int = 2, waits_at_launch: bool = True, **options: Any) -> DataParallelCore:
         meeting = Meeting(size)
-        monkeypatch.setattr(engine, "create_executor", lambda *_: LockStepExecutor(meeting, waits_at_launch))
+        monkeypatch.setattr(
+            engine, "create_executor", lambda *_: LockStepExecutor(meeting, waits_at_launch)
+        )
         monkeypatch.setattr(engine_group, "DataRank", ThreadRank)
-        options = {"enable_expert_parallel": True, "max_num_batched_tokens": 16, "max_num_seqs": 4} | options
+        options = {
+            "enable_expert_parallel": True,
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 4,
+        } | options
         config = EngineConfig(
-            str(mixtral), data_parallel_size=size, block_size=BLOCK, max_model_len=64, device="cpu", check_invariants=True,
+            str(mixtral),
+            data_parallel_size=size,
+            block_size=BLOCK,
+            max_model_len=64,
+            device="cpu",
+            check_invariants=True,
             **options,
-        )  # fmt: skip
+        )
         made.append(DataParallelCore(config))
         return made[-1]
 
@@ -383,7 +415,11 @@ def collect(core: DataParallelCore, tokens: dict[str, list[int]]) -> None:
     ids=["two", "three", "ahead", "stages"],
 )
 def test_nobody_waits_for_ever(
-    engines: Callable[..., DataParallelCore], seed: int, size: int, waits_at_launch: bool, options: dict[str, Any]
+    engines: Callable[..., DataParallelCore],
+    seed: int,
+    size: int,
+    waits_at_launch: bool,
+    options: dict[str, Any],
 ) -> None:
     core = engines(size, waits_at_launch, **options)
     drive(core, seed, 40)
@@ -394,7 +430,9 @@ def test_nobody_waits_for_ever(
     assert len({rank.core.waves.ended for rank in core.ranks}) == 1
 
 
-def test_idle_engines_make_dummies_and_nobody_steps_when_all_pause(engines: Callable[..., DataParallelCore]) -> None:
+def test_idle_engines_make_dummies_and_nobody_steps_when_all_pause(
+    engines: Callable[..., DataParallelCore],
+) -> None:
     core = engines(3)
     core.add_request(request("alone", [1, 2, 3], 6))
     tokens: dict[str, list[int]] = {"alone": []}
@@ -409,7 +447,8 @@ def test_idle_engines_make_dummies_and_nobody_steps_when_all_pause(engines: Call
 
 
 def test_penalties_wait_with_a_dummy(engines: Callable[..., DataParallelCore]) -> None:
-    """An engine that cannot plan ahead, for the sake of one request, must not fall behind the others."""
+    """An engine that cannot plan ahead, for the sake of one request, must not fall behind the
+    others."""
     core = engines(2, False, async_scheduling=True)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, repetition_penalty=1.3)
     core.add_request(EngineRequest("penalized", [1, 2, 3], params))
@@ -444,7 +483,9 @@ def test_without_a_dummy_somebody_waits_for_ever(engines: Callable[..., DataPara
             core.step()
 
 
-def test_engines_without_common_experts_never_wait(engines: Callable[..., DataParallelCore]) -> None:
+def test_engines_without_common_experts_never_wait(
+    engines: Callable[..., DataParallelCore],
+) -> None:
     core = engines(2, enable_expert_parallel=False)
     assert core.waves is None
     for rank in core.ranks:  # nobody has to come to anybody's steps
@@ -474,10 +515,17 @@ def test_load_and_counters_are_summed(engines: Callable[..., DataParallelCore]) 
 
 PROMPTS = [[1] + [(7 * i * j + 3 * j) % 300 + 3 for j in range(5 + 3 * i)] for i in range(8)]
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "attention_backend": "torch", "device": "cpu", "block_size": BLOCK, "max_model_len": 64,
+    "dtype": "float32",
+    "attention_backend": "torch",
+    "device": "cpu",
+    "block_size": BLOCK,
+    "max_model_len": 64,
     # So little that prompts come in chunks and requests lose their blocks.
-    "num_kv_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 8, "check_invariants": True,
-}  # fmt: skip
+    "num_kv_blocks": 24,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 8,
+    "check_invariants": True,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -515,7 +563,9 @@ def check_tokens(llm: LLM, folder: pathlib.Path) -> None:
         assert ours == greedy_choices(str(folder), PROMPTS, ours, 20)
 
 
-def test_dense_engines(llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_dense_engines(
+    llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     path = tmp_path / "run.jsonl"
     two = llm(tiny_model, data_parallel_size=2, trace=str(path))
     check_tokens(two, tiny_model)
@@ -523,11 +573,17 @@ def test_dense_engines(llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_pa
     each = [rank.stats for rank in core.ranks]
     assert all(stats.num_preemptions and stats.num_hit_tokens for stats in each)
     assert core.stats.num_waves == 0 and core.waves is None
-    sampled = [output.token_ids for output in two.generate(
-        PROMPTS[0], SamplingParams(n=3, temperature=1, seed=5, max_tokens=6), use_tqdm=False)[0].outputs]  # fmt: skip
+    sampled = [
+        output.token_ids
+        for output in two.generate(
+            PROMPTS[0], SamplingParams(n=3, temperature=1, seed=5, max_tokens=6), use_tqdm=False
+        )[0].outputs
+    ]
     core.close()
     one = llm(tiny_model)
-    same = one.generate(PROMPTS[0], SamplingParams(n=3, temperature=1, seed=5, max_tokens=6), use_tqdm=False)
+    same = one.generate(
+        PROMPTS[0], SamplingParams(n=3, temperature=1, seed=5, max_tokens=6), use_tqdm=False
+    )
     assert sampled == [output.token_ids for output in same[0].outputs]
     traces = [Trace.load(trace_path(str(path), rank)) for rank in range(2)]
     assert [trace.settings["data_rank"] for trace in traces] == [0, 1]
@@ -538,13 +594,23 @@ def test_dense_engines(llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_pa
 
 GRIDS = [
     pytest.param({"data_parallel_size": 2}, id="dp2"),
-    pytest.param({"data_parallel_size": 2, "tensor_parallel_size": 2}, id="dp2-tp2", marks=pytest.mark.nightly),
-    pytest.param({"data_parallel_size": 2, "pipeline_parallel_size": 2}, id="dp2-pp2", marks=pytest.mark.nightly),
+    pytest.param(
+        {"data_parallel_size": 2, "tensor_parallel_size": 2},
+        id="dp2-tp2",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+        id="dp2-pp2",
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_experts_of_all_engines(llm: Callable[..., LLM], mixtral: pathlib.Path, grid: dict[str, int]) -> None:
+def test_experts_of_all_engines(
+    llm: Callable[..., LLM], mixtral: pathlib.Path, grid: dict[str, int]
+) -> None:
     many = llm(mixtral, enable_expert_parallel=True, **grid)
     check_tokens(many, mixtral)
     core = coordinator(many)
@@ -566,7 +632,9 @@ def test_wake_up_races_and_stale_orders(llm: Callable[..., LLM], mixtral: pathli
         length = chance.choice((1, 1, 3))
         assert greedy(many, [PROMPTS[which]], length) == [expected[which][:length]]
         if i % 10 == 0 and core.waves is not None:
-            core.ranks[i // 10 % 2].send(Command(order="start_wave", wave=max(0, core.waves.ended - 1)))
+            core.ranks[i // 10 % 2].send(
+                Command(order="start_wave", wave=max(0, core.waves.ended - 1))
+            )
         time.sleep(chance.choice((0, 0, 0.001, 0.004, 0.02)))
     core._listen_until(core._all_pause, 10)
     assert core.waves is not None and core.waves.ended > 10
@@ -582,11 +650,15 @@ def test_all_load_on_one_engine(llm: Callable[..., LLM], mixtral: pathlib.Path) 
     assert core.ranks[1].stats.num_preemptions > 0
 
 
-def test_aborted_requests_free_their_engine(llm: Callable[..., LLM], tiny_model: pathlib.Path) -> None:
+def test_aborted_requests_free_their_engine(
+    llm: Callable[..., LLM], tiny_model: pathlib.Path
+) -> None:
     two = llm(tiny_model, data_parallel_size=2)
     for i in range(4):
         two.engine.add_request(
-            f"r{i}", {"prompt_token_ids": PROMPTS[i]}, SamplingParams(max_tokens=40, ignore_eos=True)
+            f"r{i}",
+            {"prompt_token_ids": PROMPTS[i]},
+            SamplingParams(max_tokens=40, ignore_eos=True),
         )
     two.engine.step()
     for i in range(4):
@@ -620,9 +692,15 @@ def test_the_trace_of_the_first_engine(llm: Callable[..., LLM], tiny_model: path
         pytest.param(signal.SIGKILL, False, "was killed by SIGKILL", id="dies apart"),
         pytest.param(signal.SIGSTOP, True, "hangs: nothing was heard", id="is silent in lock-step"),
         pytest.param(
-            signal.SIGSTOP, False, "hangs: nothing was heard", id="is silent apart", marks=pytest.mark.nightly
+            signal.SIGSTOP,
+            False,
+            "hangs: nothing was heard",
+            id="is silent apart",
+            marks=pytest.mark.nightly,
         ),
-        pytest.param("1 launch hang", True, ".*tests/rank_faults.py:.* in strike", id="hangs in lock-step"),
+        pytest.param(
+            "1 launch hang", True, ".*tests/rank_faults.py:.* in strike", id="hangs in lock-step"
+        ),
     ],
 )
 def test_an_engine_that_dies_or_hangs(
@@ -640,13 +718,17 @@ def test_an_engine_that_dies_or_hangs(
     core = coordinator(many)
     for i in range(4):
         many.engine.add_request(
-            f"r{i}", {"prompt_token_ids": PROMPTS[i]}, SamplingParams(max_tokens=50, ignore_eos=True)
+            f"r{i}",
+            {"prompt_token_ids": PROMPTS[i]},
+            SamplingParams(max_tokens=50, ignore_eos=True),
         )
     many.engine.step()
     if isinstance(fault, signal.Signals):
         os.kill(core.ranks[1].process.pid, fault)
     start = time.monotonic()
-    with pytest.raises(ExecutorError, match=f"data rank 1, process {core.ranks[1].process.pid}, {how}"):
+    with pytest.raises(
+        ExecutorError, match=f"data rank 1, process {core.ranks[1].process.pid}, {how}"
+    ):
         while many.engine.has_unfinished or fault == signal.SIGKILL:
             many.engine.step()
         while time.monotonic() < start + 15:  # the requests ended before anybody noticed
@@ -664,7 +746,10 @@ def test_an_engine_that_leaves_the_others_waiting(
     monkeypatch.setenv("RANK_FAULT", "1 wave skip")
     monkeypatch.setattr(DataRank, "program", rank_faults.DATA_RANK)
     many = llm(mixtral, enable_expert_parallel=True, data_parallel_size=2)
-    words = r"data rank 1, process \d+, hangs: for 4 seconds it has been idle while data rank 0, process \d+, waits for it in all_"
+    words = (
+        r"data rank 1, process \d+, hangs: for 4 seconds it has been idle while data rank 0,"
+        r" process \d+, waits for it in all_"
+    )
     start = time.monotonic()
     with pytest.raises(ExecutorError, match=words):
         greedy(many, PROMPTS[:2], 5)
@@ -682,17 +767,23 @@ def test_engines_that_cannot_start(llm: Callable[..., LLM], tiny_model: pathlib.
 def test_http(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """The whole way: command line, front end, coordinator, two engines; and one of them dies."""
     prompt = PROMPTS[2]
-    with ServerProcess(tiny_model, tmp_path, "-dp", "2", "--device", "cpu", "--num-kv-blocks", "64") as server:
+    with ServerProcess(
+        tiny_model, tmp_path, "-dp", "2", "--device", "cpu", "--num-kv-blocks", "64"
+    ) as server:
         for _ in range(3):
             answer = server.complete(prompt=prompt, max_tokens=8, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 8
         expected = reference_tokens(str(tiny_model), prompt, 8)
         # The prompt's last token begins a character, which the first generated one may continue.
         whole = server.post("/detokenize", {"tokens": prompt[-1:] + expected}).json()["prompt"]
-        text = whole if continues_prompt(Tokenizer(make_tokenizer()), prompt, expected) else whole[1:]
+        text = (
+            whole if continues_prompt(Tokenizer(make_tokenizer()), prompt, expected) else whole[1:]
+        )
         assert answer["choices"][0]["text"] == text
         wait_until(server.is_idle)
-        ranks = [p for p in children(server.engine) if "nanovllm.engine.client" in " ".join(p.cmdline())]
+        ranks = [
+            p for p in children(server.engine) if "nanovllm.engine.client" in " ".join(p.cmdline())
+        ]
         assert len(ranks) == 2
         failures: list[Any] = []
 
@@ -712,6 +803,11 @@ def test_http(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
             asker.join(20)
         assert time.monotonic() - start < 15
         assert len(failures) == 4 and all(r.status_code >= 500 for r in failures)
-        assert all(f"data rank 1, process {ranks[1].pid}, was killed by SIGKILL" in r.text for r in failures)
+        assert all(
+            f"data rank 1, process {ranks[1].pid}, was killed by SIGKILL" in r.text
+            for r in failures
+        )
         assert server.get("/health").status_code == 503
-        wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks))
+        wait_until(
+            lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
+        )

@@ -41,7 +41,12 @@ def llm(checkpoint: str) -> LLM:
 
 
 def engine(checkpoint: str, **options: Any) -> LLM:
-    defaults = {"dtype": "float32", "max_model_len": 128, "num_kv_blocks": 64, "attention_backend": "torch"}
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "num_kv_blocks": 64,
+        "attention_backend": "torch",
+    }
     return LLM(checkpoint, **(defaults | {"check_invariants": True, "trace": True} | options))
 
 
@@ -115,7 +120,10 @@ def test_token_ids_in_parameters_are_checked(llm: LLM, changes: dict[str, Any]) 
 
 
 def test_lists_of_different_lengths_are_refused(llm: LLM) -> None:
-    for options in ({"sampling_params": [GREEDY]}, {"sampling_params": GREEDY, "priority": [1, 2, 3]}):
+    for options in (
+        {"sampling_params": [GREEDY]},
+        {"sampling_params": GREEDY, "priority": [1, 2, 3]},
+    ):
         with pytest.raises(ValueError, match="one for all or one per prompt"):
             llm.generate(["a", "b"], use_tqdm=False, **options)
     assert_nothing_left(llm)
@@ -136,12 +144,16 @@ def test_chat_hands_variables_to_the_template(llm: LLM) -> None:
     options: dict[str, Any] = {"chat_template": "{{ mood }}!", "use_tqdm": False}
     (answer,) = llm.chat(chat, GREEDY, chat_template_kwargs={"mood": "glad"}, **options)
     assert answer.prompt_token_ids == llm.get_tokenizer().encode("glad!")
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'add_generation_prompt'"):
+    with pytest.raises(
+        TypeError, match="multiple values for keyword argument 'add_generation_prompt'"
+    ):
         llm.chat(chat, GREEDY, chat_template_kwargs={"add_generation_prompt": False}, **options)
     assert_nothing_left(llm)
 
 
-def test_the_revision_is_that_of_the_model(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_revision_is_that_of_the_model(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def resolve(name: str, revision: str | None = None) -> pathlib.Path:
@@ -157,7 +169,10 @@ def test_the_revision_is_that_of_the_model(checkpoint: str, monkeypatch: pytest.
 
 def test_cache_salt_isolates(checkpoint: str) -> None:
     llm = engine(checkpoint)
-    salted = [{"prompt_token_ids": prompt(50), "cache_salt": salt} for salt in (None, "one", "two", "one", "two", None)]
+    salted = [
+        {"prompt_token_ids": prompt(50), "cache_salt": salt}
+        for salt in (None, "one", "two", "one", "two", None)
+    ]
     outputs = [ask(llm, p)[0] for p in salted]
     assert [o.num_cached_tokens for o in outputs] == [0, 0, 0, 48, 48, 48]
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
@@ -166,11 +181,16 @@ def test_cache_salt_isolates(checkpoint: str) -> None:
 
 
 def test_priority_decides_who_runs_first(checkpoint: str) -> None:
-    for policy, levels, order in (("priority", [1, 1, -1], [2, 0, 1]), ("fcfs", [0, 0, 0], [0, 1, 2])):
+    for policy, levels, order in (
+        ("priority", [1, 1, -1], [2, 0, 1]),
+        ("fcfs", [0, 0, 0], [0, 1, 2]),
+    ):
         llm = engine(checkpoint, scheduling_policy=policy, max_num_seqs=1)
         ask(llm, [prompt(5, i) for i in range(3)], priority=levels)
         assert [int(request_id) for step in llm.trace for request_id in step.admitted] == order
-    with pytest.raises(ValueError, match="priority must be 0 without --scheduling-policy priority, got -1"):
+    with pytest.raises(
+        ValueError, match="priority must be 0 without --scheduling-policy priority, got -1"
+    ):
         ask(llm, [prompt(5, i) for i in range(3)], priority=[0, -1, 0])
     assert_nothing_left(llm)
 
@@ -208,14 +228,26 @@ def test_requests_without_a_seed_differ_and_a_run_repeats(checkpoint: str) -> No
 
 def test_largest_and_smallest_seeds(llm: LLM) -> None:
     for seed in (2**63 - 1, -(2**63), 0, -1):
-        outputs = ask(llm, prompt(4), SamplingParams(n=3, seed=seed, max_tokens=6, ignore_eos=True, temperature=2.0))
+        outputs = ask(
+            llm,
+            prompt(4),
+            SamplingParams(n=3, seed=seed, max_tokens=6, ignore_eos=True, temperature=2.0),
+        )
         assert len({tuple(c.token_ids) for c in outputs[0].outputs}) == 3
 
 
 def test_default_parameters_come_from_the_checkpoint(tmp_path: pathlib.Path) -> None:
     folder = make_checkpoint(tmp_path)
     (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2, 9], "temperature": 0.25, "top_k": 7, "do_sample": True, "max_length": 20})
+        json.dumps(
+            {
+                "eos_token_id": [2, 9],
+                "temperature": 0.25,
+                "top_k": 7,
+                "do_sample": True,
+                "max_length": 20,
+            }
+        )
     )
     llm = engine(str(folder))
     params = llm.get_default_sampling_params()
@@ -224,18 +256,31 @@ def test_default_parameters_come_from_the_checkpoint(tmp_path: pathlib.Path) -> 
     assert len(ask(llm, prompt(5), None)[0].outputs[0].token_ids) <= 16
     own = engine(str(folder), generation_config="vllm")
     assert own.get_default_sampling_params() == SamplingParams()
-    assert own.engine.core.limits.eos_token_ids == [2, 9], "the ends of a text are no sampling parameters"
+    assert own.engine.core.limits.eos_token_ids == [2, 9], (
+        "the ends of a text are no sampling parameters"
+    )
 
 
 def test_names_that_do_not_exist_are_answered_with_similar_ones(checkpoint: str) -> None:
     wrong: list[tuple[Callable[..., object], str, str]] = [
-        (LLM, "temprature", r"LLM\(\) has no argument 'temprature'; did you mean SamplingParams\(temperature=...\)\?"),
+        (
+            LLM,
+            "temprature",
+            (
+                r"LLM\(\) has no argument 'temprature'; did you mean"
+                r" SamplingParams\(temperature=...\)\?"
+            ),
+        ),
         (LLM, "top_p", r"did you mean SamplingParams\(top_p=...\)\?"),
         (LLM, "max_model_length", r"did you mean max_model_len\?"),
         (LLM, "kvcache_block_size", r"did you mean block_size\?"),
         (LLM, "num_kvcache_blocks", r"did you mean num_kv_blocks\?"),
         (LLM, "xyzzy", r"LLM\(\) has no argument 'xyzzy'$"),
-        (SamplingParams, "temprature", r"SamplingParams\(\) has no argument 'temprature'; did you mean temperature\?"),
+        (
+            SamplingParams,
+            "temprature",
+            r"SamplingParams\(\) has no argument 'temprature'; did you mean temperature\?",
+        ),
         (EngineConfig, "blocksize", r"did you mean block_size\?"),
     ]
     for create, name, message in wrong:
@@ -271,7 +316,11 @@ def test_stop_token_ids(llm: LLM, long_text: list[int]) -> None:
     at = late_token(long_text)
     params = GREEDY.clone(max_tokens=40, stop_token_ids=[long_text[at]])
     out = ask(llm, prompt(20), params)[0].outputs[0]
-    assert (out.token_ids, out.finish_reason, out.stop_reason) == (long_text[: at + 1], "stop", long_text[at])
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (
+        long_text[: at + 1],
+        "stop",
+        long_text[at],
+    )
     tokenizer = llm.get_tokenizer()
     assert out.text == tokenizer.decode(long_text[:at], skip_special_tokens=False)
     kept = ask(llm, prompt(20), params.clone(include_stop_str_in_output=True))[0].outputs[0]
@@ -293,7 +342,11 @@ def test_eos_and_ignore_eos(tmp_path: pathlib.Path, long_text: list[int]) -> Non
     llm = engine(str(folder))
     params = GREEDY.clone(max_tokens=40, ignore_eos=False)
     out = ask(llm, prompt(20), params)[0].outputs[0]
-    assert (out.token_ids, out.finish_reason, out.stop_reason) == (long_text[: at + 1], "stop", None)
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (
+        long_text[: at + 1],
+        "stop",
+        None,
+    )
     assert out.token_ids == reference_tokens(str(folder), prompt(20), 40, (2, long_text[at]))
     assert ask(llm, prompt(20), params.clone(ignore_eos=True))[0].outputs[0].token_ids == long_text
 
@@ -307,7 +360,9 @@ def test_stop_string_is_noticed_on_the_last_allowed_token(llm: LLM) -> None:
 
 def test_what_was_held_back_comes_when_the_length_runs_out(llm: LLM) -> None:
     text = ask(llm, prompt(20), GREEDY.clone(max_tokens=12))[0].outputs[0].text
-    out = ask(llm, prompt(20), GREEDY.clone(max_tokens=12, stop=[text[-2:] + "never"]))[0].outputs[0]
+    out = ask(llm, prompt(20), GREEDY.clone(max_tokens=12, stop=[text[-2:] + "never"]))[0].outputs[
+        0
+    ]
     assert (out.text, out.finish_reason) == (text, "length")
 
 
@@ -348,11 +403,17 @@ def test_logprobs_of_prompt_and_output(checkpoint: str, options: dict[str, Any])
             assert len(completion.logprobs) == len(completion.token_ids) == 30
             want = true_logprobs(checkpoint, ids + completion.token_ids)
             told = output.prompt_logprobs[1:] + completion.logprobs
-            for row, token, position in zip(want, ids[1:] + completion.token_ids, told, strict=True):
+            for row, token, position in zip(
+                want, ids[1:] + completion.token_ids, told, strict=True
+            ):
                 assert next(iter(position)) == token
                 assert 2 <= len(position) <= 4
-                assert max(abs(row[t].item() - entry.logprob) for t, entry in position.items()) < 1e-3
-            total = sum(p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids, strict=True))
+                assert (
+                    max(abs(row[t].item() - entry.logprob) for t, entry in position.items()) < 1e-3
+                )
+            total = sum(
+                p[t].logprob for p, t in zip(completion.logprobs, completion.token_ids, strict=True)
+            )
             assert completion.cumulative_logprob == pytest.approx(total)
 
 
@@ -361,7 +422,10 @@ def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
     assert output.prompt_logprobs is None
     assert output.outputs[0].logprobs is None and output.outputs[0].cumulative_logprob is None
     zero = ask(llm, prompt(5), GREEDY.clone(logprobs=0))[0].outputs[0]
-    assert all(list(position) == [token] for position, token in zip(zero.logprobs, zero.token_ids, strict=True))
+    assert all(
+        list(position) == [token]
+        for position, token in zip(zero.logprobs, zero.token_ids, strict=True)
+    )
 
 
 # ---------------------------------------------------------------- one step at a time
@@ -406,7 +470,11 @@ def test_output_processor_passes_over_what_is_gone(llm: LLM) -> None:
     text, requests = llm.engine.input_processor.process("r", "hello", GREEDY)
     processor.add("r", text, requests)
     assert processor.owner("r") == "r"
-    assert processor.remove("r") == ["r"] and processor.remove("r") == [] and processor.owner("r") is None
+    assert (
+        processor.remove("r") == ["r"]
+        and processor.remove("r") == []
+        and processor.owner("r") is None
+    )
 
 
 # ---------------------------------------------------------------- aborts and errors
@@ -415,7 +483,12 @@ STATES = {
     "waiting": {"max_num_seqs": 1},
     "mid-prefill": {"long_prefill_token_threshold": 8},
     "running": {},
-    "swapped": {"num_kv_blocks": 7, "max_model_len": 112, "preemption_mode": "swap", "swap_space": 0.01},
+    "swapped": {
+        "num_kv_blocks": 7,
+        "max_model_len": 112,
+        "preemption_mode": "swap",
+        "swap_space": 0.01,
+    },
     "preempted": {"num_kv_blocks": 7, "max_model_len": 112},
 }
 
@@ -441,7 +514,9 @@ def test_abort_in_every_state(checkpoint: str, state: str, n: int) -> None:
 
     tokens: list[int] = []
     while not reached():
-        tokens += [t for o in llm.engine.step() if o.request_id == "stays" for t in o.outputs[0].token_ids]
+        tokens += [
+            t for o in llm.engine.step() if o.request_id == "stays" for t in o.outputs[0].token_ids
+        ]
     llm.engine.abort_request("goes")
     llm.engine.abort_request("goes")  # a second time does nothing
     assert list(scheduler.requests) == ["stays"]
@@ -455,8 +530,12 @@ def test_abort_in_every_state(checkpoint: str, state: str, n: int) -> None:
             tokens += output.outputs[0].token_ids
     assert tokens == reference_tokens(checkpoint, prompt(30), 40)
     assert_nothing_left(llm)
-    ends = {request_id: reason for step in llm.trace for request_id, reason in step.finished.items()}
-    assert ends["stays"] == "length" and [r for i, r in ends.items() if i != "stays"] == ["abort"] * n
+    ends = {
+        request_id: reason for step in llm.trace for request_id, reason in step.finished.items()
+    }
+    assert (
+        ends["stays"] == "length" and [r for i, r in ends.items() if i != "stays"] == ["abort"] * n
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -465,7 +544,8 @@ def test_abort_in_every_state(checkpoint: str, state: str, n: int) -> None:
 def test_a_step_that_breaks_off_leaves_a_sound_engine(
     checkpoint: str, error: type[BaseException], where: str, overlap: bool
 ) -> None:
-    """What the step was to write is never found in the prefix cache, and the runner has forgotten everybody."""
+    """What the step was to write is never found in the prefix cache, and the runner has forgotten
+    everybody."""
     llm = engine(checkpoint, async_scheduling=overlap)
     runner, calls = llm.engine.core.runner, []
     launch = runner.launch
@@ -502,7 +582,12 @@ def test_stats_count(checkpoint: str) -> None:
         llm.engine.add_request(str(i), prompt(20, i), GREEDY)
     llm.engine.step()
     stats = llm.engine.core.stats
-    assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_steps) == (2, 1, 0, 1)
+    assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_steps) == (
+        2,
+        1,
+        0,
+        1,
+    )
     assert stats.kv_cache_usage == 4 / 64 and stats.num_queried_tokens == 40
     for i in range(3):
         llm.engine.abort_request(str(i))
@@ -518,7 +603,9 @@ def lively(checkpoint: str) -> Trace:
     """Preemption by swap, prefix hits, a stop string."""
     llm = engine(checkpoint, num_kv_blocks=9, preemption_mode="swap", swap_space=0.01)
     ask(llm, [prompt(30, i % 3) for i in range(5)], GREEDY.clone(max_tokens=40))
-    assert any(s.swap_out for s in llm.trace) and any(s.admitted and max(s.admitted.values()) for s in llm.trace)
+    assert any(s.swap_out for s in llm.trace) and any(
+        s.admitted and max(s.admitted.values()) for s in llm.trace
+    )
     return llm.trace
 
 
@@ -533,7 +620,9 @@ def test_trace_file_is_written_step_by_step(checkpoint: str, tmp_path: pathlib.P
     path = tmp_path / "run.jsonl"
     llm = engine(checkpoint, trace=str(path))
     ask(llm, prompt(20))
-    assert len(Trace.load(path)) == 8 and len(llm.trace) == 0, "what goes to a file is not kept in memory"
+    assert len(Trace.load(path)) == 8 and len(llm.trace) == 0, (
+        "what goes to a file is not kept in memory"
+    )
     llm.engine.core.close()
     empty = tmp_path / "empty.jsonl"
     Trace(empty, {"block_size": 4}).close()
@@ -547,14 +636,17 @@ def test_a_trace_may_be_any_path(checkpoint: str, tmp_path: pathlib.Path) -> Non
 
 
 def test_ends_after_the_last_step_are_in_the_trace(checkpoint: str, tmp_path: pathlib.Path) -> None:
-    """A stop string and an abort are noticed after a step, and no other step may ever come to tell of them."""
+    """A stop string and an abort are noticed after a step, and no other step may ever come to tell
+    of them."""
     path = tmp_path / "run.jsonl"
     llm = engine(checkpoint, trace=path)
     (answer,) = engine(checkpoint).generate(prompt(20), GREEDY, use_tqdm=False)
     ask(llm, [prompt(20)] * 2, GREEDY.clone(stop=answer.outputs[0].text[2]))
     *steps, end = Trace.load(path).steps
     assert end.finished == {"0": "stop", "1": "stop"} and not any(step.finished for step in steps)
-    assert (end.requests, end.duration, end.step) == ([], 0.0, len(steps)) and end.start > steps[-1].start
+    assert (end.requests, end.duration, end.step) == ([], 0.0, len(steps)) and end.start > steps[
+        -1
+    ].start
     assert (end.running, end.num_free_blocks) == ([], 64)
     llm.engine.add_request("never seen", prompt(20), GREEDY)
     llm.engine.abort_request("never seen")
@@ -568,7 +660,9 @@ def test_ends_after_the_last_step_are_in_the_trace(checkpoint: str, tmp_path: pa
     assert sum(e["name"].startswith("step ") for e in events) == llm.engine.core.num_steps
 
 
-def test_closing_writes_the_ends_of_a_step_that_broke_off(checkpoint: str, tmp_path: pathlib.Path) -> None:
+def test_closing_writes_the_ends_of_a_step_that_broke_off(
+    checkpoint: str, tmp_path: pathlib.Path
+) -> None:
     llm = engine(checkpoint, trace=tmp_path / "run.jsonl")
 
     def breaks(plan: Any) -> Any:
@@ -584,7 +678,15 @@ def test_closing_writes_the_ends_of_a_step_that_broke_off(checkpoint: str, tmp_p
 
 def test_a_file_that_is_no_trace(lively: Trace, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "file"
-    foreign = [b"", b"{}\n", b"[1]\n", b"7\n", b'"nanovllm_trace"\n', b"\xff\xfe\x00", b"step,start\n0,1\n"]
+    foreign = [
+        b"",
+        b"{}\n",
+        b"[1]\n",
+        b"7\n",
+        b'"nanovllm_trace"\n',
+        b"\xff\xfe\x00",
+        b"step,start\n0,1\n",
+    ]
     for content in foreign:
         path.write_bytes(content)
         with pytest.raises(TraceError, match="not a nanovllm trace"):
@@ -622,7 +724,11 @@ def test_perfetto_export(lively: Trace, tmp_path: pathlib.Path) -> None:
 # ---------------------------------------------------------------- settings
 
 BAD_SETTINGS = [
-    *[(name, value) for name in ("block_size", "max_num_seqs") for value in (0, -1, 1.5, True, "8", None)],
+    *[
+        (name, value)
+        for name in ("block_size", "max_num_seqs")
+        for value in (0, -1, 1.5, True, "8", None)
+    ],
     *[
         (name, value)
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks")
@@ -633,7 +739,10 @@ BAD_SETTINGS = [
     *[("gpu_memory_utilization", value) for value in (0, -0.1, 1.01, float("nan"), "0.9", True)],
     *[("max_step_ms", value) for value in (-1, -0.5, float("nan"), float("inf"), "200", True)],
     *[("swap_space", value) for value in (-1, float("nan"), float("inf"), "4", None)],
-    *[("kv_cache_memory", value) for value in ("", "4 GX", "-1GB", "0", "nan", "inf", "much", True)],
+    *[
+        ("kv_cache_memory", value)
+        for value in ("", "4 GX", "-1GB", "0", "nan", "inf", "much", True)
+    ],
     *[("seed", value) for value in (None, 1.0, "0", True)],
     *[
         (name, value)
@@ -670,14 +779,27 @@ def test_settings_that_contradict_each_other() -> None:
         (
             {"max_model_len": 200},
             12,
-            "200 tokens needs 13 KV blocks, and the pool has 12 .192 tokens.: raise kv_cache_memory",
+            (
+                "200 tokens needs 13 KV blocks, and the pool has 12 .192 tokens.: raise "
+                "kv_cache_memory"
+            ),
         ),
-        ({"max_model_len": 200, "num_kv_blocks": 12}, 12, "raise num_kv_blocks, or lower max_model_len to 192"),
-        ({}, 1, "one request of 17 tokens needs 2 KV blocks"),  # a prompt of one token, and 16 by default
+        (
+            {"max_model_len": 200, "num_kv_blocks": 12},
+            12,
+            "raise num_kv_blocks, or lower max_model_len to 192",
+        ),
+        (
+            {},
+            1,
+            "one request of 17 tokens needs 2 KV blocks",
+        ),  # a prompt of one token, and 16 by default
         ({"block_size": 4}, 4, "needs 5 KV blocks"),
     ],
 )
-def test_a_pool_too_small_for_one_request_is_refused(options: dict[str, Any], blocks: int, message: str) -> None:
+def test_a_pool_too_small_for_one_request_is_refused(
+    options: dict[str, Any], blocks: int, message: str
+) -> None:
     config = EngineConfig(**options)
     with pytest.raises(ValueError, match=message):
         config.check_limits(256, blocks)
@@ -706,7 +828,15 @@ def test_other_names_of_dtypes(name: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("8192", 8192), ("8k", 8000), ("8K", 8192), (" 25.6k ", 25600), ("1.001k", 1001), ("1m", 10**6), ("2M", 2**21)],
+    [
+        ("8192", 8192),
+        ("8k", 8000),
+        ("8K", 8192),
+        (" 25.6k ", 25600),
+        ("1.001k", 1001),
+        ("1m", 10**6),
+        ("2M", 2**21),
+    ],
 )
 def test_token_count(text: str, expected: int) -> None:
     assert token_count(text) == expected
@@ -798,7 +928,10 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 # What makes sense only together with others.
-COMPANIONS = {"enable_eplb": ["enable_expert_parallel"], "eplb_config": ["enable_expert_parallel", "enable_eplb"]}
+COMPANIONS = {
+    "enable_eplb": ["enable_expert_parallel"],
+    "eplb_config": ["enable_expert_parallel", "enable_eplb"],
+}
 
 
 @pytest.mark.parametrize("field", EngineConfig.flags(), ids=lambda field: field.name)

@@ -1,4 +1,5 @@
-"""The process of an engine is not taken for dead while it computes for long, or while a debugger holds it."""
+"""The process of an engine is not taken for dead while it computes for long, or while a debugger
+holds it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ for thread in threads:
 """
 
 
-PROGRAM = "from nanovllm.engine import client; from tests.engine.test_engine_watch import {0}; client.run_engine = {0}; client.main()"
+PROGRAM = (
+    "from nanovllm.engine import client; from tests.engine.test_engine_watch import {0}; "
+    "client.run_engine = {0}; client.main()"
+)
 
 
 def compute_for_long(*arguments: Any) -> None:
@@ -76,7 +80,9 @@ def test_a_step_of_an_engine_may_compute_for_any_time(monkeypatch: pytest.Monkey
         client.close()
 
 
-def test_an_engine_that_a_debugger_holds_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
     client = started(monkeypatch, rest_until_told)
     born = client.heard
@@ -84,7 +90,9 @@ def test_an_engine_that_a_debugger_holds_goes_on_afterwards(monkeypatch: pytest.
         wait_until(lambda: client.trouble() or client.heard > born)  # its heart beats
         client.expect_heartbeats()
         command = [sys.executable, "-c", DEBUGGER, str(client.pid)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as debugger:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as debugger:
             assert debugger.stdout is not None
             if debugger.stdout.readline() != "held\n":
                 pytest.skip("a process may not trace another one here")

@@ -1,4 +1,5 @@
-"""No single request may stop the server's event loop: while one costs seconds, /health and all streams wait for it."""
+"""No single request may stop the server's event loop: while one costs seconds, /health and all
+streams wait for it."""
 
 from __future__ import annotations
 
@@ -40,16 +41,21 @@ from tests.server_process import ServerProcess, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON_TYPE = {"Content-Type": "application/json"}
-SMALL = {CHAT: b'"messages": [{"role": "user", "content": "hello"}], ', COMPLETIONS: b'"prompt": "a", '}
+SMALL = {
+    CHAT: b'"messages": [{"role": "user", "content": "hello"}], ',
+    COMPLETIONS: b'"prompt": "a", ',
+}
 LISTS = b"[" + b"[]," * 3_000_000 + b"[]]"
 LISTS_OF_ONE = b"[" + b"[1]," * 2_300_000 + b"[1]]"
 ENTRIES = b"{" + b",".join(b'"%d":"x"' % i for i in range(700_000)) + b"}"
 MESSAGES = b"[" + b",".join([b'{"role":"user","content":"hello"}'] * 250_000) + b"]"
 BIG_NUMBERS = b"[" + b",".join([b"9" * 4000] * 2300) + b"]"
 
-# Of processor time, that /health may have to wait: to receive 10 MB and to count what is in them takes a tenth.
+# Of processor time, that /health may have to wait: to receive 10 MB and to count what is in them
+# takes a tenth.
 MOST_SECONDS = 0.5
-# Where it goes, the field, and what is in it. With a parser that takes all of it, each stops the loop for 0.5 to 10 seconds.
+# Where it goes, the field, and what is in it. With a parser that takes all of it, each stops the
+# loop for 0.5 to 10 seconds.
 ATTACKS = [
     (COMPLETIONS, "prompt", LISTS),
     (COMPLETIONS, "prompt", LISTS_OF_ONE),
@@ -66,15 +72,18 @@ ATTACKS = [
 
 
 class Watch:
-    """Asks for /health again and again while a stream runs, and notes the most processor time that the server spent before it
-    answered. Unlike the time that passed, it does not depend on what else the machine does."""
+    """Asks for /health again and again while a stream runs, and notes the most processor time that
+    the server spent before it answered. Unlike the time that passed, it does not depend on what
+    else the machine does."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.url, self._process = server.url, psutil.Process(server.process.pid)
         self.longest_wait, self.num_lines = 0.0, 0
         self.errors: list[Exception] = []
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._repeat, args=(w,)) for w in (self._ask, self._read)]
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(w,)) for w in (self._ask, self._read)
+        ]
 
     def __enter__(self) -> Watch:
         for thread in self._threads:
@@ -116,7 +125,9 @@ class Watch:
                     return
 
 
-@pytest.mark.parametrize(("path", "field", "content"), ATTACKS, ids=[f"{p} {f}" for p, f, _ in ATTACKS])
+@pytest.mark.parametrize(
+    ("path", "field", "content"), ATTACKS, ids=[f"{p} {f}" for p, f, _ in ATTACKS]
+)
 def test_bodies_that_would_be_slow_to_parse_are_refused_at_once(
     server: ServerProcess, path: str, field: str, content: bytes
 ) -> None:
@@ -158,7 +169,8 @@ def body_of(value: Any) -> bytes:
         ({str(i): 1 for i in range(MAX_NODES + 1)}, f"{MAX_NODES} strings, lists and objects"),
         ([1] * (MAX_VALUES + 2), f"{MAX_VALUES} values"),
         ([0] * MAX_NODES + [10**MAX_DIGITS], f"numbers of at most {MAX_DIGITS} digits"),
-        # The string looks like a long list to who does not see that its quotes are escaped, and the other way round.
+        # The string looks like a long list to who does not see that its quotes are escaped, and the
+        # other way round.
         (['\\"', *[[]] * (MAX_NODES + 1), '"\\'], f"{MAX_NODES} strings, lists and objects"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
@@ -189,7 +201,9 @@ def test_bodies_that_are_no_json_object_are_counted_too() -> None:
     for body in (b"[" * 10**6, b'"' * 10**6, LISTS):
         with pytest.raises(APIError, match="strings, lists and objects"):
             check_contents(body)
-    with pytest.raises(APIError, match="UTF-8"):  # in which a byte that looks like a quote may be none
+    with pytest.raises(
+        APIError, match="UTF-8"
+    ):  # in which a byte that looks like a quote may be none
         check_contents(body_of("∢" * MAX_NODES).decode().encode("utf-16"))
 
 
@@ -211,8 +225,12 @@ async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> No
         return [3] * len(text)
 
     slow: Any = SimpleNamespace(encode=encode)
-    work = [encode_long_text(slow, "a" * (50 * PORTION), True, most=PORTION // 2) for _ in range(10)]
-    answers = await asyncio.gather(*work, encode_long_text(slow, "short", True, most=9), return_exceptions=True)
+    work = [
+        encode_long_text(slow, "a" * (50 * PORTION), True, most=PORTION // 2) for _ in range(10)
+    ]
+    answers = await asyncio.gather(
+        *work, encode_long_text(slow, "short", True, most=9), return_exceptions=True
+    )
     assert all(isinstance(answer, TooManyTokensError) for answer in answers[:-1])
     assert answers[-1] == [3] * 5
     assert num_portions == 31 and most_at_work <= THREADS.total_tokens == 2
@@ -238,7 +256,8 @@ def tokenizer() -> Tokenizer:
 
 
 async def longest_turn(work: Any) -> float:
-    """The largest number of seconds of processor time that passed while another task waited for its turn."""
+    """The largest number of seconds of processor time that passed while another task waited for its
+    turn."""
     longest = 0.0
 
     async def other() -> None:
@@ -257,16 +276,23 @@ async def longest_turn(work: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", ["echo", "prompt_logprobs", "chat"])
-async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokenizer, kind: str) -> None:
+async def test_large_log_probabilities_are_written_in_portions(
+    tokenizer: Tokenizer, kind: str
+) -> None:
     engine: Any = SimpleNamespace(tokenizer=tokenizer, name="tiny")
     entry = TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1)
     found, token_ids = [logprob_dictionary(entry, tokenizer)] * NUM_POSITIONS, [100] * NUM_POSITIONS
     piece = CompletionOutput(0, "", token_ids, None, found if kind == "chat" else None, "length")
     output = RequestOutput("id", None, token_ids, [piece], True, found)
-    options: dict[str, Any] = {"echo": {"echo": True, "logprobs": 20}, "chat": {"logprobs": True, "top_logprobs": 20}}
+    options: dict[str, Any] = {
+        "echo": {"echo": True, "logprobs": 20},
+        "chat": {"logprobs": True, "top_logprobs": 20},
+    }
     options |= {"prompt_logprobs": {"prompt_logprobs": 20}}
     if kind == "chat":
-        chat = ChatCompletionRequest(messages=[ChatMessage(role="user", content="a")], **options[kind])
+        chat = ChatCompletionRequest(
+            messages=[ChatMessage(role="user", content="a")], **options[kind]
+        )
         generation: Any = ChatGeneration(engine, chat, [token_ids], SamplingParams())
     else:
         body = CompletionRequest(prompt=token_ids, **options[kind])
@@ -293,12 +319,16 @@ async def test_the_garbage_collector_does_not_see_log_probabilities(tokenizer: T
     processor = OutputProcessor(tokenizer)
     processor.add("a", None, requests)
     before = len(gc.get_objects())
-    (output,), _ = processor.process([EngineOutput("a", prompt_logprobs=entries, prompt_logprobs_start=1)])
+    (output,), _ = processor.process(
+        [EngineOutput("a", prompt_logprobs=entries, prompt_logprobs_start=1)]
+    )
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs[500] or ()) == 21
     assert len(gc.get_objects()) - before < 500
 
 
-async def test_the_garbage_collector_does_not_see_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_garbage_collector_does_not_see_the_application(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts = []
 
     async def serve(*_: Any) -> None:
@@ -330,13 +360,20 @@ async def test_in_portions_gives_all_items_and_turns() -> None:
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 128, 500])
 def test_the_prompt_of_a_long_step_comes_in_portions(count: int) -> None:
     entries = [TokenLogprobs([i], [-1.0], 1) for i in range(count)]
-    output = EngineOutput("a", [7], prompt_logprobs=list(entries), prompt_logprobs_start=5, finish_reason="stop")
+    output = EngineOutput(
+        "a", [7], prompt_logprobs=list(entries), prompt_logprobs_start=5, finish_reason="stop"
+    )
     other = EngineOutput("b", [8])
     early = list(early_portions([output, other]))
     assert all(not e.new_token_ids and e.finish_reason is None for e in early)
     parts = [*early, output]
     assert [entry for part in parts for entry in part.prompt_logprobs or []] == entries
     assert all(len(part.prompt_logprobs or []) <= nanovllm.text.portions.PORTION for part in parts)
-    starts = [5 + sum(len(part.prompt_logprobs or []) for part in parts[:i]) for i in range(len(parts))]
+    starts = [
+        5 + sum(len(part.prompt_logprobs or []) for part in parts[:i]) for i in range(len(parts))
+    ]
     assert [part.prompt_logprobs_start for part in parts] == starts
-    assert (output.new_token_ids, output.finish_reason) == ([7], "stop") and other.new_token_ids == [8]
+    assert (output.new_token_ids, output.finish_reason) == (
+        [7],
+        "stop",
+    ) and other.new_token_ids == [8]

@@ -1,4 +1,5 @@
-"""Every feature on or off, alone and with every other one: no token changes, and the feature is really in use."""
+"""Every feature on or off, alone and with every other one: no token changes, and the feature is
+really in use."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_sets, possible_pairs
 
 OUTPUT_LEN = 9
-# Engine options by feature; "pool" is the KV pool in tokens, "n", "reverse" and "priorities" change how requests are made.
+# Engine options by feature; "pool" is the KV pool in tokens, "n", "reverse" and "priorities" change
+# how requests are made.
 FEATURES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "whole prompts": {"enable_chunked_prefill": False},
@@ -65,18 +67,30 @@ def expected(checkpoint) -> list[list[int]]:
     return [reference_tokens(checkpoint, prompt, OUTPUT_LEN) for prompt in prompts()]
 
 
-def run(checkpoint: str, features: tuple[str, ...], **sampling: Any) -> tuple[LLM, list[list[list[int]]]]:
-    """The engine with these features, and tokens by prompt and completion, of the second of two equal runs."""
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 120, "attention_backend": "torch", "block_size": 16}
+def run(
+    checkpoint: str, features: tuple[str, ...], **sampling: Any
+) -> tuple[LLM, list[list[list[int]]]]:
+    """The engine with these features, and tokens by prompt and completion, of the second of two
+    equal runs."""
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 120,
+        "attention_backend": "torch",
+        "block_size": 16,
+    }
     for feature in features:
         options |= FEATURES[feature]
     n, reverse, priorities = (
-        options.pop(name, default) for name, default in (("n", 1), ("reverse", False), ("priorities", False))
+        options.pop(name, default)
+        for name, default in (("n", 1), ("reverse", False), ("priorities", False))
     )
     if drafts := options.pop("drafts", None):
         model = {"model": checkpoint} if drafts["method"] == "draft_model" else {}
         # Three drafts at any price.
-        always = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]}
+        always = {
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": [[1, 256, 3]],
+        }
         options["speculative_config"] = drafts | model | always
     options["num_kv_blocks"] = options.pop("pool", 2048) // options["block_size"]
     llm = LLM(checkpoint, check_invariants=True, trace=True, **options)
@@ -105,12 +119,14 @@ def test_alone(feature: str, checkpoint: str, expected: list[list[int]]) -> None
         "chunks of 7": max(r.num_tokens for s in steps for r in s.requests) == 7,
         "budget of 12": max(s.num_tokens for s in steps) == 12,
         "recompute": any("recompute" in s.preempted.values() for s in steps),
-        "swap": any("swap" in s.preempted.values() for s in steps) and any(s.resumed for s in steps),
+        "swap": any("swap" in s.preempted.values() for s in steps)
+        and any(s.resumed for s in steps),
         "cpu backend": core.runner.backend.name == "cpu",
         "one at a time": max(len(s.requests) for s in steps) == 1,
         "prefill first": not any(mixed(s) for s in steps),
         "static": not any(mixed(s) for s in steps),
-        "steps as short as can be": max((prefill_tokens(s) for s in steps if mixed(s)), default=0) == 32,
+        "steps as short as can be": max((prefill_tokens(s) for s in steps if mixed(s)), default=0)
+        == 32,
         "priority": list(steps[0].admitted) != sorted(steps[0].admitted),
     }
     assert used.get(feature, True)
@@ -132,10 +148,14 @@ def fit(one: str, other: str) -> bool:
     return {one, other} not in IMPOSSIBLE and not FEATURES[one].keys() & FEATURES[other].keys()
 
 
-PAIRS = [pytest.param(pair, marks=pytest.mark.nightly) for pair in possible_pairs(list(FEATURES), fit)]
+PAIRS = [
+    pytest.param(pair, marks=pytest.mark.nightly) for pair in possible_pairs(list(FEATURES), fit)
+]
 
 
-@pytest.mark.parametrize("features", [*covering_sets(list(FEATURES), fit, 5), *PAIRS], ids=" + ".join)
+@pytest.mark.parametrize(
+    "features", [*covering_sets(list(FEATURES), fit, 5), *PAIRS], ids=" + ".join
+)
 def test_together(features: tuple[str, ...], checkpoint: str, expected: list[list[int]]) -> None:
     """Every pair occurs in one of the sets; nightly, each is also tested alone."""
     copies = max(FEATURES[feature].get("n", 1) for feature in features)

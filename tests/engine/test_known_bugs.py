@@ -1,8 +1,7 @@
 """Mistakes that other small engines make, each as a test under the name of what goes wrong there.
 
-Ten of them are reports that were open in September 2026. `REPORTS` names each by its repository and number, with the tests
-that would fail here if nanovllm made the same mistake.
-"""
+Ten of them are reports that were open in September 2026. `REPORTS` names each by its repository and
+number, with the tests that would fail here if nanovllm made the same mistake."""
 
 from __future__ import annotations
 
@@ -33,7 +32,13 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def engine(checkpoint: str, **options) -> LLM:
-    defaults = {"dtype": "float32", "max_model_len": 128, "num_kv_blocks": 64, "check_invariants": True, "trace": True}
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "num_kv_blocks": 64,
+        "check_invariants": True,
+        "trace": True,
+    }
     return LLM(checkpoint, **(defaults | options))
 
 
@@ -53,12 +58,13 @@ REPORTS = {
         "test_request_that_grows_to_the_end_of_the_pool_ends_with_length",
         "test_prompt_that_fills_the_pool_gets_its_token",
     ],
-    # A preempted request finds its own blocks in the prefix cache, and its prefill indexes past the block table.
+    # A preempted request finds its own blocks in the prefix cache, and its prefill indexes past the
+    # block table.
     "GeeeekExplorer/nano-vllm#211": ["test_prefix_hit_after_preemption_keeps_the_output"],
     # A share that was computed before the prefix hit was known ends behind the prompt.
     "GeeeekExplorer/nano-vllm#233": ["test_share_begins_behind_the_hit_and_ends_with_the_tokens"],
-    # Tensor parallelism takes the second prefill of a preempted request for a decode; and a prompt that is cached as a
-    # whole schedules no token.
+    # Tensor parallelism takes the second prefill of a preempted request for a decode; and a prompt
+    # that is cached as a whole schedules no token.
     "GeeeekExplorer/nano-vllm#144": [
         "test_ranks_prefill_a_preempted_request_again",
         "test_fully_cached_prompt_computes_its_last_token",
@@ -69,12 +75,17 @@ REPORTS = {
     "GeeeekExplorer/nano-vllm#163": ["test_no_stale_hash_after_a_block_found_a_new_owner"],
     # Two prompts with the same prefix in one step are stored twice.
     "GeeeekExplorer/nano-vllm#219": ["test_two_equal_prompts_in_one_step_are_stored_once"],
-    # Qwen3 does not load if rope_scaling is the dictionary that newer versions of transformers write.
+    # Qwen3 does not load if rope_scaling is the dictionary that newer versions of transformers
+    # write.
     "GeeeekExplorer/nano-vllm#189": ["test_rope_scaling_in_any_spelling_loads"],
-    # A page that the radix cache frees as a duplicate is still in the page table of a running request.
+    # A page that the radix cache frees as a duplicate is still in the page table of a running
+    # request.
     "sgl-project/mini-sglang#142": ["test_freed_duplicate_page_stays_intact_for_the_other_table"],
     # stop, presence_penalty and frequency_penalty are ignored.
-    "sgl-project/mini-sglang#121": ["test_stop_string_never_leaks_and_ends_with_stop", "test_penalties_are_followed"],
+    "sgl-project/mini-sglang#121": [
+        "test_stop_string_never_leaks_and_ends_with_stop",
+        "test_penalties_are_followed",
+    ],
 }
 
 
@@ -82,7 +93,9 @@ def test_every_report_has_its_tests() -> None:
     for report, tests in REPORTS.items():
         assert tests and all(name in globals() for name in tests), report
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(REPORTS) == 10 and re.search(r"\[Ten reports\]\(tests/engine/test_known_bugs.py\)", readme)
+    assert len(REPORTS) == 10 and re.search(
+        r"\[Ten reports\]\(tests/engine/test_known_bugs.py\)", readme
+    )
 
 
 def test_memory_that_runs_out_in_mid_decode_preempts(checkpoint: str) -> None:
@@ -111,7 +124,8 @@ def test_request_that_grows_to_the_end_of_the_pool_ends_with_length(checkpoint: 
 
 @pytest.mark.parametrize("length", [62, 63])
 def test_prompt_that_fills_the_pool_gets_its_token(checkpoint: str, length: int) -> None:
-    """A pool of 64 slots: the prompt leaves room for one or two tokens, alone and with others in the queue."""
+    """A pool of 64 slots: the prompt leaves room for one or two tokens, alone and with others in
+    the queue."""
     llm = engine(checkpoint, num_kv_blocks=4, max_model_len=None)
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     for count in (1, 3):
@@ -128,13 +142,18 @@ def test_long_prompt_does_not_stall_running_requests(checkpoint: str) -> None:
     llm.engine.add_request("decoding", prompt(5), params)
     llm.engine.step()
     llm.engine.add_request("long", prompt(100, 50), params)
-    for _ in range(7):  # the long prompt takes seven steps, and in each of them the other one gets its token
+    for _ in range(
+        7
+    ):  # the long prompt takes seven steps, and in each of them the other one gets its token
         assert next(o.request_id for o in llm.engine.step() if o.outputs[0].token_ids) == "decoding"
 
 
 def test_two_equal_prompts_in_one_step_are_stored_once(checkpoint: str) -> None:
     llm = engine(checkpoint)
-    assert greedy(llm, [prompt(40), prompt(40)], 8) == [reference_tokens(checkpoint, prompt(40), 8)] * 2
+    assert (
+        greedy(llm, [prompt(40), prompt(40)], 8)
+        == [reference_tokens(checkpoint, prompt(40), 8)] * 2
+    )
     first = next(iter(llm.trace))
     assert list(first.admitted.values()) == [0, 32]
     assert first.requests[0].new_block_ids[:2] == first.requests[1].new_block_ids[:2]
@@ -143,7 +162,11 @@ def test_two_equal_prompts_in_one_step_are_stored_once(checkpoint: str) -> None:
 
 def test_no_stale_hash_after_a_block_found_a_new_owner() -> None:
     manager = KVCacheManager(num_blocks=2, block_size=4)
-    old, new, again = request("old", prompt(8)), request("new", prompt(8, 99)), request("again", prompt(8))
+    old, new, again = (
+        request("old", prompt(8)),
+        request("new", prompt(8, 99)),
+        request("again", prompt(8)),
+    )
     for r in (old, new):
         assert manager.allocate_slots(r, 8, manager.get_computed_blocks(r))
         r.num_computed_tokens = 8
@@ -153,7 +176,8 @@ def test_no_stale_hash_after_a_block_found_a_new_owner() -> None:
 
 
 def test_freed_duplicate_page_stays_intact_for_the_other_table() -> None:
-    """Two tables with equal content in different blocks: freeing one must not take the other's hash or block."""
+    """Two tables with equal content in different blocks: freeing one must not take the other's hash
+    or block."""
     manager = KVCacheManager(num_blocks=8, block_size=4)
     one, two = request("one", prompt(9)), request("two", prompt(9))
     for r in (one, two):  # admitted before either had published
@@ -185,17 +209,24 @@ def test_fully_cached_prompt_computes_its_last_token(checkpoint: str, length: in
 
 
 def test_prefix_hit_after_preemption_keeps_the_output(checkpoint: str) -> None:
-    """A preempted request finds its own blocks again, sampled tokens among them, and goes on where it was."""
+    """A preempted request finds its own blocks again, sampled tokens among them, and goes on where
+    it was."""
     llm = engine(checkpoint, num_kv_blocks=9)
     batch = [prompt(40, i) for i in range(3)]
     assert greedy(llm, batch, 40) == [reference_tokens(checkpoint, p, 40) for p in batch]
     preempted = {request_id for step in llm.trace for request_id in step.preempted}
-    hits = [step.admitted[r] for step in llm.trace for r in preempted if step.step > 0 and r in step.admitted]
+    hits = [
+        step.admitted[r]
+        for step in llm.trace
+        for r in preempted
+        if step.step > 0 and r in step.admitted
+    ]
     assert preempted and max(hits) > 0
 
 
 def test_share_begins_behind_the_hit_and_ends_with_the_tokens(checkpoint: str) -> None:
-    """Many requests with a common prefix in a small pool, so that some are preempted and find their blocks again."""
+    """Many requests with a common prefix in a small pool, so that some are preempted and find their
+    blocks again."""
     llm = engine(checkpoint, num_kv_blocks=12, max_num_seqs=16, max_num_batched_tokens=40)
     batch = [prompt(32) + prompt(3 + i, 90 + i) for i in range(16)]
     assert greedy(llm, batch, 24) == [reference_tokens(checkpoint, p, 24) for p in batch]
@@ -224,11 +255,14 @@ def test_ranks_prefill_a_preempted_request_again(checkpoint: str) -> None:
 def test_graphs_hold_the_longest_block_table(
     checkpoint: str, max_model_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded graphs, on a stand-in for the GPU: a request that reaches the context length, beside short ones."""
+    """Recorded graphs, on a stand-in for the GPU: a request that reaches the context length, beside
+    short ones."""
     monkeypatch.setattr(Watched, "launches", [], raising=False)
     monkeypatch.setattr(Recording, "launches", Watched.launches, raising=False)
     monkeypatch.setattr(Recording, "made", [], raising=False)
-    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch())
+    monkeypatch.setattr(
+        nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch()
+    )
     monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *arguments: Recording)
     llm = engine(checkpoint, max_model_len=max_model_len, max_num_seqs=3)
     long, short = prompt(max_model_len - 9), prompt(5, 50)
@@ -248,7 +282,9 @@ def test_graphs_hold_the_longest_block_table(
     ],
     ids=str,
 )
-def test_rope_scaling_in_any_spelling_loads(tmp_path: pathlib.Path, changes: dict[str, Any]) -> None:
+def test_rope_scaling_in_any_spelling_loads(
+    tmp_path: pathlib.Path, changes: dict[str, Any]
+) -> None:
     folder = make_checkpoint(tmp_path / "tiny", "qwen3")
     settings = json.loads((folder / "config.json").read_text())
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
@@ -279,22 +315,32 @@ def test_kv_size_counts_only_what_is_free(checkpoint: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_exactly_max_tokens(checkpoint: str, count: int) -> None:
-    out = engine(checkpoint).generate(
-        [prompt(20)], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False
-    )[0].outputs[0]  # fmt: skip
+    out = (
+        engine(checkpoint)
+        .generate(
+            [prompt(20)],
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
+            use_tqdm=False,
+        )[0]
+        .outputs[0]
+    )
     assert (len(out.token_ids), out.finish_reason) == (count, "length")
 
 
 def test_stop_string_never_leaks_and_ends_with_stop(checkpoint: str) -> None:
     llm = engine(checkpoint)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, skip_special_tokens=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, skip_special_tokens=False
+    )
     text = llm.generate([prompt(20)], params, use_tqdm=False)[0].outputs[0].text
     stop = text[9:12]  # three bytes are three tokens here
     assert text.index(stop) == 9
     out = llm.generate([prompt(20)], params.clone(stop=[stop]), use_tqdm=False)[0].outputs[0]
     assert (out.text, out.finish_reason, out.stop_reason) == (text[:9], "stop", stop)
     assert not llm.engine.has_unfinished, "the engine must hear of a stop string"
-    kept = llm.generate([prompt(20)], params.clone(stop=[stop], include_stop_str_in_output=True), use_tqdm=False)
+    kept = llm.generate(
+        [prompt(20)], params.clone(stop=[stop], include_stop_str_in_output=True), use_tqdm=False
+    )
     assert kept[0].outputs[0].text == text[:12]
 
 
@@ -305,7 +351,9 @@ def test_penalties_are_followed(checkpoint: str, name: str) -> None:
     expected: list[int] = []
     for _ in range(20):
         with torch.no_grad():
-            logits = reference_model(checkpoint)(torch.tensor([prompt(20) + expected])).logits[0, -1]
+            logits = reference_model(checkpoint)(torch.tensor([prompt(20) + expected])).logits[
+                0, -1
+            ]
         for token, added in bias.items():
             logits[token] += added
         for token in set(expected):

@@ -1,4 +1,5 @@
-"""Several engines, rule by rule and without processes: which engine gets a request, and when waves of steps begin and end."""
+"""Several engines, rule by rule and without processes: which engine gets a request, and when waves
+of steps begin and end."""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ from nanovllm.scheduler.data_parallel import Router, Waves
 
 def request(*numbers: int) -> EngineRequest:
     """A prompt of blocks of two tokens, each with the same number, and one token more."""
-    return EngineRequest("x", [number for number in numbers for _ in range(2)] + [0], SamplingParams(max_tokens=1))
+    return EngineRequest(
+        "x", [number for number in numbers for _ in range(2)] + [0], SamplingParams(max_tokens=1)
+    )
 
 
 def test_equal_engines_take_turns() -> None:
     router = Router(3, 2, capacity=9)
     assert [router.choose(request(i), [0, 0, 0]) for i in range(4)] == [0, 1, 2, 0]
-    assert router.choose(request(5), [0, 4, 0]) == 2, "the turn is engine 1's, which is busier: the next one after it"
+    assert router.choose(request(5), [0, 4, 0]) == 2, (
+        "the turn is engine 1's, which is busier: the next one after it"
+    )
 
 
 def test_the_least_busy_engine_gets_an_unknown_prompt() -> None:
@@ -41,10 +46,18 @@ def test_the_least_busy_engine_gets_an_unknown_prompt() -> None:
 def test_the_engine_with_the_longest_prefix_gets_the_prompt() -> None:
     router = Router(3, 2, capacity=9)
     assert router.choose(request(1), [0, 1, 1]) == 0
-    assert router.choose(request(1, 2, 3), [9, 0, 1]) == 1, "engine 0 has a block of it, and is 9 busier: too much"
-    assert router.choose(request(1, 2, 4), [0, 8, 0]) == 1, "two blocks, and 8 busier, which is not too much"
-    assert router.choose(request(1, 5), [4, 4, 0]) == 0, "engines 0 and 1 have one block of it: the turn is engine 2's"
-    assert router.choose(request(6, 1), [4, 4, 0]) == 2, "a block is the same only behind the same prefix"
+    assert router.choose(request(1, 2, 3), [9, 0, 1]) == 1, (
+        "engine 0 has a block of it, and is 9 busier: too much"
+    )
+    assert router.choose(request(1, 2, 4), [0, 8, 0]) == 1, (
+        "two blocks, and 8 busier, which is not too much"
+    )
+    assert router.choose(request(1, 5), [4, 4, 0]) == 0, (
+        "engines 0 and 1 have one block of it: the turn is engine 2's"
+    )
+    assert router.choose(request(6, 1), [4, 4, 0]) == 2, (
+        "a block is the same only behind the same prefix"
+    )
 
 
 def test_without_capacity_only_loads_count() -> None:
@@ -79,8 +92,12 @@ def test_engines_learn_whether_any_of_them_has_requests(
     runner.device = torch.device("cpu")
     monkeypatch.setitem(groups._groups, "dp", group)
     ask = runner._ask_around(SchedulerOutput(unfinished=unfinished))
-    assert group.calls["all_reduce"] == 1, "every rank joins in the step itself, before anyone waits for the result"
-    assert ask() is (unfinished or others > 0), f"{unfinished=} here, and {others} other engines have requests"
+    assert group.calls["all_reduce"] == 1, (
+        "every rank joins in the step itself, before anyone waits for the result"
+    )
+    assert ask() is (unfinished or others > 0), (
+        f"{unfinished=} here, and {others} other engines have requests"
+    )
 
 
 class Alone(GroupCoordinator):
@@ -88,7 +105,9 @@ class Alone(GroupCoordinator):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Refuse."""
-        raise AssertionError("a group of one has no other rank to ask: no all-reduce, no copy to the host")
+        raise AssertionError(
+            "a group of one has no other rank to ask: no all-reduce, no copy to the host"
+        )
 
 
 def test_a_single_engine_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +144,9 @@ def test_outputs_are_passed_on_until_their_request_ends() -> None:
     core = coordinator(a=0, b=1)
     outputs = [EngineOutput("b", [5]), EngineOutput("a", [6]), EngineOutput("gone", [7])]
     news = core._take(core.ranks[1], Report(outputs))
-    assert [output.request_id for output in news] == ["b"], "a is another engine's, and `gone` was aborted"
+    assert [output.request_id for output in news] == ["b"], (
+        "a is another engine's, and `gone` was aborted"
+    )
     assert news[0].engine == 1, "the engine that computed it"
     assert set(core._rank_of) == {"a", "b"}
     core._take(core.ranks[1], Report([EngineOutput("b", [8], finish_reason="stop")]))
@@ -151,9 +172,13 @@ def test_the_first_report_of_an_ended_wave_starts_the_next_one() -> None:
     assert core.waves.running and not core.ranks[0].orders, "wave 0 still runs"
     core._take(core.ranks[1], Report(stats=EngineStats(num_waves=1)))
     assert core.waves.ended == 1, "engine 1 has reported the end of wave 0"
-    assert [engine.orders for engine in core.ranks] == [[("start_wave", 1)]] * 2, "a has not ended: it needs a new wave"
+    assert [engine.orders for engine in core.ranks] == [[("start_wave", 1)]] * 2, (
+        "a has not ended: it needs a new wave"
+    )
     core._take(core.ranks[0], Report(stats=EngineStats(num_waves=1)))
-    assert core.waves.running and len(core.ranks[0].orders) == 1, "engine 0 reports the same end: wave 1 goes on"
+    assert core.waves.running and len(core.ranks[0].orders) == 1, (
+        "engine 0 reports the same end: wave 1 goes on"
+    )
 
 
 def test_without_requests_no_wave_begins() -> None:

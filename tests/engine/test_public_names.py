@@ -1,4 +1,5 @@
-"""What `from nanovllm import ...` gives, used as its documentation and users of other engines use it."""
+"""What `from nanovllm import ...` gives, used as its documentation and users of other engines use
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(str(make_checkpoint(tmp_path_factory.mktemp("tiny"))), dtype="float32", num_kv_blocks=64)
+    return LLM(
+        str(make_checkpoint(tmp_path_factory.mktemp("tiny"))), dtype="float32", num_kv_blocks=64
+    )
 
 
 # ---------------------------------------------------------------- AsyncEngine
@@ -46,7 +49,9 @@ def test_the_program_in_the_documentation_streams() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     params = SamplingParams(temperature=0)
-    wanted = LLM(COURSE_MODEL, num_kv_blocks=64, max_model_len=128).generate(["The capital of France is"], params)
+    wanted = LLM(COURSE_MODEL, num_kv_blocks=64, max_model_len=128).generate(
+        ["The capital of France is"], params
+    )
     assert done.stdout == wanted[0]["text"] != ""
 
 
@@ -56,7 +61,7 @@ def test_the_readme_of_the_package_has_the_same_program() -> None:
     assert lines_of(streaming_program()) in [lines_of(block) for block in blocks]
 
 
-# ---------------------------------------------------------------- programs written for nano-vllm and vLLM
+# ---------------------------------------------------------- programs written for nano-vllm and vLLM
 
 
 def test_an_output_has_the_keys_that_nano_vllms_have(llm: LLM) -> None:
@@ -74,9 +79,14 @@ def test_token_ids_may_have_parameters_of_their_own(llm: LLM) -> None:
     """As nano-vllm's benchmark calls it: lists of token ids, a list of parameters, and no bar."""
     lengths = [3, 9, 5]
     prompts = [[5 + i for i in range(length)] for length in lengths]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths
+    ]
     llm.generate(["Benchmark: "], SamplingParams())
-    for outputs in (llm.generate(prompts, params, use_tqdm=False), llm.generate(prompts, params, False)):
+    for outputs in (
+        llm.generate(prompts, params, use_tqdm=False),
+        llm.generate(prompts, params, False),
+    ):
         assert [len(output["token_ids"]) for output in outputs] == lengths
 
 
@@ -112,11 +122,18 @@ def test_code_in_a_models_folder_never_runs(
     classes |= {"AutoTokenizer": ["custom.Anything", "custom.Anything"]}  # type: ignore[dict-item]
     for name in ("config.json", "tokenizer_config.json"):
         settings = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(settings | {"auto_map": classes, "tokenizer_class": "Anything"}))
+        (folder / name).write_text(
+            json.dumps(settings | {"auto_map": classes, "tokenizer_class": "Anything"})
+        )
     if not has_tokenizer_file:
         (folder / "tokenizer.json").unlink()
     caplog.set_level(logging.WARNING, "nanovllm")
-    options = {"dtype": "float32", "num_kv_blocks": 8, "max_model_len": 64, "trust_remote_code": trust}
+    options = {
+        "dtype": "float32",
+        "num_kv_blocks": 8,
+        "max_model_len": 64,
+        "trust_remote_code": trust,
+    }
     if has_tokenizer_file:
         assert LLM(str(folder), **options).generate([[5, 6]], use_tqdm=False)[0]["token_ids"]
     else:

@@ -1,4 +1,5 @@
-"""A KV cache in 8 bits: the tokens of `transformers` with keys and values rounded alike, and the same ones whatever the engine does."""
+"""A KV cache in 8 bits: the tokens of `transformers` with keys and values rounded alike, and the
+same ones whatever the engine does."""
 
 from __future__ import annotations
 
@@ -23,11 +24,17 @@ from tests.pairwise import half_by_day
 
 COUNT = 14
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 120, "num_kv_blocks": 128, "check_invariants": True}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 120,
+    "num_kv_blocks": 128,
+    "check_invariants": True,
+}
 
 
 class RoundingCache(DynamicCache):
-    """transformers' cache, whose keys and values have been through 8 bits: by numpy, without the engine's code."""
+    """transformers' cache, whose keys and values have been through 8 bits: by numpy, without the
+    engine's code."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -39,13 +46,18 @@ class RoundingCache(DynamicCache):
         scaled = x * (torch.full_like(absmax, largest) / absmax)
         return torch.from_numpy(nearest(scaled.double().numpy(), kind)).float() * (absmax / largest)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any) -> Any:
-        return super().update(self.rounded(key_states), self.rounded(value_states), *arguments, **options)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any
+    ) -> Any:
+        return super().update(
+            self.rounded(key_states), self.rounded(value_states), *arguments, **options
+        )
 
 
 @torch.inference_mode()
 def checked(folder: str, kind: str) -> list[list[int]]:
-    """The tokens of a plain engine, each of which transformers would choose, too, over such a cache."""
+    """The tokens of a plain engine, each of which transformers would choose, too, over such a
+    cache."""
     found = greedy(LLM(folder, kv_cache_dtype=kind, **OPTIONS), prompts(), COUNT)
     for prompt, tokens in zip(prompts(), found, strict=True):
         ids, cache = torch.tensor([prompt + tokens[:-1]]), RoundingCache(kind)
@@ -81,7 +93,9 @@ NAMES = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3"}  # vLLM's
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tokens(engine: str, kind: str, tiny_model: pathlib.Path, expected: dict[str, list[list[int]]]) -> None:
+def test_tokens(
+    engine: str, kind: str, tiny_model: pathlib.Path, expected: dict[str, list[list[int]]]
+) -> None:
     name = NAMES[kind] if engine == "another name" else kind
     llm = LLM(str(tiny_model), kv_cache_dtype=name, **(OPTIONS | ENGINES[engine]))
     try:
@@ -96,15 +110,23 @@ def test_tokens(engine: str, kind: str, tiny_model: pathlib.Path, expected: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["qwen3", "mistral-window", "gemma2", "llama-head-dim", "mixtral"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3", "mistral-window", "gemma2", "llama-head-dim", "mixtral"]
+)
 def test_other_models(variant: str, kind: str, tmp_path: pathlib.Path) -> None:
     """Norms of keys, windows, a cap on scores and heads of 256, heads that fill no vector, experts."""
     assert len(checked(str(make_checkpoint(tmp_path, variant)), kind)) == len(prompts())
 
 
-def test_rounding_changes_tokens(tiny_model: pathlib.Path, expected: dict[str, list[list[int]]]) -> None:
+def test_rounding_changes_tokens(
+    tiny_model: pathlib.Path, expected: dict[str, list[list[int]]]
+) -> None:
     """Or else the tests above would prove nothing."""
-    assert expected["fp8"] != greedy(LLM(str(tiny_model), **OPTIONS), prompts(), COUNT) != expected["int8"]
+    assert (
+        expected["fp8"]
+        != greedy(LLM(str(tiny_model), **OPTIONS), prompts(), COUNT)
+        != expected["int8"]
+    )
 
 
 # ---------------------------------------------------------------- to the last bit
@@ -127,18 +149,23 @@ def alone(request: pytest.FixtureRequest, long_model: str) -> tuple[str, str, di
 
 # By day each kind in every second scenario: the tokens above have been in all.
 IN_COMPANY = half_by_day(
-    [("int8", "bfloat16"), ("fp8", "float32")], [name for name in SCENARIOS if name != "async scheduling"]
+    [("int8", "bfloat16"), ("fp8", "float32")],
+    [name for name in SCENARIOS if name != "async scheduling"],
 )
 
 
-@pytest.mark.skipif(not native.is_available(), reason="torch's products depend on the number of rows")
+@pytest.mark.skipif(
+    not native.is_available(), reason="torch's products depend on the number of rows"
+)
 @pytest.mark.parametrize(("alone", "scenario"), IN_COMPANY, indirect=["alone"], ids=str)
 def test_values_are_those_of_a_request_alone(
     scenario: str, long_model: str, alone: tuple[str, str, dict[int, Any]]
 ) -> None:
     kind, dtype, values = alone
     every = list(range(len(values)))
-    llm, found = generate(long_model, dtype, [every, every[::-1]], kv_cache_dtype=kind, **SCENARIOS[scenario])
+    llm, found = generate(
+        long_model, dtype, [every, every[::-1]], kv_cache_dtype=kind, **SCENARIOS[scenario]
+    )
     assert found == values
     assert llm.engine.core.runner.kv_caches[0].dtype == KINDS[kind][0]
     assert (llm.engine.core.stats.num_preemptions > 0) == ("pool" in SCENARIOS[scenario])
@@ -152,20 +179,34 @@ def test_values_are_those_of_a_request_alone(
 def test_the_same_memory_holds_more_blocks(kind: str, tiny_model: pathlib.Path) -> None:
     """A token of a head takes 16 numbers here: 32 bytes in bfloat16, and 20 with a scale."""
     runners = [
-        LLM(str(tiny_model), dtype="bfloat16", kv_cache_memory="1MiB", kv_cache_dtype=each).engine.core.runner
+        LLM(
+            str(tiny_model), dtype="bfloat16", kv_cache_memory="1MiB", kv_cache_dtype=each
+        ).engine.core.runner
         for each in ("auto", kind)
     ]
     counts = [num_blocks_that_fit(runner) for runner in runners]
     sizes = [sum(cache[0].nbytes for cache in runner.kv_caches) for runner in runners]
     assert [runner.bytes_per_block for runner in runners] == sizes
-    assert sizes == [3 * 2 * 2 * 16 * row for row in (32, 20)] and counts == [2**20 // size for size in sizes]
+    assert sizes == [3 * 2 * 2 * 16 * row for row in (32, 20)] and counts == [
+        2**20 // size for size in sizes
+    ]
     assert [len(runner.kv_caches[0]) for runner in runners] == counts
 
 
 def test_what_is_refused(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"latent attention .*do not set kv_cache_dtype"):
-        LLM(str(make_checkpoint(tmp_path, "deepseek-v2-dense")), kv_cache_dtype="int8", num_kv_blocks=8)
+        LLM(
+            str(make_checkpoint(tmp_path, "deepseek-v2-dense")),
+            kv_cache_dtype="int8",
+            num_kv_blocks=8,
+        )
     with pytest.raises(ValueError, match=r"kv_connector blend cannot rotate .*quantized keys"):
-        LLM(str(tiny_model), kv_cache_dtype="fp8", num_kv_blocks=64, kv_role="both", kv_connector="blend")
+        LLM(
+            str(tiny_model),
+            kv_cache_dtype="fp8",
+            num_kv_blocks=64,
+            kv_role="both",
+            kv_connector="blend",
+        )
     with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of .*int8.*fp8"):
         EngineConfig(kv_cache_dtype="int4")

@@ -26,10 +26,13 @@ def settled(*sizes: Any, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_model_len": 1000}, {"enable_chunked_prefill": False}, {"async_scheduling": False}]
+    "options",
+    [{}, {"max_model_len": 1000}, {"enable_chunked_prefill": False}, {"async_scheduling": False}],
 )
 @pytest.mark.parametrize("sizes", [(4096, 100, False), (4096, 1000, True)])
-def test_a_copy_of_settled_settings_is_settled(options: dict[str, Any], sizes: tuple[int, int, bool]) -> None:
+def test_a_copy_of_settled_settings_is_settled(
+    options: dict[str, Any], sizes: tuple[int, int, bool]
+) -> None:
     config = settled(*sizes, **options)
     for copy in (
         dataclasses.replace(config),
@@ -51,7 +54,9 @@ def test_a_copy_of_settled_settings_is_settled(options: dict[str, Any], sizes: t
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"max_model_len": 2000}])
-def test_a_changed_copy_is_what_the_user_would_have_got(options: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_a_changed_copy_is_what_the_user_would_have_got(
+    options: dict[str, Any], changes: dict[str, Any]
+) -> None:
     sizes = 8192, 300, True
     copy = dataclasses.replace(settled(*sizes, **options), **changes)
     assert filled_in(copy) == filled_in(settled(*sizes, **options | changes))
@@ -68,11 +73,19 @@ def test_a_copy_keeps_the_engines_name() -> None:
     config = EngineConfig(kv_role="kv_both")
     assert config.kv_transfer is not None and config.kv_transfer.engine_id
     copy = dataclasses.replace(config, model="other")
-    assert copy.kv_transfer is not None and copy.kv_transfer.engine_id == config.kv_transfer.engine_id
+    assert (
+        copy.kv_transfer is not None and copy.kv_transfer.engine_id == config.kv_transfer.engine_id
+    )
     rank = dataclasses.replace(config, data_parallel_size=2, data_parallel_rank=1)
-    assert rank.kv_transfer is not None and rank.kv_transfer.engine_id == f"{config.kv_transfer.engine_id}-1"
+    assert (
+        rank.kv_transfer is not None
+        and rank.kv_transfer.engine_id == f"{config.kv_transfer.engine_id}-1"
+    )
     other = EngineConfig(kv_role="kv_both")
-    assert other.kv_transfer is not None and other.kv_transfer.engine_id != config.kv_transfer.engine_id
+    assert (
+        other.kv_transfer is not None
+        and other.kv_transfer.engine_id != config.kv_transfer.engine_id
+    )
     given = dataclasses.replace(config, kv_transfer_config='{"engine_id": "mine"}')
     assert given.kv_transfer is not None and given.kv_transfer.engine_id == "mine"
 

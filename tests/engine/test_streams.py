@@ -16,7 +16,7 @@ from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.engine.request_stream import RequestStream, RequestTimes
 
-# ----------------------------------------------------------------------------------------- EngineLoop._obey
+# --------------------------------------------------------------------------------- EngineLoop._obey
 
 
 class Core:
@@ -25,7 +25,10 @@ class Core:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.waves = SimpleNamespace(start=lambda number: self.asked.append(("wave", number)))
-        self.engines = [self, SimpleNamespace(watch=self.note("watch 1"), unwatch=self.note("unwatch 1"))]
+        self.engines = [
+            self,
+            SimpleNamespace(watch=self.note("watch 1"), unwatch=self.note("unwatch 1")),
+        ]
 
     def note(self, name: str) -> Any:
         return lambda *arguments: self.asked.append((name, *arguments))
@@ -48,10 +51,16 @@ def loop() -> Any:
 
 def test_requests_are_added_and_refusals_reported(loop: Any) -> None:
     requests = [EngineRequest(name, [1], SamplingParams()) for name in ("a", "bad", "c")]
-    assert loop._obey(Command(add=requests, abort={"c": "abort", "d": "stop"})) is True, "only a shutdown ends the loop"
+    assert loop._obey(Command(add=requests, abort={"c": "abort", "d": "stop"})) is True, (
+        "only a shutdown ends the loop"
+    )
     assert loop.core.asked == [
-        ("add", "a"), ("add", "bad"), ("add", "c"), ("abort_request", "c", "abort"), ("abort_request", "d", "stop")
-    ], "a refusal concerns one request; aborts come after the requests that they may be about"  # fmt: skip
+        ("add", "a"),
+        ("add", "bad"),
+        ("add", "c"),
+        ("abort_request", "c", "abort"),
+        ("abort_request", "d", "stop"),
+    ], "a refusal concerns one request; aborts come after the requests that they may be about"
     assert loop._report.refused == {"bad": "too long"}
     assert loop._report.num_taken == 13, "requests that were taken over or refused since the start"
 
@@ -66,8 +75,12 @@ def test_an_error_that_is_no_refusal_is_raised(loop: Any) -> None:
 
 
 def test_orders(loop: Any) -> None:
-    assert loop._obey(Command(order="reset_prefix_cache")) is True and loop.core.asked == [("reset_prefix_cache",)]
-    assert loop._obey(Command(order="start_wave", wave=7)) is True and loop.core.asked[1:] == [("wave", 7)]
+    assert loop._obey(Command(order="reset_prefix_cache")) is True and loop.core.asked == [
+        ("reset_prefix_cache",)
+    ]
+    assert loop._obey(Command(order="start_wave", wave=7)) is True and loop.core.asked[1:] == [
+        ("wave", 7)
+    ]
     assert loop._obey(Command()) is True and len(loop.core.asked) == 2
     assert loop._obey(Command(order="shutdown", abort={"a": "abort"})) is False
     assert loop.core.asked[2:] == [("abort_request", "a", "abort")]
@@ -79,13 +92,19 @@ def test_an_engine_is_watched_and_unwatched_with_the_same_sink(loop: Any) -> Non
     names, sinks = zip(*loop.core.asked, strict=True)
     assert names == ("watch 1", "watch 1", "unwatch 1"), "orders for engine 1 go to engine 1"
     assert sinks[0] is sinks[1] is sinks[2], "an engine knows a sink by its identity"
-    assert isinstance(sinks[0], functools.partial) and sinks[0].func == loop._note and sinks[0].args == (1,)
+    assert (
+        isinstance(sinks[0], functools.partial)
+        and sinks[0].func == loop._note
+        and sinks[0].args == (1,)
+    )
 
 
-# ----------------------------------------------------------------------------------- RequestStream.__anext__
+# -------------------------------------------------------------------------- RequestStream.__anext__
 
 
-def output(text: str, finished: bool = False, error: Exception | None = None, name: str = "a") -> RequestOutput:
+def output(
+    text: str, finished: bool = False, error: Exception | None = None, name: str = "a"
+) -> RequestOutput:
     piece = CompletionOutput(0, text, [len(text)])
     return RequestOutput(name, "p", [1], [piece], finished, None, 0, None, error)  # type: ignore[arg-type]
 
@@ -104,7 +123,9 @@ async def within(awaitable: Any) -> Any:
     try:
         return await asyncio.wait_for(awaitable, 20)
     except TimeoutError:
-        raise AssertionError("it waits for ever, but an output, an error or the end is there") from None
+        raise AssertionError(
+            "it waits for ever, but an output, an error or the end is there"
+        ) from None
 
 
 async def test_a_reader_gets_each_output_and_the_end() -> None:
@@ -113,7 +134,9 @@ async def test_a_reader_gets_each_output_and_the_end() -> None:
     for text in ("a", "b", "c"):
         await asyncio.sleep(0.01)
         one.put(output(text, finished=text == "c"))
-    assert await reader == ["a", "b", "c"], "the reader gets each output as it comes, and stops behind the last"
+    assert await reader == ["a", "b", "c"], (
+        "the reader gets each output as it comes, and stops behind the last"
+    )
     with pytest.raises(StopAsyncIteration):
         await within(one.__anext__())
 
@@ -134,7 +157,9 @@ async def test_an_error_comes_after_the_outputs_and_once() -> None:
     one = stream()
     one.put(output("a"))
     one.fail(RuntimeError("the engine is dead"))
-    assert (await within(one.__anext__())).outputs[0].text == "a", "outputs that have come are not lost"
+    assert (await within(one.__anext__())).outputs[0].text == "a", (
+        "outputs that have come are not lost"
+    )
     with pytest.raises(RuntimeError, match="dead"):
         await within(one.__anext__())
     with pytest.raises(StopAsyncIteration):
@@ -148,14 +173,16 @@ async def test_a_closed_stream_has_ended() -> None:
     assert await within(rest(one)) == [], "whoever closes it wants no more"
 
 
-# --------------------------------------------------------------------------------------- AsyncEngine._deliver
+# ----------------------------------------------------------------------------- AsyncEngine._deliver
 
 
 def front_end(*processed: tuple[list[RequestOutput], list[str]]) -> Any:
     """A front end whose `OutputProcessor` returns these, with streams a and b."""
     made: Any = object.__new__(AsyncEngine)
     made._streams, made.sent, made.noted = {name: stream(name) for name in "ab"}, [], []
-    made.output_processor = SimpleNamespace(process=lambda outputs, left=list(processed): left.pop(0))
+    made.output_processor = SimpleNamespace(
+        process=lambda outputs, left=list(processed): left.pop(0)
+    )
     made._client, made._texts = SimpleNamespace(send=made.sent.append), None
     made._note_times = lambda times, output, now: made.noted.append((times, output, now))
     return made
@@ -169,14 +196,20 @@ async def test_each_stream_gets_its_outputs() -> None:
     assert await within(rest(a)) == ["xz"]
     assert (await within(b.__anext__())).outputs[0].text == "y"
     assert list(made._streams) == ["b"], "request a has ended"
-    assert made.noted == [(a.times, outputs[0], 7.0), (b.times, outputs[1], 7.0), (a.times, outputs[2], 7.0)]
+    assert made.noted == [
+        (a.times, outputs[0], 7.0),
+        (b.times, outputs[1], 7.0),
+        (a.times, outputs[2], 7.0),
+    ]
     assert made.sent == [], "the engine has ended them itself"
 
 
 async def test_the_engine_is_told_of_a_stop_string() -> None:
     made = front_end(([output("x", finished=True)], ["a", "a-1"]))
     made._deliver([], 7.0)
-    assert made.sent == [Command(abort={"a": "stop", "a-1": "stop"})], "otherwise it would go on computing them"
+    assert made.sent == [Command(abort={"a": "stop", "a-1": "stop"})], (
+        "otherwise it would go on computing them"
+    )
 
 
 async def test_a_failed_request_raises_its_error() -> None:

@@ -1,13 +1,14 @@
-"""A check on the project's English: phrases to avoid, how often each occurs, and a stored number that only falls.
+"""A check on the project's English: phrases to avoid, how often each occurs, and a stored number
+that only falls.
 
-`patterns.tsv` lists the phrases as regular expressions, each with the preferred wording and a level. `counts.tsv` stores
-how often each occurs per kind of text; a change may not exceed it. Phrases of level `error` must not occur at all in the
-texts of `REWRITTEN`.
+`patterns.tsv` lists the phrases as regular expressions, each with the preferred wording and a
+level. `counts.tsv` stores how often each occurs per kind of text; a change may not exceed it.
+Phrases of level `error` must not occur at all in the texts of `REWRITTEN`.
 
     python -m tests.english             the number of occurrences of each phrase
     python -m tests.english FILE ...    every occurrence in these files
-    python -m tests.english --check     exit with 1 if a count exceeds the stored one (part of `make lint`)
-    python -m tests.english --store     lower the stored counts to the present ones
+    python -m tests.english --check     exit with 1 if a count exceeds the stored one (part of
+    `make lint`) python -m tests.english --store     lower the stored counts to the present ones
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Passage:
     """A piece of text to check.
 
     Attributes:
-        kind: "markdown", "lectures", "code" (docstrings and comments) or "messages" (help, errors and logs).
+        kind: "markdown", "lectures", "code" (docstrings and comments) or "messages" (help, errors
+            and logs).
         place: Line number, or number of the notebook's cell.
         text: The text, without code.
     """
@@ -127,7 +129,9 @@ def notebook_passages(text: str) -> Iterator[Passage]:
 
 def literals(node: ast.AST) -> Iterator[ast.expr]:
     """Yield the strings of an expression, f-strings as a whole."""
-    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+    if isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ):
         yield node
         return
     for child in ast.iter_child_nodes(node):
@@ -169,7 +173,9 @@ def module_passages(text: str) -> Iterator[Passage]:
             prose = re.sub(r"\s+", " ", docstring)
             yield Passage("code", str(node.body[0].lineno), without_code(prose))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not re.match(r"#\s*(fmt|type:|noqa|---)", token.string):
+        if token.type == tokenize.COMMENT and not re.match(
+            r"#\s*(fmt|type:|noqa|---)", token.string
+        ):
             yield Passage("code", str(token.start[0]), without_code(token.string.lstrip("# ")))
     messages = {id(each): each for root in message_roots(tree) for each in literals(root)}
     for literal in messages.values():
@@ -212,7 +218,10 @@ def write_counts(counts: Counts) -> None:
     """Store counts, one line per kind of text and pattern, so that changes merge line by line."""
     order = [phrase.pattern for phrase in phrases()]
     keys = sorted(+counts, key=lambda key: (key[0], order.index(key[1])))
-    lines = ["kind\tcount\tpattern", *(f"{kind}\t{counts[kind, pattern]}\t{pattern}" for kind, pattern in keys)]
+    lines = [
+        "kind\tcount\tpattern",
+        *(f"{kind}\t{counts[kind, pattern]}\t{pattern}" for kind, pattern in keys),
+    ]
     COUNTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -220,16 +229,23 @@ def changed_files() -> set[str] | None:
     """Return the files that changed since the counts were stored; None if git cannot tell."""
     try:
         options = {"cwd": ROOT, "text": True, "stderr": subprocess.DEVNULL}
-        stored = subprocess.check_output(["git", "log", "-1", "--format=%H", "--", COUNTS.as_posix()], **options)
-        changed = subprocess.check_output(["git", "diff", "--name-only", *stored.split()], **options)
-        new = subprocess.check_output(["git", "ls-files", "--others", "--exclude-standard"], **options)
+        stored = subprocess.check_output(
+            ["git", "log", "-1", "--format=%H", "--", COUNTS.as_posix()], **options
+        )
+        changed = subprocess.check_output(
+            ["git", "diff", "--name-only", *stored.split()], **options
+        )
+        new = subprocess.check_output(
+            ["git", "ls-files", "--others", "--exclude-standard"], **options
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return {*changed.splitlines(), *new.splitlines()}
 
 
 def complaints(found: list[Hit], stored: Counts) -> list[str]:
-    """Return what breaks the rules: phrases that occur more often than stored, and errors in rewritten texts."""
+    """Return what breaks the rules: phrases that occur more often than stored, and errors in
+    rewritten texts."""
     lines = [
         f"{hit} (must not occur in {hit.passage.kind})"
         for hit in found
@@ -239,7 +255,10 @@ def complaints(found: list[Hit], stored: Counts) -> list[str]:
     risen = sorted(key for key in now if now[key] > stored[key])
     changed = changed_files() if risen else None
     for kind, pattern in risen:
-        lines.append(f"{pattern}: {now[kind, pattern]} in {kind}, at most {stored[kind, pattern]}. Reword the new one:")
+        lines.append(
+            f"{pattern}: {now[kind, pattern]} in {kind}, at most {stored[kind, pattern]}. Reword "
+            "the new one:"
+        )
         same = [hit for hit in found if (hit.passage.kind, hit.phrase.pattern) == (kind, pattern)]
         lines += [f"    {hit}" for hit in same if changed is None or hit.path in changed]
     return lines

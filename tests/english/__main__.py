@@ -18,7 +18,10 @@ def check() -> int:
     if complaints:
         return 1
     if fewer := stored.total() - len(found):
-        print(f"English: {fewer} fewer than stored; `python -m tests.english --store` lowers the stored counts")
+        print(
+            f"English: {fewer} fewer than stored; `python -m tests.english --store` lowers the "
+            "stored counts"
+        )
     return 0
 
 
@@ -43,8 +46,12 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="*", type=pathlib.Path, metavar="FILE")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true", help="exit with 1 if a count exceeds the stored one")
-    mode.add_argument("--store", action="store_true", help="lower the stored counts to the present ones")
+    mode.add_argument(
+        "--check", action="store_true", help="exit with 1 if a count exceeds the stored one"
+    )
+    mode.add_argument(
+        "--store", action="store_true", help="lower the stored counts to the present ones"
+    )
     options = parser.parse_args()
     if options.check:
         return check()

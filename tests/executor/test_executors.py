@@ -1,4 +1,5 @@
-"""The ranks as processes of this machine: the same tokens as one rank, and what happens when a rank goes wrong."""
+"""The ranks as processes of this machine: the same tokens as one rank, and what happens when a rank
+goes wrong."""
 
 from __future__ import annotations
 
@@ -30,12 +31,18 @@ from tests.oracle import greedy, greedy_choices, make_checkpoint, reference_toke
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK
 from tests.server_process import SOON, are_gone, wait_for_shared_memory_to_go, wait_until
 
-OPTIONS: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "distributed_executor_backend": "mp"}
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "torch",
+    "dtype": "float32",
+    "distributed_executor_backend": "mp",
+}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def folder_for_temporary_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folder_for_temporary_files(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """See that an executor leaves no file, no shared memory and no process."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -60,7 +67,8 @@ def prompts_with_common_prefix(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "preemption_mode"), [(2, 1, "recompute"), (2, 1, "swap"), (1, 2, "recompute")]
+    ("tensor", "pipeline", "preemption_mode"),
+    [(2, 1, "recompute"), (2, 1, "swap"), (1, 2, "recompute")],
 )
 def test_tokens_are_those_of_transformers(
     tiny_model: pathlib.Path, tensor: int, pipeline: int, preemption_mode: str
@@ -124,8 +132,18 @@ def test_control_c_waits_for_the_end_of_a_message() -> None:
 @pytest.mark.parametrize(
     ("number", "victim", "grid", "words"),
     [
-        (signal.SIGKILL, 0, {"tensor_parallel_size": 2}, r"rank 0, process \d+, was killed by SIGKILL"),
-        (signal.SIGKILL, 1, {"tensor_parallel_size": 2}, r"rank 1, process \d+, was killed by SIGKILL"),
+        (
+            signal.SIGKILL,
+            0,
+            {"tensor_parallel_size": 2},
+            r"rank 0, process \d+, was killed by SIGKILL",
+        ),
+        (
+            signal.SIGKILL,
+            1,
+            {"tensor_parallel_size": 2},
+            r"rank 1, process \d+, was killed by SIGKILL",
+        ),
         (
             signal.SIGKILL,
             0,
@@ -167,14 +185,26 @@ def test_a_rank_that_dies_while_nothing_is_computed(tiny_model: pathlib.Path) ->
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("1 construct raise", ExecutorError, "rank 1, .*failed:(.|\n)*RuntimeError: this rank has no luck"),
+        (
+            "1 construct raise",
+            ExecutorError,
+            "rank 1, .*failed:(.|\n)*RuntimeError: this rank has no luck",
+        ),
         ("1 construct refuse", ValueError, "^this rank has no luck$"),
         ("0 construct exit", ExecutorError, f"rank 0, .*ended with exit code {EXIT_CODE}"),
-        ("1 launch raise", ExecutorError, "rank 1, .*failed:(.|\n)*RuntimeError: this rank has no luck"),
+        (
+            "1 launch raise",
+            ExecutorError,
+            "rank 1, .*failed:(.|\n)*RuntimeError: this rank has no luck",
+        ),
     ],
 )
 def test_a_rank_that_fails_says_why(
-    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[Exception], words: str
+    tiny_model: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    kind: type[Exception],
+    words: str,
 ) -> None:
     monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
     monkeypatch.setenv("RANK_FAULT", fault)
@@ -187,13 +217,17 @@ def test_a_rank_that_fails_says_why(
 
 @pytest.mark.parametrize(
     "grid",
-    [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.nightly)],
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_who_computes_for_long_or_waits_for_it_does_not_hang(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, int]
 ) -> None:
-    """Rank 0 computes for more than twice the time after which one that rests would be taken to hang."""
+    """Rank 0 computes for more than twice the time after which one that rests would be taken to
+    hang."""
     monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
     monkeypatch.setenv("RANK_FAULT", "0 launch burn")
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
@@ -209,25 +243,32 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
         (
             {"tensor_parallel_size": 2},
             "1 launch skip",
-            r"rank 1, process \d+, hangs: for 4 seconds it has been idle while rank 0, process \d+, waits for it in "
+            r"rank 1, process \d+, hangs: for 4 seconds it has been idle while rank 0, process"
+            r" \d+, waits for it in "
             r"all_reduce no \d+ of group tp",
         ),
         (
             {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
             "1 launch barrier",
-            r"rank 0, process \d+, hangs: for 4 seconds it has waited in all_reduce no \d+ of group tp for "
+            r"rank 0, process \d+, hangs: for 4 seconds it has waited in all_reduce no \d+ of"
+            r" group tp for "
             r"rank 1, process \d+, which waits in barrier no \d+ of group world",
         ),
         (
             {"pipeline_parallel_size": 2},
             "0 launch skip",
-            r"rank 0 \(stage 0, .*\), process \d+, hangs: for 4 seconds it has been idle while rank 1 .*, waits for it in "
+            r"rank 0 \(stage 0, .*\), process \d+, hangs: for 4 seconds it has been idle while"
+            r" rank 1 .*, waits for it in "
             r"receive no \d+ of group pp from rank 0 to rank 1",
         ),
     ],
 )
 def test_ranks_that_wait_for_one_another_are_named(
-    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, Any], fault: str, words: str
+    tiny_model: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    grid: dict[str, Any],
+    fault: str,
+    words: str,
 ) -> None:
     monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
     monkeypatch.setenv("RANK_FAULT", fault)
@@ -240,7 +281,9 @@ def test_ranks_that_wait_for_one_another_are_named(
     assert are_gone(processes)
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -262,10 +305,14 @@ if __name__ == "__main__":
 """
 
 
-def test_the_ranks_end_with_their_parent_however_it_dies(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_ranks_end_with_their_parent_however_it_dies(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    parent = subprocess.Popen([sys.executable, str(script), str(tiny_model)], stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tiny_model)], stdout=subprocess.PIPE
+    )
     assert parent.stdout is not None
     processes = [psutil.Process(pid) for pid in json.loads(parent.stdout.readline())]
     assert len(processes) == 2 and not are_gone(processes)
@@ -300,10 +347,22 @@ def test_a_grid_that_the_model_cannot_take_is_refused_before_anything_starts(
 
 
 def test_the_command_line_refuses_it_with_2(nine_heads: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "nanovllm", "serve", str(nine_heads), "--port", "0", "-tp", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "serve",
+        str(nine_heads),
+        "--port",
+        "0",
+        "-tp",
+        "2",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2
-    assert "9 attention heads" in ended.stderr and "tensor_parallel_size may be 1 or 3" in ended.stderr
+    assert (
+        "9 attention heads" in ended.stderr and "tensor_parallel_size may be 1 or 3" in ended.stderr
+    )
     assert "Traceback" not in ended.stderr
 
 
@@ -327,4 +386,6 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert base.choose_backend(EngineConfig(tensor_parallel_size=2)) == "external_launcher"
-    assert base.is_follower(EngineConfig()) and not base.is_follower(EngineConfig(distributed_executor_backend="mp"))
+    assert base.is_follower(EngineConfig()) and not base.is_follower(
+        EngineConfig(distributed_executor_backend="mp")
+    )

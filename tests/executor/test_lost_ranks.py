@@ -17,7 +17,13 @@ import pytest
 from tests import rank_faults
 from tests.forking import children
 from tests.oracle import make_checkpoint, make_tokenizer, reference_tokens
-from tests.server_process import SOON, ServerProcess, are_gone, wait_for_shared_memory_to_go, wait_until
+from tests.server_process import (
+    SOON,
+    ServerProcess,
+    are_gone,
+    wait_for_shared_memory_to_go,
+    wait_until,
+)
 
 PROMPT = [5, 6, 7, 8]
 BODY = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -51,7 +57,9 @@ class Load(threading.Thread):
         return response.json().get("error", {})
 
     def _in_pieces(self) -> dict[str, Any]:
-        with self._server.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+        with self._server.client.stream(
+            "POST", "/v1/completions", json=BODY | {"stream": True}
+        ) as response:
             if response.status_code == 503:
                 return json.loads(response.read())["error"]
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -72,15 +80,33 @@ def descendant(process: psutil.Process, path: tuple[int, ...]) -> psutil.Process
 LOCK_STEP = "--enable-expert-parallel"
 
 
-# By day one fault; the others, which tests of executors and of data parallelism have without a server, nightly.
-FAULTS = [("-pp 2", signal.SIGKILL, (1,), r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL")]
+# By day one fault; the others, which tests of executors and of data parallelism have without a
+# server, nightly.
+FAULTS = [
+    ("-pp 2", signal.SIGKILL, (1,), r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL")
+]
 MORE_FAULTS = [
-    ("-tp 2", "hang 300", (1,), r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike"),
-    ("-dp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
+    (
+        "-tp 2",
+        "hang 300",
+        (1,),
+        r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike",
+    ),
+    (
+        "-dp 2",
+        signal.SIGSTOP,
+        (),
+        r"the engine process, process \d+, hangs: nothing was heard of it for 4 s",
+    ),
     ("-tp 2", signal.SIGKILL, (0,), r"rank 0, process \d+, was killed by SIGKILL"),
     ("-tp 2", signal.SIGSTOP, (1,), r"rank 1, process \d+, hangs: nothing was heard of it for 4 s"),
     ("-dp 2", signal.SIGKILL, (), "the engine process,? .*was killed by SIGKILL"),
-    ("-tp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
+    (
+        "-tp 2",
+        signal.SIGSTOP,
+        (),
+        r"the engine process, process \d+, hangs: nothing was heard of it for 4 s",
+    ),
     (
         f"-dp 2 -tp 2 {LOCK_STEP}",
         signal.SIGKILL,
@@ -105,14 +131,19 @@ def test_every_request_gets_an_error_and_nothing_is_left(
     words: str,
 ) -> None:
     if isinstance(fault, str):
-        variables = rank_faults.environment(tmp_path_factory.mktemp("faults"), f"{victim[0]} launch {fault}")
+        variables = rank_faults.environment(
+            tmp_path_factory.mktemp("faults"), f"{victim[0]} launch {fault}"
+        )
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
     with ServerProcess(model, tmp_path, *grid.split(), "--num-kv-blocks", "64") as server:
         processes = [server.engine, *children(server.engine, recursive=True)]
         assert len(processes) == (7 if "-dp 2 -tp 2" in grid else 3)
         text = make_tokenizer().decode(reference_tokens(str(model), PROMPT, 20))
-        assert server.complete(prompt=PROMPT, max_tokens=20, ignore_eos=True)["choices"][0]["text"] == text
+        assert (
+            server.complete(prompt=PROMPT, max_tokens=20, ignore_eos=True)["choices"][0]["text"]
+            == text
+        )
         loads = [Load(server, stream=bool(i % 2)) for i in range(4)]
         wait_until(lambda: server.metrics()["num_requests_running"] > 1)
         if isinstance(fault, signal.Signals):
@@ -121,7 +152,9 @@ def test_every_request_gets_an_error_and_nothing_is_left(
         for load in loads:
             load.join()
             assert load.failed - start < SOON
-            assert re.search(f"^the engine is dead: (ExecutorError: )?{words}", load.error["message"]), load.error
+            assert re.search(
+                f"^the engine is dead: (ExecutorError: )?{words}", load.error["message"]
+            ), load.error
             assert load.error["type"] == "server_error" and load.error["code"] == "engine_dead"
         assert server.get("/health").status_code == 503
         assert server.post("/v1/completions", BODY).status_code == 503
@@ -131,10 +164,14 @@ def test_every_request_gets_an_error_and_nothing_is_left(
     wait_for_shared_memory_to_go()
 
 
-def test_a_rank_is_missed_while_nobody_asks(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_rank_is_missed_while_nobody_asks(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     with ServerProcess(tiny_model, tmp_path, "-tp", "2", "--num-kv-blocks", "64") as server:
         children(server.engine)[1].kill()
-        wait_until(lambda: server.get("/health").status_code == 503, SOON, "the server is unhealthy")
+        wait_until(
+            lambda: server.get("/health").status_code == 503, SOON, "the server is unhealthy"
+        )
         assert "rank 1" in server.text
 
 

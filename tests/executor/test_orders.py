@@ -1,4 +1,5 @@
-"""Orders and answers, without processes: how an executor waits for its ranks, and when a member of shared memory is lost."""
+"""Orders and answers, without processes: how an executor waits for its ranks, and when a member of
+shared memory is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 
 
 class Orders(RemoteExecutor):
-    """Two stages of two ranks; what a test puts into `coming` arrives, one message each time that the executor listens."""
+    """Two stages of two ranks; what a test puts into `coming` arrives, one message each time that
+    the executor listens."""
 
     def __init__(self) -> None:
         self._reason, self._num_orders, self.sent = "", 0, list[bytes]()
@@ -51,8 +53,12 @@ def test_an_answer_is_waited_for_and_older_ones_are_dropped() -> None:
     rank.answers = {3: "old", 5: "next", TRANSFER_ENDED: None}
     executor.coming = [(0, (4, "of another rank")), (1, (6, "after it")), (1, (4, "this one"))]
     assert executor._answer(rank, 4) == "this one"
-    assert {5: "next", 6: "after it"}.items() <= rank.answers.items(), "later orders' answers are still to be fetched"
-    assert not {3, 4} & rank.answers.keys(), "an answer that has been fetched, and older ones, must not pile up"
+    assert {5: "next", 6: "after it"}.items() <= rank.answers.items(), (
+        "later orders' answers are still to be fetched"
+    )
+    assert not {3, 4} & rank.answers.keys(), (
+        "an answer that has been fetched, and older ones, must not pile up"
+    )
     assert executor._answer(rank, 5) == "next" and not executor.coming
     rank.answers[7] = None
     assert executor._answer(rank, 7) is None, "None is an answer, too"
@@ -69,19 +75,26 @@ def test_a_rank_that_fails_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize(("is_ready", "what"), [(True, "answered"), (False, "started")])
-def test_a_rank_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch, is_ready: bool, what: str) -> None:
+def test_a_rank_that_never_answers_is_named(
+    monkeypatch: pytest.MonkeyPatch, is_ready: bool, what: str
+) -> None:
     monkeypatch.setattr(remote, "ORDER_SECONDS" if is_ready else "START_SECONDS", 0.01)
     executor = Orders()
     executor.ranks[2].is_ready = is_ready
     monkeypatch.setattr(executor, "_hear", lambda timeout: None)
-    with pytest.raises(ExecutorError, match=rf"rank 2 \(stage 1, tensor rank 0\), .*has not {what} after 0.01 seconds"):
+    with pytest.raises(
+        ExecutorError,
+        match=rf"rank 2 \(stage 1, tensor rank 0\), .*has not {what} after 0.01 seconds",
+    ):
         executor._answer(executor.ranks[2], 1)
 
 
 def test_the_first_rank_of_the_last_stage_answers() -> None:
     executor = Orders()
     first, second = executor.launch(SchedulerOutput()), executor.launch(SchedulerOutput())
-    assert len(executor.sent) == 2, "both steps are with the ranks before either result is waited for"
+    assert len(executor.sent) == 2, (
+        "both steps are with the ranks before either result is waited for"
+    )
     results = [ModelRunnerOutput(), ModelRunnerOutput()]
     executor.coming = [(2, (1, results[0])), (2, (2, results[1]))]
     assert first() is results[0], "the result of the step that was launched first, from rank 2"
@@ -93,9 +106,16 @@ def test_a_transfer_has_ended_when_it_has_ended_on_every_rank() -> None:
     for rank in executor.ranks:
         rank.answers[TRANSFER_ENDED] = None
     gather = executor.launch(SchedulerOutput(connector_metadata="fetch a"))
-    assert not executor.transfer_has_ended, "this step asks every rank what has ended: the notifications are old"
-    reports = [KVConnectorOutput(finished_recving={"a", "b"} if rank < 3 else {"a"}) for rank in range(4)]
-    executor.coming = [(rank, (1, ModelRunnerOutput({"x": rank}, connector_output=reports[rank]))) for rank in range(4)]  # type: ignore[dict-item]
+    assert not executor.transfer_has_ended, (
+        "this step asks every rank what has ended: the notifications are old"
+    )
+    reports = [
+        KVConnectorOutput(finished_recving={"a", "b"} if rank < 3 else {"a"}) for rank in range(4)
+    ]
+    executor.coming = [
+        (rank, (1, ModelRunnerOutput({"x": rank}, connector_output=reports[rank])))
+        for rank in range(4)
+    ]  # type: ignore[dict-item]
     output = gather()
     assert output.sampled == {"x": 2}, "the tokens come from the first rank of the last stage"
     assert output.connector_output is not None
@@ -103,13 +123,16 @@ def test_a_transfer_has_ended_when_it_has_ended_on_every_rank() -> None:
     gather = executor.launch(SchedulerOutput(connector_metadata="nothing new"))
     late = KVConnectorOutput(finished_recving={"b"})
     executor.coming = [
-        (rank, (2, ModelRunnerOutput(connector_output=late if rank == 3 else None))) for rank in range(4)
+        (rank, (2, ModelRunnerOutput(connector_output=late if rank == 3 else None)))
+        for rank in range(4)
     ]
     output = gather()
     assert output.connector_output is not None and output.connector_output.finished_recving == {"b"}
     executor.ranks[0].answers[TRANSFER_ENDED] = None
     executor.launch(SchedulerOutput())
-    assert executor.transfer_has_ended, "a step without transfers asks nothing, so the notification must stay"
+    assert executor.transfer_has_ended, (
+        "a step without transfers asks nothing, so the notification must stay"
+    )
 
 
 def test_why_a_member_is_lost() -> None:

@@ -1,4 +1,5 @@
-"""A model in stages: who has which layers, what goes between them, micro-batches, and the same tokens as from one rank."""
+"""A model in stages: who has which layers, what goes between them, micro-batches, and the same
+tokens as from one rank."""
 
 from __future__ import annotations
 
@@ -61,7 +62,13 @@ def test_every_layer_is_on_one_stage(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("num_layers", "stages", "sizes"),
-    [(30, 2, [15, 15]), (30, 3, [10, 10, 10]), (3, 2, [2, 1]), (30, 4, [7, 8, 8, 7]), (31, 4, [8, 8, 8, 7])],
+    [
+        (30, 2, [15, 15]),
+        (30, 3, [10, 10, 10]),
+        (3, 2, [2, 1]),
+        (30, 4, [7, 8, 8, 7]),
+        (31, 4, [8, 8, 8, 7]),
+    ],
 )
 def test_layers_are_divided_as_in_vllm(num_layers: int, stages: int, sizes: list[int]) -> None:
     assert [len(layer_range(num_layers, stages, stage)) for stage in range(stages)] == sizes
@@ -69,7 +76,9 @@ def test_layers_are_divided_as_in_vllm(num_layers: int, stages: int, sizes: list
 
 def test_more_stages_than_layers() -> None:
     check_pipeline_parallel(3, 3)
-    with pytest.raises(ValueError, match=r"3 layers cannot be divided among 4 stages.*may be 1 to 3"):
+    with pytest.raises(
+        ValueError, match=r"3 layers cannot be divided among 4 stages.*may be 1 to 3"
+    ):
         check_pipeline_parallel(3, 4)
     with pytest.raises(ValueError, match="may be 1 to 3"):
         layer_range(3, 4, 0)
@@ -96,9 +105,14 @@ def test_a_stage_has_its_own_weights_and_no_others(variant: str, tmp_path: pathl
         assert model.checkpoint_name(f"model.layers.{stage}.mlp.up_proj.weight") in places
         for other in others:
             assert model.checkpoint_name(f"model.layers.{other}.mlp.up_proj.weight") is None
-        assert model.checkpoint_name(f"model.layers.{stage}.mlp.sideways_proj.weight") not in {None, *places}
+        assert model.checkpoint_name(f"model.layers.{stage}.mlp.sideways_proj.weight") not in {
+            None,
+            *places,
+        }
         if stage:
-            assert ("model.embed_tokens.weight" in places) == (stage == 2 and config.tie_word_embeddings)
+            assert ("model.embed_tokens.weight" in places) == (
+                stage == 2 and config.tie_word_embeddings
+            )
     twice = {"model.embed_tokens.weight"} if config.tie_word_embeddings else set()
     assert {name for name, count in found.items() if count > 1} == twice
     assert found.keys() == {name for name, _ in whole.named_parameters()}
@@ -118,8 +132,15 @@ def test_architectures(variant: str, stages: int, tmp_path: pathlib.Path) -> Non
     make_checkpoint(tmp_path, variant)
     draw = random.Random(variant)
     prompts = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 2, 15, 17, 40)]
-    llm = LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, check_invariants=True,
-              num_kv_blocks=32, pipeline_parallel_size=stages)  # fmt: skip
+    llm = LLM(
+        str(tmp_path),
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        check_invariants=True,
+        num_kv_blocks=32,
+        pipeline_parallel_size=stages,
+    )
     ours = greedy(llm, prompts, 16)
     assert ours == greedy_choices(str(tmp_path), prompts, ours, 16)
 
@@ -158,7 +179,10 @@ def test_what_stands_for_received_hidden_states() -> None:
     runner.model_config = SimpleNamespace(hidden_size=4)  # type: ignore[assignment]
     for stage in range(2):
         with as_stage(2, stage):
-            assert (runner.blank(3) is None) == (stage == 0) and runner.blank_output(3).shape == (3, 4)
+            assert (runner.blank(3) is None) == (stage == 0) and runner.blank_output(3).shape == (
+                3,
+                4,
+            )
     assert runner.blank(3) is None and runner.link is None
 
 
@@ -171,7 +195,8 @@ def test_all_layers_are_on_the_only_stage() -> None:
 
 def make_scheduler(stages: int, num_blocks: int = 400, **options: Any) -> Scheduler:
     config = EngineConfig(
-        pipeline_parallel_size=stages, **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": 4} | options
+        pipeline_parallel_size=stages,
+        **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": 4} | options,
     )
     config.settle(200, num_blocks)
     return Scheduler(config, KVCacheManager(num_blocks, 4))
@@ -179,12 +204,15 @@ def make_scheduler(stages: int, num_blocks: int = 400, **options: Any) -> Schedu
 
 def add(scheduler: Scheduler, count: int, prompt: int = 4, tokens: int = 8) -> None:
     for i in range(count):
-        source = EngineRequest(f"{i}", [i + 5] * prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        source = EngineRequest(
+            f"{i}", [i + 5] * prompt, SamplingParams(max_tokens=tokens, ignore_eos=True)
+        )
         scheduler.add_request(Request(source, i))
 
 
 def drive(scheduler: Scheduler, stages: int) -> list[list[str]]:
-    """The requests of each step, with `stages` steps under way. [] stands for a step that could not be launched."""
+    """The requests of each step, with `stages` steps under way. [] stands for a step that could not
+    be launched."""
     steps, under_way = [], []
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
@@ -207,7 +235,10 @@ def test_requests_are_divided_among_the_steps_under_way(stages: int) -> None:
     assert [len(step) for step in steps if step] == [size] * (8 * stages)
     assert [] not in steps[: 8 * stages], "no step without its share"
     groups = steps[:stages]
-    assert steps[: 8 * stages] == groups * 8 and len({name for group in groups for name in group}) == 12
+    assert (
+        steps[: 8 * stages] == groups * 8
+        and len({name for group in groups for name in group}) == 12
+    )
 
 
 def test_one_rank_takes_all() -> None:
@@ -236,9 +267,13 @@ def test_memory_that_lets_few_in_does_not_put_them_into_one_step() -> None:
     scheduler = make_scheduler(2, num_blocks=8, max_num_seqs=16)
     add(scheduler, 4, prompt=5, tokens=3)  # two blocks each
     for i in range(4, 16):
-        scheduler.add_request(Request(EngineRequest(f"{i}", [i + 5] * 5, SamplingParams(max_tokens=3)), i))
+        scheduler.add_request(
+            Request(EngineRequest(f"{i}", [i + 5] * 5, SamplingParams(max_tokens=3)), i)
+        )
     sizes = [len(step) for step in drive(scheduler, 2)]
-    assert sizes[:6] == [4, 0, 2, 2, 2, 2], "the first step took all that had room; the next ones share them"
+    assert sizes[:6] == [4, 0, 2, 2, 2, 2], (
+        "the first step took all that had room; the next ones share them"
+    )
     assert max(sizes[2:]) <= 2 and sizes.count(0) <= 3
 
 
@@ -246,7 +281,9 @@ def test_chunks_of_a_prompt_follow_one_another() -> None:
     scheduler = make_scheduler(2)
     add(scheduler, 1, prompt=150, tokens=1)
     plans = [scheduler.schedule() for _ in range(4)]
-    assert [plan.num_tokens for plan in plans] == [64, 64, 22, 0], "nothing waits for anything but a token"
+    assert [plan.num_tokens for plan in plans] == [64, 64, 22, 0], (
+        "nothing waits for anything but a token"
+    )
 
 
 def test_penalties_do_not_empty_the_pipeline() -> None:
@@ -263,7 +300,10 @@ def test_penalties_do_not_empty_the_pipeline() -> None:
 
 def options_of(llm: LLM) -> dict[str, Any]:
     stats = llm.engine.core.stats
-    assert stats.num_running == stats.num_waiting == stats.num_swapped == 0 and stats.kv_cache_usage == 0
+    assert (
+        stats.num_running == stats.num_waiting == stats.num_swapped == 0
+        and stats.kv_cache_usage == 0
+    )
     return {"preempted": stats.num_preemptions > 0, "found": stats.num_hit_tokens > 0}
 
 
@@ -289,14 +329,29 @@ SAMPLING: list[dict[str, Any]] = [
 def test_stages_change_nothing(folder: pathlib.Path, sampling: dict[str, Any]) -> None:
     params, results, logprobs = SamplingParams(max_tokens=20, **sampling), [], []
     for stages in (1, 2, 3):
-        llm = LLM(str(folder), dtype="float32", num_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=24,
-                  pipeline_parallel_size=stages, check_invariants=True)  # fmt: skip
+        llm = LLM(
+            str(folder),
+            dtype="float32",
+            num_kv_blocks=64,
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            pipeline_parallel_size=stages,
+            check_invariants=True,
+        )
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers = [answer for output in outputs for answer in output.outputs]
         results.append([(a.token_ids, a.text, a.finish_reason, a.stop_reason) for a in answers])
-        lists = [a.logprobs or [] for a in answers] + [output.prompt_logprobs or [] for output in outputs]
-        logprobs.append([{token: entry.logprob for token, entry in (e or {}).items()} for row in lists for e in row])
+        lists = [a.logprobs or [] for a in answers] + [
+            output.prompt_logprobs or [] for output in outputs
+        ]
+        logprobs.append(
+            [
+                {token: entry.logprob for token, entry in (e or {}).items()}
+                for row in lists
+                for e in row
+            ]
+        )
         options_of(llm)
     assert results[0] == results[1] == results[2]
     for other in logprobs[1:]:  # batches differ, and with them the order of sums
@@ -311,8 +366,18 @@ def _close(one: dict[int, float], other: dict[int, float]) -> bool:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_memory_that_runs_out(folder: pathlib.Path, stages: int, mode: Any) -> None:
-    llm = LLM(str(folder), dtype="float32", num_kv_blocks=26, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
-              pipeline_parallel_size=stages, preemption_mode=mode, swap_space=0.01, check_invariants=True)  # fmt: skip
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_kv_blocks=26,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        pipeline_parallel_size=stages,
+        preemption_mode=mode,
+        swap_space=0.01,
+        check_invariants=True,
+    )
     expected = [reference_tokens(str(folder), prompt, 24) for prompt in PROMPTS]
     assert greedy(llm, PROMPTS, 24) == expected
     assert options_of(llm) == {"preempted": True, "found": True}
@@ -335,12 +400,23 @@ class Again:
 
 @pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize("stages", [2, 3])
-def test_graphs_of_a_stage(folder: pathlib.Path, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded alone, on zeros, between two buffers that never move; padded and replayed with what comes over the line."""
+def test_graphs_of_a_stage(
+    folder: pathlib.Path, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded alone, on zeros, between two buffers that never move; padded and replayed with what
+    comes over the line."""
     monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *_: Again)
     monkeypatch.setattr(Again, "num_replays", 0)
-    llm = LLM(str(folder), dtype="float32", num_kv_blocks=64, max_num_seqs=6, max_num_batched_tokens=64,
-              attention_backend="torch", pipeline_parallel_size=stages, check_invariants=True)  # fmt: skip
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_kv_blocks=64,
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+        attention_backend="torch",
+        pipeline_parallel_size=stages,
+        check_invariants=True,
+    )
     expected = [reference_tokens(str(folder), prompt, 12) for prompt in PROMPTS]
     assert greedy(llm, PROMPTS, 12) == expected
     assert Again.num_replays > 10 * stages
@@ -348,9 +424,20 @@ def test_graphs_of_a_stage(folder: pathlib.Path, stages: int, monkeypatch: pytes
 
 @pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize("options", [{}, {"preemption_mode": "swap", "swap_space": 0.01}], ids=str)
-def test_aborts_while_several_steps_are_under_way(folder: pathlib.Path, options: dict[str, Any]) -> None:
-    llm = LLM(str(folder), dtype="float32", num_kv_blocks=26, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
-              pipeline_parallel_size=3, check_invariants=True, **options)  # fmt: skip
+def test_aborts_while_several_steps_are_under_way(
+    folder: pathlib.Path, options: dict[str, Any]
+) -> None:
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_kv_blocks=26,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        pipeline_parallel_size=3,
+        check_invariants=True,
+        **options,
+    )
     draw = random.Random(3)
     got: dict[str, list[int]] = {f"{i}": [] for i in range(24)}
     ended: set[str] = set()
@@ -375,9 +462,19 @@ def test_aborts_while_several_steps_are_under_way(folder: pathlib.Path, options:
 
 @pytest.mark.usefixtures("staged")
 def test_the_trace_of_several_steps_under_way(folder: pathlib.Path) -> None:
-    """Steps overlap in time; who reads the records still knows at every step which blocks are whose."""
-    llm = LLM(str(folder), dtype="float32", num_kv_blocks=26, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
-              pipeline_parallel_size=3, check_invariants=True, trace=True)  # fmt: skip
+    """Steps overlap in time; who reads the records still knows at every step which blocks are
+    whose."""
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_kv_blocks=26,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        pipeline_parallel_size=3,
+        check_invariants=True,
+        trace=True,
+    )
     core, tables = llm.engine.core, []
     schedule = core.scheduler.schedule
 
@@ -391,7 +488,11 @@ def test_the_trace_of_several_steps_under_way(folder: pathlib.Path) -> None:
     greedy(llm, PROMPTS, 24)
     assert llm.trace is not None
     records = [record for record in llm.trace if record.requests]
-    states = [state for state, record in zip(pool_states(llm.trace), llm.trace, strict=True) if record.requests]
+    states = [
+        state
+        for state, record in zip(pool_states(llm.trace), llm.trace, strict=True)
+        if record.requests
+    ]
     assert [state.tables for state in states] == tables
     assert [record.step for record in records] == list(range(len(records)))
     ends = [record.start + record.duration for record in records]
@@ -403,9 +504,17 @@ def test_the_trace_of_several_steps_under_way(folder: pathlib.Path) -> None:
 
 @pytest.mark.usefixtures("staged")
 def test_slices_of_a_track_do_not_overlap(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Although steps do: viewers of Chrome's events nest slices, and know no other way of overlapping."""
-    llm = LLM(str(folder), dtype="float32", num_kv_blocks=64, max_num_batched_tokens=16, max_num_seqs=4,
-              pipeline_parallel_size=3, trace=True)  # fmt: skip
+    """Although steps do: viewers of Chrome's events nest slices, and know no other way of
+    overlapping."""
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        num_kv_blocks=64,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        pipeline_parallel_size=3,
+        trace=True,
+    )
     greedy(llm, PROMPTS, 4)
     assert llm.trace is not None
     llm.trace.to_perfetto(tmp_path / "events.json")
@@ -434,9 +543,20 @@ def test_the_same_tokens_as_transformers(
     variant: str, stages: int, tensor: int, mode: Any, tmp_path: pathlib.Path
 ) -> None:
     make_checkpoint(tmp_path, variant)
-    llm = LLM(str(tmp_path), dtype="float32", device="cpu", num_kv_blocks=26, block_size=4, max_num_seqs=6,
-              max_num_batched_tokens=24, preemption_mode=mode, swap_space=0.01, check_invariants=True,
-              pipeline_parallel_size=stages, tensor_parallel_size=tensor)  # fmt: skip
+    llm = LLM(
+        str(tmp_path),
+        dtype="float32",
+        device="cpu",
+        num_kv_blocks=26,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        preemption_mode=mode,
+        swap_space=0.01,
+        check_invariants=True,
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=tensor,
+    )
     try:
         ours = greedy(llm, PROMPTS, 24)
         assert ours == greedy_choices(str(tmp_path), PROMPTS, ours, 24)
@@ -448,8 +568,15 @@ def test_the_same_tokens_as_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_course_model(stages: int) -> None:
-    llm = LLM(dtype="float32", device="cpu", max_model_len=256, num_kv_blocks=64, max_num_batched_tokens=48, max_num_seqs=8,
-              pipeline_parallel_size=stages)  # fmt: skip
+    llm = LLM(
+        dtype="float32",
+        device="cpu",
+        max_model_len=256,
+        num_kv_blocks=64,
+        max_num_batched_tokens=48,
+        max_num_seqs=8,
+        pipeline_parallel_size=stages,
+    )
     try:
         tokenizer, folder = llm.get_tokenizer(), str(resolve_model("smollm2-135m"))
         texts = ["The moon is", "Once upon a time, " * 12, "Question: what is a pipeline? Answer:"]

@@ -24,7 +24,8 @@ PROMPTS = [[5, 6, 7, 8], list(range(20, 70)), [9]]
 def test_two_actors_compute_what_one_process_does(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ray of our own, which listens to this machine alone, and of which nothing is left when a rank has died."""
+    """A Ray of our own, which listens to this machine alone, and of which nothing is left when a
+    rank has died."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # where Ray keeps its secret
     before = set(psutil.Process().children(recursive=True))
@@ -40,8 +41,12 @@ def test_two_actors_compute_what_one_process_does(
     for process in [*started, psutil.Process()]:
         for connection in process.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN:
-                assert connection.laddr.ip.removeprefix("::ffff:") in ("127.0.0.1", "::1"), process.cmdline()
-    assert greedy(llm, PROMPTS, 20) == [reference_tokens(str(tiny_model), prompt, 20) for prompt in PROMPTS]
+                assert connection.laddr.ip.removeprefix("::ffff:") in ("127.0.0.1", "::1"), (
+                    process.cmdline()
+                )
+    assert greedy(llm, PROMPTS, 20) == [
+        reference_tokens(str(tiny_model), prompt, 20) for prompt in PROMPTS
+    ]
 
     executor = llm.engine.core.executor
     victim = executor.ranks[1].where  # type: ignore[attr-defined]
@@ -59,7 +64,9 @@ def test_two_actors_compute_what_one_process_does(
 def test_without_ray(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "nanovllm.executor.ray", raising=False)
-    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install 'nanovllm\[ray\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs Ray, which is not installed: pip install 'nanovllm\[ray\]'"
+    ):
         LLM(str(tiny_model), tensor_parallel_size=2, distributed_executor_backend="ray")
     monkeypatch.undo()
     importlib.import_module("nanovllm.executor.ray")

@@ -31,7 +31,16 @@ from tests.server_process import SOON, START_SECONDS, are_gone, wait_until
 
 PROMPT = [5, 6, 7, 8]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-FLAGS = ["--attention-backend", "torch", "--dtype", "float32", "--num-kv-blocks", "64", "--served-model-name", "tiny"]
+FLAGS = [
+    "--attention-backend",
+    "torch",
+    "--dtype",
+    "float32",
+    "--num-kv-blocks",
+    "64",
+    "--served-model-name",
+    "tiny",
+]
 
 SCRIPT = """
 import os, sys
@@ -72,7 +81,15 @@ def tokens_in(text: str) -> list[int]:
 
 
 def test_a_program_on_two_ranks(tiny_model: pathlib.Path, script: pathlib.Path) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), str(script), str(tiny_model)]
+    command = [
+        *TORCHRUN,
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        str(script),
+        str(tiny_model),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert tokens_in(ended.stdout) == reference_tokens(str(tiny_model), PROMPT, 20)
@@ -87,7 +104,9 @@ def serve_on_two_ranks() -> list[str]:
 
 def test_as_many_processes_as_ranks(tiny_model: pathlib.Path) -> None:
     command = serve_on_two_ranks()
-    ended = subprocess.run([*command, str(tiny_model), "-tp", "4"], capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(
+        [*command, str(tiny_model), "-tp", "4"], capture_output=True, text=True, timeout=200
+    )
     assert ended.returncode != 0
     assert "tensor_parallel_size 4 x pipeline_parallel_size 1 is 4 ranks" in ended.stderr
     assert "WORLD_SIZE = 2 processes: start 4, or change the sizes" in ended.stderr
@@ -110,11 +129,15 @@ def test_strangers_are_not_let_in() -> None:
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"needs torchrun, and 'RANK' is not in the environment: .* or use 'mp'"):
+    with pytest.raises(
+        ValueError, match=r"needs torchrun, and 'RANK' is not in the environment: .* or use 'mp'"
+    ):
         Launch()
 
 
-def test_the_network_that_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_network_that_leads_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
@@ -161,12 +184,18 @@ class Job:
             )
 
     def __enter__(self) -> Job:
-        wait_until(lambda: self._url or self.process.poll() is not None, START_SECONDS, "the server is ready")
+        wait_until(
+            lambda: self._url or self.process.poll() is not None,
+            START_SECONDS,
+            "the server is ready",
+        )
         assert self._url is not None, self.text
         self.client = httpx.Client(base_url=self._url, timeout=60)
         self.processes = children(psutil.Process(self.process.pid), recursive=True)
         # Rank 0 alone starts an engine.
-        self.ranks = sorted((p for p in self.processes if "serve" in words_of(p)), key=self._engines, reverse=True)
+        self.ranks = sorted(
+            (p for p in self.processes if "serve" in words_of(p)), key=self._engines, reverse=True
+        )
         assert [len(self._engines(rank)) for rank in self.ranks] == [1, 0]
         return self
 
@@ -184,7 +213,13 @@ class Job:
         return [p.pid for p in children(rank) if "nanovllm.engine.client" in " ".join(words_of(p))]
 
     def complete(self, count: int) -> httpx.Response:
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": PROMPT,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         return self.client.post("/v1/completions", json=body)
 
     @property
@@ -193,10 +228,16 @@ class Job:
         return are_gone(self.processes) and self.process.poll() is not None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.client.close()
-        for process in (*self.processes, psutil.Process(self.process.pid) if self.process.poll() is None else None):
+        for process in (
+            *self.processes,
+            psutil.Process(self.process.pid) if self.process.poll() is None else None,
+        ):
             if process is not None and process.is_running():
                 process.kill()
         self.process.wait()
@@ -230,7 +271,12 @@ def test_a_server_on_two_ranks_answers_and_drains(job: Job, tiny_model: pathlib.
     text = make_tokenizer().decode(reference_tokens(str(tiny_model), PROMPT, 20))
     assert job.complete(20).json()["choices"][0]["text"] == text
     request = Request(job, 150)
-    wait_until(lambda: 'num_requests_running{engine="0",model_name="tiny"} 1.0' in job.client.get("/metrics").text)
+    wait_until(
+        lambda: (
+            'num_requests_running{engine="0",model_name="tiny"} 1.0'
+            in job.client.get("/metrics").text
+        )
+    )
     job.process.terminate()  # torchrun passes the signal on to all processes of all ranks
     response, _ = request.answer()
     assert response.status_code == 200, response.text
@@ -249,13 +295,19 @@ def test_a_server_on_two_ranks_answers_and_drains(job: Job, tiny_model: pathlib.
 def test_a_lost_rank_is_named_and_nothing_is_left(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, number: signal.Signals, words: str
 ) -> None:
-    """The request has many more tokens to go when the rank is lost: it cannot end well before the loss is noticed."""
+    """The request has many more tokens to go when the rank is lost: it cannot end well before the
+    loss is noticed."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32_000}))
     with Job(model, tmp_path, "--num-kv-blocks", "2048") as job:
         request = Request(job, 30_000)
-        wait_until(lambda: 'num_requests_running{engine="0",model_name="tiny"} 1.0' in job.client.get("/metrics").text)
+        wait_until(
+            lambda: (
+                'num_requests_running{engine="0",model_name="tiny"} 1.0'
+                in job.client.get("/metrics").text
+            )
+        )
         job.ranks[1].send_signal(number)
         response, seconds = request.answer()
         assert seconds < SOON
@@ -282,7 +334,10 @@ def test_a_rank_that_hangs_is_named(
         monkeypatch.setenv(name, value)
     with Job(tiny_model, tmp_path) as job:
         response, seconds = Request(job, 250).answer()
-        words = rf"rank {victim}, process \d+( on .*)?, hangs: for 4 seconds it has been at .*rank_faults.py:\d+ in"
+        words = (
+            rf"rank {victim}, process \d+( on .*)?, hangs: for 4 seconds it has been at"
+            r" .*rank_faults.py:\d+ in"
+        )
         assert response.status_code == 503 and re.search(words, response.text), response.text
         assert seconds < SOON
         wait_until(lambda: job.is_over, 2 * SOON, "torchrun and all ranks have ended")
@@ -301,8 +356,23 @@ def test_two_machines(tiny_model: pathlib.Path, script: pathlib.Path) -> None:
     with Machines() as machines:
         started = []
         for machine in range(2):
-            command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(machine)]
-            command += ["--master-addr", ADDRESSES[0], "--master-port", str(port), str(script), str(tiny_model)]
+            command = [
+                *TORCHRUN,
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "1",
+                "--node-rank",
+                str(machine),
+            ]
+            command += [
+                "--master-addr",
+                ADDRESSES[0],
+                "--master-port",
+                str(port),
+                str(script),
+                str(tiny_model),
+            ]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             started.append(machines.start(machine, command, **pipes))
         outputs = [process.communicate(timeout=200)[0] for process in started]

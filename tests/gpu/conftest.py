@@ -1,8 +1,7 @@
 """Proofs on an NVIDIA GPU; `make gpu` runs them before it measures.
 
-They are skipped without a GPU. TRITON_INTERPRET=1 makes them a dry run on the CPU: the same code with a few small cases.
-`--share i/n` runs every n-th test from the i-th on.
-"""
+They are skipped without a GPU. TRITON_INTERPRET=1 makes them a dry run on the CPU: the same code
+with a few small cases. `--share i/n` runs every n-th test from the i-th on."""
 
 from __future__ import annotations
 

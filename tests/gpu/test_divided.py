@@ -1,4 +1,5 @@
-"""The greedy tokens of engines that are divided between two GPUs, which the division may not change in float32."""
+"""The greedy tokens of engines that are divided between two GPUs, which the division may not change
+in float32."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ _WHOLE = {"enable_expert_parallel": True}
 # Every fifth step, experts move to where the last four steps would have needed them.
 _MOVING: dict[str, Any] = _WHOLE | {
     "enable_eplb": True,
-    "eplb_config": {"window_size": 4, "step_interval": 5, "num_redundant_experts": 2, "log_balancedness": True},
+    "eplb_config": {
+        "window_size": 4,
+        "step_interval": 5,
+        "num_redundant_experts": 2,
+        "log_balancedness": True,
+    },
 }
 DIVISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor parallel": ("llama", _TENSOR),
@@ -45,7 +51,11 @@ _DRY = ["Mixtral, data parallel, experts that move"]
 def undivided(kind: str) -> tuple[list[BenchRequest], dict[str, Any], list[list[int]]]:
     count, lengths, outputs = (3, (3, 20), (9, 9)) if DRY_RUN else (8, (5, 150), (48, 48))
     requests = Workload("", "throughput", "", count, lengths, outputs).requests(TINY["vocab_size"])
-    options = {"device": DEVICE.type, "max_num_seqs": count, "max_num_batched_tokens": 16 if DRY_RUN else 64}
+    options = {
+        "device": DEVICE.type,
+        "max_num_seqs": count,
+        "max_num_batched_tokens": 16 if DRY_RUN else 64,
+    }
     return requests, options, tokens_of(tiny(kind), requests, **options)
 
 

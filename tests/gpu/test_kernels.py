@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.lab.cases import TOLERANCES, attention_case, cos_sin_table, latent_case, relative_error, rotated
+from nanovllm.lab.cases import (
+    TOLERANCES,
+    attention_case,
+    cos_sin_table,
+    latent_case,
+    relative_error,
+    rotated,
+)
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.support import why_no_triton
 from tests.gpu.setting import DEVICE, DRY_RUN
@@ -31,8 +38,20 @@ VARIANTS: Cases = {
     "window, soft cap": {"sliding_window": 33, "soft_cap": 20.0},
     "rotary, padding": {"rotary": True, "padding_rows": 3},
 }
-# Decodes, chunks, whole prompts, the rest after a prefix hit, sequences without new tokens, all in one batch.
-MIXED = [(1, 700), (1, 0), (37, 500), (200, 0), (0, 0), (0, 40), (1, 15), (16, 16), (129, 3), (1, 2047)]
+# Decodes, chunks, whole prompts, the rest after a prefix hit, sequences without new tokens, all in
+# one batch.
+MIXED = [
+    (1, 700),
+    (1, 0),
+    (37, 500),
+    (200, 0),
+    (0, 0),
+    (0, 40),
+    (1, 15),
+    (16, 16),
+    (129, 3),
+    (1, 2047),
+]
 _8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 LARGE: Cases = {
     "decode of 128k": {"sequences": [(1, 131071), (1, 100000), (1, 1)], **_8B},
@@ -50,7 +69,10 @@ LARGE: Cases = {
     "chunk of 512 on 8k": {"sequences": [(512, 8192)], **_8B},
     "window of 4k on 32k": {"sequences": [(1, 32000), (100, 20000)], "sliding_window": 4096, **_8B},
     "300 decodes": {"sequences": [(1, 13 * i % 997) for i in range(300)], **_8B},
-    "prompts alone": {"sequences": [(n, 0) for n in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 513)], **_8B},
+    "prompts alone": {
+        "sequences": [(n, 0) for n in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 513)],
+        **_8B,
+    },
     # Past what 32 bits can count.
     "cache of 2.7e9 elements": {"sequences": [(1, 5000), (70, 3000)], "num_blocks": 81920, **_8B},
 }
@@ -58,34 +80,60 @@ LARGE: Cases = {
 _FEW = {"num_heads": 6, "num_kv_heads": 2, "sequences": [(1, 20), (1, 0), (5, 9), (0, 4), (18, 3)]}
 SMALL: Cases = {
     "small, bf16, head 64": _FEW | {"dtype": torch.bfloat16, "padding_rows": 2},
-    "small, fp16, head 80, window": _FEW | {"dtype": torch.float16, "head_dim": 80, "sliding_window": 7},
+    "small, fp16, head 80, window": (
+        _FEW | {"dtype": torch.float16, "head_dim": 80, "sliding_window": 7}
+    ),
     "small, fp32, head 64, soft cap, rotary": _FEW | {"soft_cap": 20.0, "rotary": True},
 }
-_DEEPSEEK = {"num_heads": 16, "rank": 512, "rope": 64, "nope": 128, "v": 128, "dtype": torch.bfloat16}
+_DEEPSEEK = {
+    "num_heads": 16,
+    "rank": 512,
+    "rope": 64,
+    "nope": 128,
+    "v": 128,
+    "dtype": torch.bfloat16,
+}
 SMALL_LATENT: Cases = {"small, bf16": {"sequences": _FEW["sequences"], "dtype": torch.bfloat16}}
 LATENT: Cases = {
     "mixed, 16 heads": {"sequences": MIXED, **_DEEPSEEK},
     "mixed, fp16, 40 heads, padding": {
-        "sequences": MIXED, **_DEEPSEEK, "num_heads": 40, "dtype": torch.float16, "padding_rows": 3,
+        "sequences": MIXED,
+        **_DEEPSEEK,
+        "num_heads": 40,
+        "dtype": torch.float16,
+        "padding_rows": 3,
     },
-    "mixed, fp32, blocks of 64": {"sequences": MIXED, **_DEEPSEEK, "dtype": torch.float32, "block_size": 64},
-    "decodes, 128 heads": {"sequences": [(1, 13 * i % 997) for i in range(70)], **_DEEPSEEK, "num_heads": 128},
+    "mixed, fp32, blocks of 64": {
+        "sequences": MIXED,
+        **_DEEPSEEK,
+        "dtype": torch.float32,
+        "block_size": 64,
+    },
+    "decodes, 128 heads": {
+        "sequences": [(1, 13 * i % 997) for i in range(70)],
+        **_DEEPSEEK,
+        "num_heads": 128,
+    },
     "decode of 64k": {"sequences": [(1, 65535), (1, 40000), (1, 1)], **_DEEPSEEK},
     "prompts of 2k and 300": {"sequences": [(2048, 0), (300, 0), (1, 100)], **_DEEPSEEK},
     "chunk of 600 on 8k": {"sequences": [(600, 8000), (3, 8000)], **_DEEPSEEK},
-}  # fmt: skip
+}
 
 
 def all_cases() -> Cases:
     """Every head size in every dtype, with the other properties in turn, and large cases."""
     cases: Cases = {}
     for index, (dtype, head_dim) in enumerate(itertools.product(DTYPES, HEAD_DIMS)):
-        # Rows of the grid are shifted against each other, so that no property always meets the same head size.
+        # Rows of the grid are shifted against each other, so that no property always meets the same
+        # head size.
         turn = index + index // len(HEAD_DIMS)
         num_heads, num_kv_heads = GROUPS[turn % len(GROUPS)]
         block_size = BLOCK_SIZES[(turn + index // len(HEAD_DIMS)) % len(BLOCK_SIZES)]
         variant = list(VARIANTS)[index % len(VARIANTS)]
-        name = f"{dtype}, head {head_dim}, {num_heads} on {num_kv_heads} heads, block {block_size}, {variant}"
+        name = (
+            f"{dtype}, head {head_dim}, {num_heads} on {num_kv_heads} heads, block {block_size}, "
+            f"{variant}"
+        )
         cases[name] = {
             "sequences": MIXED,
             "num_heads": num_heads,
@@ -99,7 +147,9 @@ def all_cases() -> Cases:
 
 def parameters(small: Cases, others: Cases) -> Any:
     cases = dict([*small.items()][:1]) if DRY_RUN else small | others  # other tests interpret more
-    return pytest.mark.parametrize(("seed", "options"), list(enumerate(cases.values())), ids=list(cases))
+    return pytest.mark.parametrize(
+        ("seed", "options"), list(enumerate(cases.values())), ids=list(cases)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +162,11 @@ def refuse_without_triton() -> None:
 def test_attention(seed: int, options: dict[str, Any]) -> None:
     from nanovllm.attention.triton import TritonBackend
 
-    if DEVICE.type == "cuda" and "num_blocks" in options and torch.cuda.mem_get_info()[0] < 16 * 2**30:
+    if (
+        DEVICE.type == "cuda"
+        and "num_blocks" in options
+        and torch.cuda.mem_get_info()[0] < 16 * 2**30
+    ):
         pytest.skip("less than 16 GiB of memory are free")
     case = attention_case(seed, device=DEVICE, **options)
     options = (case.scale, case.sliding_window, case.soft_cap, case.rotary)
@@ -145,9 +199,16 @@ def test_rms_norm(name: str) -> None:
     from nanovllm.ops import triton as operators
 
     dtype = DTYPES[name]
-    x, residual, weight = draw(37, 2048, dtype=dtype), draw(37, 2048, dtype=dtype), draw(2048, dtype=dtype)
+    x, residual, weight = (
+        draw(37, 2048, dtype=dtype),
+        draw(37, 2048, dtype=dtype),
+        draw(2048, dtype=dtype),
+    )
     total = x.double() + residual.double()
-    assert relative_error(operators.rms_norm(x, weight, 1e-5), exact_norm(x.double(), weight)) <= TOLERANCES[dtype]
+    assert (
+        relative_error(operators.rms_norm(x, weight, 1e-5), exact_norm(x.double(), weight))
+        <= TOLERANCES[dtype]
+    )
     normed, stream = operators.add_rms_norm(x, residual, weight, 1e-5)
     assert relative_error(stream, total) <= TOLERANCES[dtype]
     assert relative_error(normed, exact_norm(total, weight)) <= TOLERANCES[dtype]
@@ -159,7 +220,10 @@ def test_silu_and_mul(name: str) -> None:
 
     x = draw(37, 2 * 1536, dtype=DTYPES[name])
     gate, up = x.double().chunk(2, dim=-1)
-    assert relative_error(operators.silu_and_mul(x), gate * torch.sigmoid(gate) * up) <= TOLERANCES[DTYPES[name]]
+    assert (
+        relative_error(operators.silu_and_mul(x), gate * torch.sigmoid(gate) * up)
+        <= TOLERANCES[DTYPES[name]]
+    )
 
 
 @pytest.mark.parametrize("name", ["bf16"] if DRY_RUN else DTYPES)
@@ -177,7 +241,8 @@ def test_apply_rope(name: str) -> None:
 
 # ---------------------------------------------------------------- quantized weights
 
-# (tokens, outputs, inputs, groups): each tile, sums that programs share and sums that they do not, edges, small and large groups.
+# (tokens, outputs, inputs, groups): each tile, sums that programs share and sums that they do not,
+# edges, small and large groups.
 PRODUCTS = {
     "small, whole rows": (3, 80, 192, 1),
     "decode, groups of 128": (1, 4096, 4096, 32),
@@ -195,8 +260,11 @@ _QUANTIZED = {
 }
 
 
-def quantized_case(name: str, kind: str, dtype: torch.dtype) -> tuple[Tensor, Any, list[Any], Tensor | None]:
-    """Activations, the product and the tensors of its weight (packed), and the dequantized weight (W8A8: none)."""
+def quantized_case(
+    name: str, kind: str, dtype: torch.dtype
+) -> tuple[Tensor, Any, list[Any], Tensor | None]:
+    """Activations, the product and the tensors of its weight (packed), and the dequantized weight
+    (W8A8: none)."""
     tokens, outputs, inputs, groups = PRODUCTS[name]
     bits, has_zeros, integers = _QUANTIZED[kind]
     torch.manual_seed(0)
@@ -209,9 +277,18 @@ def quantized_case(name: str, kind: str, dtype: torch.dtype) -> tuple[Tensor, An
         tensors = [values, scales.to(dtype)]
         return x, quantized.linear_w8a16, tensors, quantized.dequantize(*tensors, None, dtype)
     nibbles = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), device=DEVICE).to(torch.int32)
-    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8, device=DEVICE) if has_zeros else None
+    zeros = (
+        torch.randint(0, 16, (outputs, groups), dtype=torch.uint8, device=DEVICE)
+        if has_zeros
+        else None
+    )
     weight = quantized.dequantize(nibbles, scales.to(dtype), zeros, dtype)
-    return x, quantized.linear_w4a16, [quantized.pack_nibbles(nibbles)[0], scales.to(dtype), zeros], weight
+    return (
+        x,
+        quantized.linear_w4a16,
+        [quantized.pack_nibbles(nibbles)[0], scales.to(dtype), zeros],
+        weight,
+    )
 
 
 @pytest.fixture
@@ -243,7 +320,9 @@ def test_quantized_product(name: str, kind: str, dtype: str) -> None:
         return
     values, scales = (tensor.cpu() for tensor in tensors)
     # On the CPU, since a GPU's division by a number is a product with its rounded reciprocal.
-    assert torch.equal(out.cpu(), reference_quantized.linear_w8a8(x.cpu(), values, scales, bias.cpu()))
+    assert torch.equal(
+        out.cpu(), reference_quantized.linear_w8a8(x.cpu(), values, scales, bias.cpu())
+    )
 
 
 @pytest.mark.usefixtures("quantized_kernels")

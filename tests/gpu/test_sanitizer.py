@@ -32,12 +32,28 @@ def test_memcheck() -> None:
         pytest.skip("compute-sanitizer is not on PATH, nor in the CUDA toolkit")
     folder = pathlib.Path(__file__).parent
     command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "99"]
-    command += [sys.executable, "-m", "pytest", "-c", os.devnull, "--confcutdir", str(folder), "-p", "no:cacheprovider"]
+    command += [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--confcutdir",
+        str(folder),
+        "-p",
+        "no:cacheprovider",
+    ]
     command += [str(folder / "test_kernels.py"), "-k", "small"]
     # Each tensor gets memory of its own, so that a read past its end does not hit its neighbour.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
-    lines = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]
-    assert done.returncode == 0 and "passed" in done.stdout, f"exit code {done.returncode}; {'; '.join(lines[:3])}"
+    lines = [
+        line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line
+    ]
+    assert done.returncode == 0 and "passed" in done.stdout, (
+        f"exit code {done.returncode}; {'; '.join(lines[:3])}"
+    )

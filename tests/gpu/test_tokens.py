@@ -1,4 +1,5 @@
-"""The engine's greedy tokens, which no device, attention backend or CUDA graph may change in float32."""
+"""The engine's greedy tokens, which no device, attention backend or CUDA graph may change in
+float32."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ ON_GPU: dict[str, dict[str, Any]] = {
 }
 ON_CPU: dict[str, dict[str, Any]] = {
     "compiled loops": {"device": "cpu", "attention_backend": "cpu"},
-    "compiled loops, a step ahead": {"device": "cpu", "attention_backend": "cpu", "async_scheduling": True},
+    "compiled loops, a step ahead": {
+        "device": "cpu",
+        "attention_backend": "cpu",
+        "async_scheduling": True,
+    },
     "Triton attention, interpreted": {"device": "cpu", "attention_backend": "triton"},
 }
 VARIANTS = ON_CPU if DRY_RUN else ON_GPU
@@ -58,7 +63,10 @@ def tokens_of(folder: str, requests: list[BenchRequest], **options: Any) -> list
 
 def requests_of(lengths: tuple[int, ...], output_len: int, vocab_size: int) -> list[BenchRequest]:
     draw = random.Random(0)
-    return [BenchRequest([draw.randrange(vocab_size) for _ in range(length)], output_len) for length in lengths]
+    return [
+        BenchRequest([draw.randrange(vocab_size) for _ in range(length)], output_len)
+        for length in lengths
+    ]
 
 
 @functools.cache
@@ -78,7 +86,9 @@ def expected_of(model: str) -> tuple[str, list[BenchRequest], dict[str, Any], li
 @pytest.mark.parametrize("model", ["tiny model", COURSE_MODEL])
 def test_tokens_are_those_of_torch_on_the_cpu(model: str, variant: str) -> None:
     if model == COURSE_MODEL and (DRY_RUN or not (COURSE_FOLDER / "config.json").is_file()):
-        pytest.skip("a dry run" if DRY_RUN else f"{COURSE_FOLDER} is not there (`nanovllm fetch` makes it)")
+        pytest.skip(
+            "a dry run" if DRY_RUN else f"{COURSE_FOLDER} is not there (`nanovllm fetch` makes it)"
+        )
     folder, requests, options, expected = expected_of(model)
     assert tokens_of(folder, requests, **options, **VARIANTS[variant]) == expected
 
@@ -94,18 +104,29 @@ def test_tokens_of_quantized_weights_are_those_of_the_cpu(quantization: str) -> 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
 def test_drafts_change_no_token(method: str) -> None:
-    """The model drafts for itself, then its 8-bit copy does. The head is the course model's, and its matrices have 8 bits."""
-    its_own: dict[str, Any] = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]}
+    """The model drafts for itself, then its 8-bit copy does. The head is the course model's, and
+    its matrices have 8 bits."""
+    its_own: dict[str, Any] = {
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 256, 3]],
+    }
     if method == "eagle3":
         if DRY_RUN or not (COURSE_FOLDER / "config.json").is_file():
-            pytest.skip("a dry run" if DRY_RUN else f"{COURSE_FOLDER} is not there (`nanovllm fetch` makes it)")
+            pytest.skip(
+                "a dry run"
+                if DRY_RUN
+                else f"{COURSE_FOLDER} is not there (`nanovllm fetch` makes it)"
+            )
         folder, requests, options, expected = expected_of(COURSE_MODEL)
         ways: list[dict[str, Any]] = [{"model": str(shipped_head(COURSE_MODEL))}]
     else:
         folder, _, options, _ = expected_of("tiny model")
         # Prompts with every token: wherever the output goes, there are n-grams to look up.
         size = 64 if DRY_RUN else TINY["vocab_size"]
-        requests = [BenchRequest([i * step % size for i in range(size)], 4 if DRY_RUN else 48) for step in (3, 7)]
+        requests = [
+            BenchRequest([i * step % size for i in range(size)], 4 if DRY_RUN else 48)
+            for step in (3, 7)
+        ]
         expected = tokens_of(folder, requests, **options, **REFERENCE)
         copies = [{"model": folder}, {"model": folder, "quantization": "w8a8"}]
         ways = copies if method == "draft_model" else [{"prompt_lookup_min": 1}]

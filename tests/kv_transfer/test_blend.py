@@ -1,4 +1,5 @@
-"""CacheBlend: the rotation against fresh keys, scattered rows against whole prompts, the blend against transformers."""
+"""CacheBlend: the rotation against fresh keys, scattered rows against whole prompts, the blend
+against transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionBackend,
+    ForwardContext,
+    forward_context,
+    get_backend,
+    kv_cache_shape,
+)
 from nanovllm.distributed.groups import Grid
 from nanovllm.kv_transfer.blend.blend import (
     BlendOutput,
@@ -69,15 +76,23 @@ class Setting:
         for cache in self.caches:
             cache.fill_(math.nan)
 
-    def blend(self, token_ids: list[int], chunks: list[tuple[int, Chunk]], *args: Any, **options: Any) -> BlendOutput:
+    def blend(
+        self, token_ids: list[int], chunks: list[tuple[int, Chunk]], *args: Any, **options: Any
+    ) -> BlendOutput:
         self.wipe()
-        return blend(self.model, self.backend, self.caches, self.table, token_ids, chunks, *args, **options)
+        return blend(
+            self.model, self.backend, self.caches, self.table, token_ids, chunks, *args, **options
+        )
 
 
-def make_setting(folder: str, backend: str = "torch", dtype: torch.dtype = torch.float64, ranks: int = 1) -> Setting:
+def make_setting(
+    folder: str, backend: str = "torch", dtype: torch.dtype = torch.float64, ranks: int = 1
+) -> Setting:
     config = ModelConfig.from_pretrained(folder)
     model = load_model(folder, config, dtype, CPU, NUM_BLOCKS * BLOCK_SIZE)
-    shape = kv_cache_shape(NUM_BLOCKS, num_kv_heads_of_rank(config.num_kv_heads, ranks), BLOCK_SIZE, config.head_dim)
+    shape = kv_cache_shape(
+        NUM_BLOCKS, num_kv_heads_of_rank(config.num_kv_heads, ranks), BLOCK_SIZE, config.head_dim
+    )
     caches = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     return Setting(model, get_backend(backend, CPU, config.head_dim), caches, table)
@@ -101,7 +116,11 @@ def tokens(count: int, seed: int) -> list[int]:
     return [generator.randrange(3, 259) for _ in range(count)]
 
 
-SYSTEM, DOCUMENTS, QUESTION = tokens(5, 0), [tokens(30, 1), tokens(21, 2), tokens(26, 3)], tokens(7, 4)
+SYSTEM, DOCUMENTS, QUESTION = (
+    tokens(5, 0),
+    [tokens(30, 1), tokens(21, 2), tokens(26, 3)],
+    tokens(7, 4),
+)
 PROMPT = SYSTEM + DOCUMENTS[2] + DOCUMENTS[0] + QUESTION[:2] + DOCUMENTS[1] + QUESTION[2:]
 PLACES = {2: 5, 0: 31, 1: 63}  # where each document begins there
 
@@ -110,13 +129,14 @@ def documents(setting: Setting, behind: list[int]) -> list[tuple[int, Chunk]]:
     return [(start, setting.chunk(DOCUMENTS[i], behind)) for i, start in PLACES.items()]
 
 
-# ------------------------------------------------------------------------------------------------- rotation
+# ----------------------------------------------------------------------------------------- rotation
 
 
 @pytest.mark.parametrize("variant", MODELS)
 def test_moved_keys_are_the_keys_that_are_computed_there(variant: str, checkpoint) -> None:
-    """In the first layer, which sees no other token, to float64's rounding: the projections of a chunk and of the whole
-    prompt are library products of different sizes. Placing a chunk does not change its values at all."""
+    """In the first layer, which sees no other token, to float64's rounding: the projections of a
+    chunk and of the whole prompt are library products of different sizes. Placing a chunk does not
+    change its values at all."""
     setting = make_setting(checkpoint(variant))
     chunks = documents(setting, tokens(11, 9))
     setting.compute(PROMPT)
@@ -125,13 +145,19 @@ def test_moved_keys_are_the_keys_that_are_computed_there(variant: str, checkpoin
     for start, chunk in chunks:
         place_chunk(chunk, start, setting.caches, setting.table, setting.model.model.cos_sin)
     for start, chunk in chunks:
-        moved, there = (kv[:, :, start : start + len(chunk)] for kv in (setting.kv(0, len(PROMPT)), fresh))
+        moved, there = (
+            kv[:, :, start : start + len(chunk)] for kv in (setting.kv(0, len(PROMPT)), fresh)
+        )
         torch.testing.assert_close(moved, there, rtol=1e-12, atol=1e-12)
         assert torch.equal(moved[1], chunk.kv[0, 1].transpose(0, 1))
 
 
 @settings(max_examples=examples(50), derandomize=True)
-@given(before=st.integers(0, 7000), after=st.integers(0, 7000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    before=st.integers(0, 7000),
+    after=st.integers(0, 7000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, checkpoint) -> None:
     cos_sin = rotary_table(ModelConfig.from_pretrained(checkpoint("llama")), 7100)
     keys = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(before)).to(dtype)
@@ -140,13 +166,18 @@ def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, ch
     assert moved.dtype == dtype and moved.shape == keys.shape
     torch.testing.assert_close(moved.norm(dim=-1), keys.norm(dim=-1))
     torch.testing.assert_close(
-        rotate_keys(moved, there, here, cos_sin), keys, atol=0.03 if dtype.itemsize == 2 else 1e-6, rtol=0
+        rotate_keys(moved, there, here, cos_sin),
+        keys,
+        atol=0.03 if dtype.itemsize == 2 else 1e-6,
+        rtol=0,
     )
     exact = rotate_keys(keys.double(), here, there, cos_sin)
-    torch.testing.assert_close(moved.double(), exact, atol=0.02 if dtype.itemsize == 2 else 1e-6, rtol=0)
+    torch.testing.assert_close(
+        moved.double(), exact, atol=0.02 if dtype.itemsize == 2 else 1e-6, rtol=0
+    )
 
 
-# ------------------------------------------------------------------------------------------- scattered rows
+# ----------------------------------------------------------------------------------- scattered rows
 
 
 @settings(max_examples=examples(40), derandomize=True)
@@ -155,13 +186,17 @@ def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, ch
     window=st.sampled_from([0, 1, 13]),
     backend=st.sampled_from(["torch", "cpu"]),
 )
-def test_scattered_rows_attend_as_in_the_whole_prompt(rows: set[int], window: int, backend: str) -> None:
+def test_scattered_rows_attend_as_in_the_whole_prompt(
+    rows: set[int], window: int, backend: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(80, heads, 16, generator=generator) for heads in (6, 2, 2))
     cache = torch.zeros(kv_cache_shape(NUM_BLOCKS, 2, BLOCK_SIZE, 16))
     table = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)
     attention = get_backend(backend, CPU)
-    whole = attention.forward(q, k, v, cache, scattered_metadata(torch.arange(80), table, BLOCK_SIZE), 0.25, window)
+    whole = attention.forward(
+        q, k, v, cache, scattered_metadata(torch.arange(80), table, BLOCK_SIZE), 0.25, window
+    )
     some = torch.tensor(sorted(rows))
     metadata = scattered_metadata(some, table, BLOCK_SIZE)
     before = cache.clone()
@@ -171,7 +206,7 @@ def test_scattered_rows_attend_as_in_the_whole_prompt(rows: set[int], window: in
     assert metadata.query_start_loc[-1] == len(rows) and metadata.max_seq_len == max(rows) + 1
 
 
-# ------------------------------------------------------------------------------------------- nothing is lost
+# ---------------------------------------------------------------------------------- nothing is lost
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -210,10 +245,14 @@ def test_what_is_computed_already_is_not_written(checkpoint) -> None:
     chunks = documents(setting, QUESTION)
     setting.compute(PROMPT[:40])
     expected = [setting.kv(layer, 40) for layer in range(3)]
-    out = blend(setting.model, setting.backend, setting.caches, setting.table, PROMPT, chunks, 0.25, 40)
+    out = blend(
+        setting.model, setting.backend, setting.caches, setting.table, PROMPT, chunks, 0.25, 40
+    )
     assert all(torch.equal(setting.kv(layer, 40), kv) for layer, kv in enumerate(expected))
     assert out.num_rows == [49, 49, 7 + math.ceil(42 * 0.25)] and min(out.selected) >= 40
-    whole = blend(setting.model, setting.backend, setting.caches, setting.table, PROMPT, chunks, 1.0, 40)
+    whole = blend(
+        setting.model, setting.backend, setting.caches, setting.table, PROMPT, chunks, 1.0, 40
+    )
     torch.testing.assert_close(whole.hidden, setting.compute(PROMPT)[-1:], rtol=1e-10, atol=1e-10)
 
 
@@ -223,12 +262,13 @@ def test_a_chunk_that_had_another_prefix_is_not_taken_for_exact(checkpoint) -> N
     assert setting.blend(DOCUMENTS[0] + QUESTION, [(0, chunk)], 0.5).num_rows == [37, 37, 15 + 7]
 
 
-# ------------------------------------------------------------------------------------ against transformers
+# ----------------------------------------------------------------------------- against transformers
 
 
 class DenseBlend:
-    """CacheBlend with the pieces of transformers' Llama, in float64, over plain matrices: no pages, no packed rows. A
-    chunk's keys come from a run at the positions at which they are wanted, so that nothing has to be rotated."""
+    """CacheBlend with the pieces of transformers' Llama, in float64, over plain matrices: no pages,
+    no packed rows. A chunk's keys come from a run at the positions at which they are wanted, so
+    that nothing has to be rotated."""
 
     def __init__(self, folder: str) -> None:
         import copy
@@ -242,11 +282,14 @@ class DenseBlend:
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         from transformers.models.llama.modeling_llama import rotate_half
 
-        cos, sin = (table[0].double() for table in self.model.rotary_emb(x.float(), positions[None]))
+        cos, sin = (
+            table[0].double() for table in self.model.rotary_emb(x.float(), positions[None])
+        )
         return x * cos + rotate_half(x) * sin
 
     def layer(self, number: int, x: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One layer for the tokens at `rows`, which overwrites their `keys` and `values` `[heads, length, head_dim]`."""
+        """One layer for the tokens at `rows`, which overwrites their `keys` and `values`
+        `[heads, length, head_dim]`."""
         layer, attention = self.model.layers[number], self.model.layers[number].self_attn
         normed = layer.input_layernorm(x)
         num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
@@ -262,18 +305,28 @@ class DenseBlend:
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
     def empty(self, length: int) -> list[tuple[Tensor, Tensor]]:
-        shape = (self.config.num_key_value_heads, length, self.config.hidden_size // self.config.num_attention_heads)
-        return [(torch.full(shape, math.nan).double(), torch.full(shape, math.nan).double()) for _ in self.model.layers]
+        shape = (
+            self.config.num_key_value_heads,
+            length,
+            self.config.hidden_size // self.config.num_attention_heads,
+        )
+        return [
+            (torch.full(shape, math.nan).double(), torch.full(shape, math.nan).double())
+            for _ in self.model.layers
+        ]
 
     @torch.inference_mode()
-    def run(self, places: dict[int, int], behind: list[int], ratio: float, check: int) -> tuple[Tensor, list[int]]:
+    def run(
+        self, places: dict[int, int], behind: list[int], ratio: float, check: int
+    ) -> tuple[Tensor, list[int]]:
         """Last hidden state, and the tokens of the documents that went all the way."""
         caches, own = self.empty(len(PROMPT)), torch.ones(len(PROMPT), dtype=torch.bool)
         for document, start in places.items():
             text = behind + DOCUMENTS[document]
             alone, x = self.empty(len(text)), self.model.embed_tokens(torch.tensor(text))
             for number in range(len(caches)):
-                # Rotary positions only count relative to each other: the prefix may have negative ones.
+                # Rotary positions only count relative to each other: the prefix may have negative
+                # ones.
                 x = self.shifted(number, x, alone[number], start - len(behind))
                 for cache, part in zip(caches[number], alone[number], strict=True):
                     cache[:, start : start + len(DOCUMENTS[document])] = part[:, len(behind) :]
@@ -283,9 +336,14 @@ class DenseBlend:
             before = keys.clone(), values.clone()
             x = self.layer(number, x, rows, keys, values)
             if number == check:
-                far = sum((a - b).square().sum((0, 2)) for a, b in zip(before, (keys, values), strict=True))
+                far = sum(
+                    (a - b).square().sum((0, 2))
+                    for a, b in zip(before, (keys, values), strict=True)
+                )
                 far[own] = math.inf
-                kept = far.argsort(descending=True)[: int(own.sum()) + math.ceil(ratio * int((~own).sum()))]
+                kept = far.argsort(descending=True)[
+                    : int(own.sum()) + math.ceil(ratio * int((~own).sum()))
+                ]
                 rows = kept.sort().values
                 x = x[rows]
         return self.model.norm(x[-1:]), rows[~own[rows]].tolist()
@@ -306,7 +364,9 @@ def test_blend_against_transformers(behind: int, ratio: float, checkpoint) -> No
     setting = make_setting(folder)
     out = setting.blend(PROMPT, documents(setting, prefix), ratio)
     hidden, selected = DenseBlend(folder).run(PLACES, prefix, ratio, check=1)
-    torch.testing.assert_close(out.hidden, hidden, atol=1e-4, rtol=1e-4)  # transformers' rotary table is float32
+    torch.testing.assert_close(
+        out.hidden, hidden, atol=1e-4, rtol=1e-4
+    )  # transformers' rotary table is float32
     assert out.selected == selected
     assert out.num_rows == [89, 89, 12 + math.ceil(77 * ratio)]
 
@@ -316,10 +376,12 @@ def test_full_recompute_has_the_logits_of_transformers(checkpoint) -> None:
     out = setting.blend(PROMPT, documents(setting, SYSTEM), 1.0)
     with torch.inference_mode():
         expected = reference_model(checkpoint("llama"))(torch.tensor([PROMPT])).logits[0, -1:]
-        torch.testing.assert_close(setting.model.compute_logits(out.hidden), expected, atol=2e-3, rtol=1e-4)
+        torch.testing.assert_close(
+            setting.model.compute_logits(out.hidden), expected, atol=2e-3, rtol=1e-4
+        )
 
 
-# ------------------------------------------------------------------------------------------------ selection
+# ---------------------------------------------------------------------------------------- selection
 
 
 def test_what_is_kept_and_what_is_overwritten(checkpoint) -> None:
@@ -365,7 +427,7 @@ def test_ratio_0_computes_nothing_of_a_chunk(checkpoint) -> None:
     assert out.num_rows == [12] * 3 and out.selected == [] and bool(out.hidden.isfinite().all())
 
 
-# ------------------------------------------------------------------------------------------------ two ranks
+# ---------------------------------------------------------------------------------------- two ranks
 
 
 def blend_on_a_rank(folder: str) -> tuple[Tensor, list[int]]:

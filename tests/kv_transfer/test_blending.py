@@ -1,4 +1,5 @@
-"""CacheBlend in the engine: what is blended at ratio 1 is exact, with every feature on; what is approximate is never found."""
+"""CacheBlend in the engine: what is blended at ratio 1 is exact, with every feature on; what is
+approximate is never found."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def expected(checkpoint: str) -> list[list[int]]:
     return [reference_tokens(checkpoint, p, 14) for p in PROMPTS]
 
 
-def engine(checkpoint: str, ratio: float = 1.0, extra: dict[str, Any] | None = None, **options: Any) -> EngineCore:
+def engine(
+    checkpoint: str, ratio: float = 1.0, extra: dict[str, Any] | None = None, **options: Any
+) -> EngineCore:
     settings = {"blend_special_str": "</s>", "blend_recompute_ratio": ratio, "blend_min_tokens": 8}
     transfer = {"kv_connector": "blend", "kv_connector_extra_config": settings | (extra or {})}
     return make_engine(checkpoint, extra=transfer, **options)
@@ -67,7 +70,9 @@ def num_blended(core: EngineCore) -> int:
     ],
     ids=str,
 )
-def test_all_requests_end_and_at_ratio_1_they_are_exact(options, ratio, checkpoint, expected) -> None:
+def test_all_requests_end_and_at_ratio_1_they_are_exact(
+    options, ratio, checkpoint, expected
+) -> None:
     fleet = Fleet([engine(checkpoint, ratio, **options)])
     try:
         ask(fleet.engines[0], "first", PROMPTS[0])
@@ -90,7 +95,8 @@ def test_what_is_approximate_is_found_by_nobody(checkpoint: str, expected: list[
     ask(core, "b", PROMPTS[1])
     blended = fleet.complete("b")
     assert num_blended(core) > 30 and blended != expected[1]
-    core.connector.forget_requests()  # no part is kept any more: all that could help is the prefix cache
+    # no part is kept any more: all that could help is the prefix cache
+    core.connector.forget_requests()
     ask(core, "c", PROMPTS[1])
     ask(core, "d", PROMPTS[1] + blended)
     assert fleet.complete("c") == expected[1]
@@ -111,7 +117,9 @@ def test_salts_keep_parts_apart(checkpoint: str) -> None:
 
 def test_parts_that_were_not_used_for_longest_give_way(checkpoint: str) -> None:
     """Room for 45 tokens: 3 layers of 2 KV heads of 16 numbers, keys and values, in 4 bytes."""
-    fleet = Fleet([engine(checkpoint, extra={"blend_gib": 45 * 768 / 2**30}, enable_prefix_caching=False)])
+    fleet = Fleet(
+        [engine(checkpoint, extra={"blend_gib": 45 * 768 / 2**30}, enable_prefix_caching=False)]
+    )
     core = fleet.engines[0]
     for i, (order, gain) in enumerate([((0, 1), 0), ((2, 1), 45), ((1, 0), 24), ((2,), 0)]):
         before = num_blended(core)
@@ -143,7 +151,11 @@ def test_abort_at_any_moment(steps: int, checkpoint: str, expected: list[list[in
 @pytest.mark.parametrize(
     ("extra", "options", "message"),
     [
-        ({"recompute_ratio": 0.5}, {}, "'recompute_ratio' is unknown here; there are blend_special_str"),
+        (
+            {"recompute_ratio": 0.5},
+            {},
+            "'recompute_ratio' is unknown here; there are blend_special_str",
+        ),
         ({"blend_recompute_ratio": 1.5}, {}, "blend_recompute_ratio must be from 0 to 1"),
         ({"blend_check_layer": 3}, {}, "one of the model's 3 layers"),
         ({"blend_special_str": ""}, {}, "must not be empty"),

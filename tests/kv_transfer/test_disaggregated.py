@@ -1,4 +1,5 @@
-"""Prefill here, decode there: whoever computes what, no token changes; and keys and values have really moved."""
+"""Prefill here, decode there: whoever computes what, no token changes; and keys and values have
+really moved."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ WAYS = ("prefill first", "pull", "push")
 BLOCK_SIZE = 8
 HAS_NIXL = importlib.util.find_spec("nixl_cu12") is not None
 
-# By feature, what the consumer and the producer are asked for in particular; "pool" is a KV pool in tokens.
+# By feature, what the consumer and the producer are asked for in particular; "pool" is a KV pool in
+# tokens.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "consumer without prefix cache": ({"enable_prefix_caching": False}, {}),
     "producer without prefix cache": ({}, {"enable_prefix_caching": False}),
@@ -36,7 +38,10 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_num_batched_tokens": 12, "max_num_seqs": 8},
     ),
     "whole prompts": ({"enable_chunked_prefill": False}, {"enable_chunked_prefill": False}),
-    "prefill_first policy": ({"batching_policy": "prefill_first"}, {"batching_policy": "prefill_first"}),
+    "prefill_first policy": (
+        {"batching_policy": "prefill_first"},
+        {"batching_policy": "prefill_first"},
+    ),
     "static": ({"batching_policy": "static"}, {"batching_policy": "static"}),
     "recompute": ({"pool": 128}, {}),
     "swap": ({"pool": 128, "preemption_mode": "swap", "swap_space": 0.01}, {}),
@@ -49,7 +54,11 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "both roles": ({"role": "kv_both"}, {"role": "kv_both"}),
 }
 PREEMPTING = ("recompute", "swap")
-IMPOSSIBLE = [{"whole prompts", "budget of 12"}, {"blocks of 64", "recompute"}, {"blocks of 64", "swap"}]
+IMPOSSIBLE = [
+    {"whole prompts", "budget of 12"},
+    {"blocks of 64", "recompute"},
+    {"blocks of 64", "swap"},
+]
 
 
 def prompts() -> list[list[int]]:
@@ -88,7 +97,10 @@ def make_fleet(checkpoint: str, *features: str, **extra: Any) -> Fleet:
         consumer |= FEATURES[feature][0]
         producer |= FEATURES[feature][1]
     return Fleet(
-        [engine(checkpoint, producer, "kv_producer", extra), engine(checkpoint, consumer, "kv_consumer", extra)]
+        [
+            engine(checkpoint, producer, "kv_producer", extra),
+            engine(checkpoint, consumer, "kv_consumer", extra),
+        ]
     )
 
 
@@ -104,7 +116,9 @@ def send(fleet: Fleet, way: str, request_id: str, prompt: list[int], **options: 
     ask(consumer, request_id, prompt, params=answer.kv_transfer_params, **options)
 
 
-def run(fleet: Fleet, way: str, batch: list[list[int]], count: int = OUTPUT_LEN, name: str = "r") -> list[list[int]]:
+def run(
+    fleet: Fleet, way: str, batch: list[list[int]], count: int = OUTPUT_LEN, name: str = "r"
+) -> list[list[int]]:
     """Tokens by prompt; all are under way together."""
     for i, prompt in enumerate(batch):
         send(fleet, way, f"{name}{i}", prompt, max_tokens=count)
@@ -123,7 +137,9 @@ def fleets() -> Iterator[list[Fleet]]:
 
 
 @pytest.mark.parametrize(("feature", "way"), in_turn(FEATURES, WAYS))
-def test_alone(feature: str, way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:
+def test_alone(
+    feature: str, way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]
+) -> None:
     fleets.append(fleet := make_fleet(checkpoint, feature))
     producer, consumer = fleet.engines
     assert run(fleet, way, prompts()) == expected
@@ -163,7 +179,11 @@ IN_TURN = itertools.cycle(WAYS)
     ids=lambda value: value if isinstance(value, str) else " + ".join(value),
 )
 def test_together(
-    features: tuple[str, ...], way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]
+    features: tuple[str, ...],
+    way: str,
+    checkpoint: str,
+    expected: list[list[int]],
+    fleets: list[Fleet],
 ) -> None:
     """Every pair occurs in one of the sets; nightly, each is also tested alone."""
     fleets.append(fleet := make_fleet(checkpoint, *features))
@@ -174,9 +194,11 @@ def test_together(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_has_another_part(way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:
-    """The consumer has two blocks of the prompt in its cache, the producer three others of it: only the rest is computed, only
-    what is missing is moved."""
+def test_each_has_another_part(
+    way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]
+) -> None:
+    """The consumer has two blocks of the prompt in its cache, the producer three others of it: only
+    the rest is computed, only what is missing is moved."""
     fleets.append(fleet := make_fleet(checkpoint))
     producer, consumer = fleet.engines
     prompt = prompts()[6]
@@ -190,14 +212,19 @@ def test_each_has_another_part(way: str, checkpoint: str, expected: list[list[in
     assert fleet.finished("r0").num_cached_tokens == len(prompt) - 1
 
 
-def test_what_the_cache_has_is_not_fetched(checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:
-    """As it is set by default: a rest of one block is computed, and the producer need not hold anything for it."""
+def test_what_the_cache_has_is_not_fetched(
+    checkpoint: str, expected: list[list[int]], fleets: list[Fleet]
+) -> None:
+    """As it is set by default: a rest of one block is computed, and the producer need not hold
+    anything for it."""
     fleets.append(fleet := make_fleet(checkpoint, kv_connector_extra_config={}))
     for way in WAYS:
         assert run(fleet, way, prompts(), name=way) == expected
         hits = fleet.engines[1].stats.num_external_hit_tokens
         assert run(fleet, way, prompts(), name=f"{way} again") == expected
-        assert fleet.engines[1].stats.num_external_hit_tokens == hits, "something came that was there"
+        assert fleet.engines[1].stats.num_external_hit_tokens == hits, (
+            "something came that was there"
+        )
         fleet.engines[1].reset_prefix_cache()
 
 
@@ -205,7 +232,9 @@ def test_what_the_cache_has_is_not_fetched(checkpoint: str, expected: list[list[
 def test_what_is_sampled_does_not_change(way: str, checkpoint: str, fleets: list[Fleet]) -> None:
     """Seeds and log-probabilities, as one engine alone has them."""
     alone = make_engine(checkpoint)
-    fleets.extend([Fleet([alone]), fleet := make_fleet(checkpoint, "consumer without prefix cache")])
+    fleets.extend(
+        [Fleet([alone]), fleet := make_fleet(checkpoint, "consumer without prefix cache")]
+    )
     prompt = prompts()[6]
     for i in range(3):
         sampling = {"temperature": 0.9, "seed": i, "logprobs": 2}
@@ -214,7 +243,9 @@ def test_what_is_sampled_does_not_change(way: str, checkpoint: str, fleets: list
         send(fleet, way, f"r{i}", prompt, **sampling)
     for i in range(3):
         assert fleet.complete(f"r{i}") == fleets[0].tokens(f"r{i}")
-        here, there = ([o.logprobs[0] for o in f.outputs[f"r{i}"] if o.logprobs] for f in (fleets[0], fleet))
+        here, there = (
+            [o.logprobs[0] for o in f.outputs[f"r{i}"] if o.logprobs] for f in (fleets[0], fleet)
+        )
         assert [entry.token_ids for entry in here] == [entry.token_ids for entry in there]
         for one, other in zip(here, there, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -238,7 +269,8 @@ def test_prompt_logprobs_take_nothing(
 def test_three_sequences_share_what_one_prompt_has_left(
     checkpoint: str, expected: list[list[int]], fleets: list[Fleet]
 ) -> None:
-    """Prefill first, n = 3: all three read the same blocks, which are held until the last of them has."""
+    """Prefill first, n = 3: all three read the same blocks, which are held until the last of them
+    has."""
     fleets.append(fleet := make_fleet(checkpoint, kv_load_failure_policy="fail"))
     producer, consumer = fleet.engines
     ask(producer, "there", prompts()[4], 1, {"do_remote_decode": True})
@@ -267,7 +299,9 @@ def test_other_models(variant: str, tmp_path: Any, fleets: list[Fleet]) -> None:
 def test_16_bits(checkpoint: str, fleets: list[Fleet]) -> None:
     """What moves are bytes: in bfloat16, tokens are those of one engine with the same type."""
     fleets.extend([Fleet([make_engine(checkpoint, dtype="bfloat16")]), fleet := Fleet([])])
-    fleet.engines = [make_engine(checkpoint, role, dtype="bfloat16") for role in ("kv_producer", "kv_consumer")]
+    fleet.engines = [
+        make_engine(checkpoint, role, dtype="bfloat16") for role in ("kv_producer", "kv_consumer")
+    ]
     prompt = prompts()[4]
     ask(fleets[0].engines[0], "r", prompt)
     expected = fleets[0].complete("r")
@@ -280,8 +314,11 @@ def test_16_bits(checkpoint: str, fleets: list[Fleet]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_8_bits(kind: str, way: str, checkpoint: str, fleets: list[Fleet]) -> None:
-    """Blocks of a quantized cache, scales and all, are the bytes that the consumer would have written itself."""
-    alone = LLM(checkpoint, dtype="float32", kv_cache_dtype=kind, block_size=BLOCK_SIZE, num_kv_blocks=256)
+    """Blocks of a quantized cache, scales and all, are the bytes that the consumer would have
+    written itself."""
+    alone = LLM(
+        checkpoint, dtype="float32", kv_cache_dtype=kind, block_size=BLOCK_SIZE, num_kv_blocks=256
+    )
     expected = greedy(alone, prompts(), OUTPUT_LEN)
     fleets.append(fleet := Fleet([]))
     for role, options in (("kv_producer", {}), ("kv_consumer", {"pool": 256})):
@@ -294,7 +331,11 @@ def test_8_bits(kind: str, way: str, checkpoint: str, fleets: list[Fleet]) -> No
 def test_several_of_each(checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:
     """Two producers, two consumers, and one that is both; everybody with everybody."""
     roles = ("kv_producer", "kv_producer", "kv_consumer", "kv_consumer", "kv_both")
-    fleets.append(fleet := Fleet([engine(checkpoint, {"enable_prefix_caching": False}, role, {}) for role in roles]))
+    fleets.append(
+        fleet := Fleet(
+            [engine(checkpoint, {"enable_prefix_caching": False}, role, {}) for role in roles]
+        )
+    )
     pairs = [(p, c) for p in (0, 1, 4) for c in (2, 3, 4) if p != c]
     for i, (p, c) in enumerate(pairs):
         params = decode_first(fleet.engines[p], WAYS[1 + i % 2])
@@ -338,9 +379,12 @@ def test_ranks(
 
 
 def test_offline(checkpoint: str) -> None:
-    """Without a server: the producer's answer says where the KV is, and a thread gives it away when nobody steps any more."""
+    """Without a server: the producer's answer says where the KV is, and a thread gives it away when
+    nobody steps any more."""
     options = {"dtype": "float32", "num_kv_blocks": 64, "block_size": 8, "max_model_len": 120}
-    producer, consumer = (LLM(checkpoint, kv_role=role, **options) for role in ("producer", "consumer"))
+    producer, consumer = (
+        LLM(checkpoint, kv_role=role, **options) for role in ("producer", "consumer")
+    )
     prompt = [5 + i * 7 % 300 for i in range(43)]
     first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     asked = {"prompt_token_ids": prompt, "kv_transfer_params": {"do_remote_decode": True}}
@@ -353,12 +397,14 @@ def test_offline(checkpoint: str) -> None:
     # The lease has ended; what is said of it now is worth nothing, and the prompt is computed.
     consumer.reset_prefix_cache()
     (output,) = consumer.generate(given, first.clone(max_tokens=14), use_tqdm=False)
-    assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == reference_tokens(checkpoint, prompt, 14)
+    assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == reference_tokens(
+        checkpoint, prompt, 14
+    )
     for llm in (producer, consumer):
         llm.engine.core.close()
 
 
-# ---------------------------------------------------------------------------------------------- what those see who look on
+# ----------------------------------------------------------------------- what those see who look on
 
 
 class Onlooker:
@@ -377,7 +423,9 @@ class Onlooker:
             self.truths[-1] = copy.deepcopy(self.truths[-1])
             return record
 
-        self.truths.append(({}, [0] * core.manager.pool.num_blocks))  # the snapshot with which it begins
+        self.truths.append(
+            ({}, [0] * core.manager.pool.num_blocks)
+        )  # the snapshot with which it begins
         monkeypatch.setattr(core._recorder, "begin", noted)
 
     def check_now(self) -> None:
@@ -397,7 +445,8 @@ class Onlooker:
 def test_the_picture_shows_what_transfers_hold(
     way: str, checkpoint: str, fleets: list[Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that are being received, and blocks that outlive their request until a peer has read them."""
+    """Blocks that are being received, and blocks that outlive their request until a peer has read
+    them."""
     fleets.append(fleet := make_fleet(checkpoint, "small producer", "recompute"))
     onlookers = [Onlooker(core, monkeypatch) for core in fleet.engines]
     step = fleet.step

@@ -1,4 +1,5 @@
-"""Whatever goes wrong between two engines: the client gets the right tokens or an error, by policy, and every block comes back."""
+"""Whatever goes wrong between two engines: the client gets the right tokens or an error, by policy,
+and every block comes back."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.engine.core import EngineCore
 from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
-from nanovllm.kv_transfer.pd.control import Claim, Leases, Prefill, Prefilled, Release, credentials, encode
+from nanovllm.kv_transfer.pd.control import (
+    Claim,
+    Leases,
+    Prefill,
+    Prefilled,
+    Release,
+    credentials,
+    encode,
+)
 from nanovllm.kv_transfer.transport import base
 from nanovllm.kv_transfer.transport.base import Link, Rank
 from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect
@@ -37,8 +46,9 @@ PROMPT = [(i * 37 + 11) % 300 + 5 for i in range(43)]
 OTHER = [(i * 53 + 7) % 300 + 5 for i in range(30)]
 POLICIES = ("recompute", "fail")
 FAILED = "the KV from another engine or store did not arrive"
-# By day each stage and each way meet one policy or side of the two, in turn, and by night the other, too.
-# How far a request has come when something happens; "ordered": the producer has the order, and has not begun.
+# By day each stage and each way meet one policy or side of the two, in turn, and by night the
+# other, too. How far a request has come when something happens; "ordered": the producer has the
+# order, and has not begun.
 STAGES = [
     ("prefill first", "asked"),
     ("prefill first", "moving"),
@@ -68,8 +78,13 @@ def engines(checkpoint: str) -> Iterator[Callable[..., EngineCore]]:
     """Makes engines, which are closed at the end, here or by the test."""
     made: list[EngineCore] = []
 
-    def make(role: str, policy: str = "recompute", model: str = checkpoint, **options: Any) -> EngineCore:
-        extra = {"kv_load_failure_policy": policy, "kv_connector_extra_config": options.pop("settings", {})}
+    def make(
+        role: str, policy: str = "recompute", model: str = checkpoint, **options: Any
+    ) -> EngineCore:
+        extra = {
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": options.pop("settings", {}),
+        }
         made.append(make_engine(model, role, extra, **options))
         return made[-1]
 
@@ -102,11 +117,15 @@ def prefilled(fleet: Fleet, producer: EngineCore, name: str = "there") -> dict[s
 
 
 def reach(fleet: Fleet, way: str, stage: str, make_gate: Callable[..., Gate]) -> Gate | None:
-    """Let a request "r" come to a stage, and stay there until the gate is opened (without one: until the producer is
-    stepped)."""
+    """Let a request "r" come to a stage, and stay there until the gate is opened (without one:
+    until the producer is stepped)."""
     producer, consumer = fleet.engines
     params = prefilled(fleet, producer) if way == "prefill first" else decode_first(producer, way)
-    gates = {"asked": (control, "connect"), "moving": (LocalLink, "read"), "confirming": (Leases, "release")}
+    gates = {
+        "asked": (control, "connect"),
+        "moving": (LocalLink, "read"),
+        "confirming": (Leases, "release"),
+    }
     gate = make_gate(*gates[stage]) if stage in gates else None
     ask(consumer, "r", PROMPT, params=params)
     if gate is not None:
@@ -129,11 +148,13 @@ def check(fleet: Fleet, policy: str, expected: list[int]) -> None:
         assert tokens == [] and last.finish_reason == "error" and FAILED in last.error
 
 
-# ---------------------------------------------------------------------------------------------- the producer goes
+# -------------------------------------------------------------------------------- the producer goes
 
 
 @pytest.mark.parametrize(("way", "stage", "policy"), in_turn(STAGES, POLICIES))
-def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expected: list[int], gate: Any) -> None:
+def test_producer_leaves(
+    way: str, stage: str, policy: str, engines: Any, expected: list[int], gate: Any
+) -> None:
     producer, consumer = engines("kv_producer"), engines("kv_consumer", policy)
     fleet = Fleet([producer, consumer])
     ask(consumer, "plain", OTHER)
@@ -146,7 +167,9 @@ def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expect
             fleet.run_until(producer.connector._listener._closed.is_set)
         else:
             fetches = consumer.connector.fetches
-            fleet.run_until(lambda: all(fetch.error for fetch in fetches.values() if fetch.request_id == "r"))
+            fleet.run_until(
+                lambda: all(fetch.error for fetch in fetches.values() if fetch.request_id == "r")
+            )
         opened.open()
     closer.join()
     check(fleet, policy, expected)
@@ -172,7 +195,9 @@ KILLED = [
 
 
 @pytest.mark.parametrize(("way", "frozen_at"), KILLED)
-def test_producer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: Any, expected: list[int]) -> None:
+def test_producer_is_killed(
+    way: str, frozen_at: Any, checkpoint: str, engines: Any, expected: list[int]
+) -> None:
     """SIGKILL, while it computes, offers blocks, or is asked whether all was right."""
     consumer, child = engines("kv_consumer"), Child(checkpoint, "kv_producer", frozen_at)
     fleet = Fleet([consumer])
@@ -188,11 +213,14 @@ def test_producer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: 
     fleet.settle()
 
 
-@pytest.mark.parametrize(("owner", "name", "policy"), in_turn([(Rank, "push"), (Link, "ask")], POLICIES))
+@pytest.mark.parametrize(
+    ("owner", "name", "policy"), in_turn([(Rank, "push"), (Link, "ask")], POLICIES)
+)
 def test_producer_stops_while_it_pushes(
     owner: type, name: str, policy: str, checkpoint: str, engines: Any, expected: list[int]
 ) -> None:
-    """SIGSTOP: the consumer does not wait for ever, and gets its blocks back at once: no other process writes to them."""
+    """SIGSTOP: the consumer does not wait for ever, and gets its blocks back at once: no other
+    process writes to them."""
     consumer = engines("kv_consumer", policy, settings={"prefill_timeout": 1.0, "timeout": 1.0})
     child, fleet = Child(checkpoint, "kv_producer", (owner, name)), Fleet([consumer])
     ask(consumer, "r", PROMPT, params=decode_first(child.address, "push"))
@@ -228,7 +256,9 @@ def test_producer_stops_while_it_pushes_and_a_step_breaks_off(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_producer_was_killed_before(policy: str, checkpoint: str, engines: Any, expected: list[int]) -> None:
+def test_producer_was_killed_before(
+    policy: str, checkpoint: str, engines: Any, expected: list[int]
+) -> None:
     consumer, child = engines("kv_consumer", policy), Child(checkpoint, "kv_producer")
     child.ask("there", PROMPT, 1, {"do_remote_decode": True})
     params = child.answer().kv_transfer_params
@@ -239,12 +269,13 @@ def test_producer_was_killed_before(policy: str, checkpoint: str, engines: Any, 
     fleet.settle()
 
 
-# ---------------------------------------------------------------------------------------------- the consumer goes
+# -------------------------------------------------------------------------------- the consumer goes
 
 
 @pytest.mark.parametrize(
     ("way", "frozen_at"),
-    [(way, (LocalLink, "read")) for way in ("prefill first", "pull", "push")] + [("pull", None), ("push", None)],
+    [(way, (LocalLink, "read")) for way in ("prefill first", "pull", "push")]
+    + [("pull", None), ("push", None)],
 )
 def test_consumer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: Any) -> None:
     """While it reads, or with an order that nobody has begun: what was held for it is free at once."""
@@ -270,12 +301,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.002)
 
 
-# ---------------------------------------------------------------------------------------------- the client leaves
+# -------------------------------------------------------------------------------- the client leaves
 
 
 @pytest.mark.parametrize(("way", "stage"), STAGES)
 def test_client_leaves(
-    way: str, stage: str, engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    stage: str,
+    engines: Any,
+    expected: list[int],
+    gate: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(base, "_GRACE", 0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
@@ -314,8 +350,8 @@ def test_request_is_refused(engines: Any) -> None:
 
 
 def test_client_leaves_before_it_is_read(engines: Any) -> None:
-    """Prefill first, and the request still waits for a seat when it ends: the producer's blocks are free before their lease
-    ends."""
+    """Prefill first, and the request still waits for a seat when it ends: the producer's blocks are
+    free before their lease ends."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer", max_num_seqs=1)
     fleet = Fleet([producer, consumer])
     params = prefilled(fleet, producer)
@@ -330,8 +366,8 @@ def test_client_leaves_before_it_is_read(engines: Any) -> None:
 
 
 def test_no_consumer_gets_the_request(engines: Any) -> None:
-    """Prefill first, and the client's request is refused or lost on its way to a consumer: the producer's blocks are free before
-    their lease ends."""
+    """Prefill first, and the client's request is refused or lost on its way to a consumer: the
+    producer's blocks are free before their lease ends."""
     producer = engines("kv_producer")
     fleet = Fleet([producer])
     prefilled(fleet, producer)
@@ -341,7 +377,9 @@ def test_no_consumer_gets_the_request(engines: Any) -> None:
     fleet.settle()
 
 
-def test_blocks_that_a_consumer_reads_stay_held(engines: Any, expected: list[int], gate: Any) -> None:
+def test_blocks_that_a_consumer_reads_stay_held(
+    engines: Any, expected: list[int], gate: Any
+) -> None:
     """The router believes that no consumer got the request; but one has claimed the blocks."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
@@ -352,11 +390,13 @@ def test_blocks_that_a_consumer_reads_stay_held(engines: Any, expected: list[int
     fleet.step()
     assert producer.stats.num_held_requests == 1
     opened.open()
-    assert fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    assert (
+        fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    )
     fleet.settle()
 
 
-# ---------------------------------------------------------------------------------------------- leases end, blocks run out
+# ----------------------------------------------------------------------- leases end, blocks run out
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -372,7 +412,10 @@ def test_lease_has_ended(policy: str, engines: Any, expected: list[int]) -> None
 
 def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any) -> None:
     """Its lease does not end with the time in which somebody has to claim it."""
-    producer, consumer = engines("kv_producer", settings={"lease_seconds": 0.2}), engines("kv_consumer")
+    producer, consumer = (
+        engines("kv_producer", settings={"lease_seconds": 0.2}),
+        engines("kv_consumer"),
+    )
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
@@ -381,12 +424,17 @@ def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any
     fleet.run_until(lambda: time.monotonic() > limit)
     assert producer.stats.num_held_requests == 1
     opened.open()
-    assert fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    assert (
+        fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    )
     fleet.settle()
 
 
-def test_reader_stops(engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has claimed blocks, is there, and does not read: they are given up, and what it reads later counts for nothing."""
+def test_reader_stops(
+    engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has claimed blocks, is there, and does not read: they are given up, and what it reads
+    later counts for nothing."""
     monkeypatch.setattr(control, "CLAIM_SECONDS", 0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
@@ -399,14 +447,19 @@ def test_reader_stops(engines: Any, expected: list[int], gate: Any, monkeypatch:
 
 
 def test_other_content_than_believed(engines: Any) -> None:
-    """A client gives what a producer has said of one prompt along with another prompt of the same length: what comes is not
-    used, and least of all found by others."""
+    """A client gives what a producer has said of one prompt along with another prompt of the same
+    length: what comes is not used, and least of all found by others."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer", enable_prefix_caching=True)
     fleet, prompt = Fleet([producer, consumer]), PROMPT[::-1]
     params = prefilled(fleet, producer)
     ask(consumer, "r", prompt, params=params)
     assert fleet.complete("r") == reference_tokens(consumer.config.model, prompt, 14)
-    ask(consumer, "s", PROMPT, params=params | {"remote_block_ids": params["remote_block_ids"][::-1]})
+    ask(
+        consumer,
+        "s",
+        PROMPT,
+        params=params | {"remote_block_ids": params["remote_block_ids"][::-1]},
+    )
     assert fleet.complete("s") == reference_tokens(consumer.config.model, PROMPT, 14)
     assert consumer.stats.num_external_hit_tokens == 0
     ask(consumer, "t", PROMPT, params=params)  # and who is right may still read
@@ -416,15 +469,24 @@ def test_other_content_than_believed(engines: Any) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], gate: Any) -> None:
-    """A request that is being pushed has to give way to an urgent one: its blocks stay until nobody reads them."""
+    """A request that is being pushed has to give way to an urgent one: its blocks stay until nobody
+    reads them."""
     producer = engines(
-        "kv_producer", num_kv_blocks=11, max_model_len=88, long_prefill_token_threshold=1, scheduling_policy="priority"
+        "kv_producer",
+        num_kv_blocks=11,
+        max_model_len=88,
+        long_prefill_token_threshold=1,
+        scheduling_policy="priority",
     )
     consumer = engines("kv_consumer", policy)
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
-    fleet.run_until(lambda: opened.entered.wait(0.1))  # the pushing thread gets there before many more steps are made
-    ask(producer, "urgent", OTHER, 50, priority=-1)  # alone: there is no other request to preempt instead
+    fleet.run_until(
+        lambda: opened.entered.wait(0.1)
+    )  # the pushing thread gets there before many more steps are made
+    ask(
+        producer, "urgent", OTHER, 50, priority=-1
+    )  # alone: there is no other request to preempt instead
     fleet.run_until(lambda: not producer.connector.orders)
     opened.open()
     assert fleet.complete("urgent") == reference_tokens(consumer.config.model, OTHER, 50)
@@ -434,7 +496,13 @@ def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], ga
 
 def test_producer_pushes_what_it_can(engines: Any, expected: list[int]) -> None:
     """With a pool that holds one prompt at a time."""
-    producer = engines("kv_producer", num_kv_blocks=8, max_model_len=64, max_num_seqs=4, long_prefill_token_threshold=8)
+    producer = engines(
+        "kv_producer",
+        num_kv_blocks=8,
+        max_model_len=64,
+        max_num_seqs=4,
+        long_prefill_token_threshold=8,
+    )
     fleet = Fleet([producer, engines("kv_consumer", enable_prefix_caching=False)])
     for i in range(4):
         ask(fleet.engines[1], f"r{i}", PROMPT, params=decode_first(producer, "push"))
@@ -442,7 +510,7 @@ def test_producer_pushes_what_it_can(engines: Any, expected: list[int]) -> None:
     fleet.settle()
 
 
-# ---------------------------------------------------------------------------------------------- who does not fit
+# --------------------------------------------------------------------------------- who does not fit
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -458,7 +526,12 @@ def test_producer_pushes_what_it_can(engines: Any, expected: list[int]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_engines(
-    difference: dict[str, Any], word: str, policy: str, engines: Any, expected: list[int], tmp_path: Any
+    difference: dict[str, Any],
+    word: str,
+    policy: str,
+    engines: Any,
+    expected: list[int],
+    tmp_path: Any,
 ) -> None:
     """Refused before any byte of KV, by the name of what differs."""
     if "model" in difference:
@@ -498,7 +571,9 @@ def test_nobody_there(policy: str, engines: Any, expected: list[int]) -> None:
         port = server.getsockname()[1]
     ask(fleet.engines[0], "r", PROMPT, params=decode_first(["127.0.0.1", port], "pull"))
     check(fleet, policy, expected)
-    ask(fleet.engines[0], "s", PROMPT[::-1], params=decode_first(["a..b" * 20, 80], "push"))  # is no name
+    ask(
+        fleet.engines[0], "s", PROMPT[::-1], params=decode_first(["a..b" * 20, 80], "push")
+    )  # is no name
     fleet.complete("s")
     fleet.settle()
 
@@ -547,7 +622,7 @@ def test_wrong_number_of_blocks(engines: Any, expected: list[int]) -> None:
     fleet.settle()
 
 
-# ---------------------------------------------------------------------------------------------- peers that talk nonsense
+# ------------------------------------------------------------------------- peers that talk nonsense
 
 
 @contextmanager
@@ -590,7 +665,10 @@ def test_nonsense_from_a_consumer(engines: Any, expected: list[int]) -> None:
         connection.send(encode(order("twice", push=None)))
         ask(consumer, "r", PROMPT, params=decode_first(producer, "pull"))
         assert fleet.complete("r") == expected
-        answers = [msgspec.msgpack.decode(connection.receive(5), type=Prefilled) for _ in range(len(ORDERS) + 2)]
+        answers = [
+            msgspec.msgpack.decode(connection.receive(5), type=Prefilled)
+            for _ in range(len(ORDERS) + 2)
+        ]
         errors = {answer.transfer_id for answer in answers if answer.error}
         assert errors == {*ORDERS, "twice"}
         # It has no claim on what others hold.
@@ -609,12 +687,19 @@ def test_nonsense_from_a_consumer(engines: Any, expected: list[int]) -> None:
 @pytest.mark.parametrize("blocks", [[10**9] * 6, [-1] * 6, [0] * 6])
 @pytest.mark.parametrize("ranks", ["real", "none", "nonsense"])
 def test_push_to_nowhere(
-    ranks: str, blocks: list[int], engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    ranks: str,
+    blocks: list[int],
+    engines: Any,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks that the consumer has not, or has not offered; ranks that are none. The order comes to its end, and gives all
-    back."""
+    """Blocks that the consumer has not, or has not offered; ranks that are none. The order comes to
+    its end, and gives all back."""
     monkeypatch.setattr(base, "_GRACE", 0.2)
-    producer, consumer = engines("kv_producer", long_prefill_token_threshold=8), engines("kv_consumer")
+    producer, consumer = (
+        engines("kv_producer", long_prefill_token_threshold=8),
+        engines("kv_consumer"),
+    )
     fleet = Fleet([producer, consumer])
     places = {"real": consumer.connector.ranks, "none": [], "nonsense": [{"kind": 7}, {}]}
     consumer.manager.check_invariants([])
@@ -624,13 +709,17 @@ def test_push_to_nowhere(
         wait_for(lambda: producer.has_work)
         fleet.settle()
         assert not producer.connector.orders
-    assert all(cache.equal(old) for cache, old in zip(consumer.runner.kv_caches, before, strict=True))
+    assert all(
+        cache.equal(old) for cache, old in zip(consumer.runner.kv_caches, before, strict=True)
+    )
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
     assert fleet.complete("r") == expected
     fleet.settle()
 
 
-@pytest.mark.parametrize("noise", [b"garbage", b"", encode({"type": "release"}), encode([1] * 1000)])
+@pytest.mark.parametrize(
+    "noise", [b"garbage", b"", encode({"type": "release"}), encode([1] * 1000)]
+)
 def test_noise(noise: bytes, engines: Any, expected: list[int]) -> None:
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
@@ -649,7 +738,8 @@ LIES = [("garbage", []), ([], [b"garbage"]), ([{"host": 3}], ["few"]), ([], ["ma
 
 
 @pytest.mark.parametrize(
-    ("ranks", "answers", "way", "policy"), in_turn(LIES, ["pull", "push", "prefill first"], POLICIES)
+    ("ranks", "answers", "way", "policy"),
+    in_turn(LIES, ["pull", "push", "prefill first"], POLICIES),
 )
 def test_nonsense_from_a_producer(
     ranks: Any, answers: list[Any], way: str, policy: str, engines: Any, expected: list[int]
@@ -689,14 +779,21 @@ def test_nonsense_from_a_producer(
         liar.close()
 
 
-# ---------------------------------------------------------------------------------------------- a step breaks off
+# -------------------------------------------------------------------------------- a step breaks off
 
 
 @pytest.mark.parametrize(("way", "stage", "side"), in_turn(STAGES, ["producer", "consumer"]))
 def test_a_step_breaks_off(
-    way: str, stage: str, side: str, engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    stage: str,
+    side: str,
+    engines: Any,
+    expected: list[int],
+    gate: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All requests of this engine are lost; nothing else is, and nothing is left of them on either side."""
+    """All requests of this engine are lost; nothing else is, and nothing is left of them on either
+    side."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
     opened = reach(fleet, way, stage, gate)
@@ -734,7 +831,9 @@ def fail(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("way", "stage"), STAGES)
-def test_caches_are_reset(way: str, stage: str, engines: Any, expected: list[int], gate: Any) -> None:
+def test_caches_are_reset(
+    way: str, stage: str, engines: Any, expected: list[int], gate: Any
+) -> None:
     """Meanwhile: what is on its way is not touched by that."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer", "fail")
     fleet = Fleet([producer, consumer])
@@ -748,7 +847,7 @@ def test_caches_are_reset(way: str, stage: str, engines: Any, expected: list[int
     fleet.settle()
 
 
-# ---------------------------------------------------------------------------------------------- two that wait for each other
+# --------------------------------------------------------------------- two that wait for each other
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -756,9 +855,12 @@ def test_caches_are_reset(way: str, stage: str, engines: Any, expected: list[int
 def test_two_engines_wait_for_each_other(
     way: str, policy: str, engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool of each is full of blocks that the other is to fill, and can only fill with blocks of its own."""
+    """The pool of each is full of blocks that the other is to fill, and can only fill with blocks
+    of its own."""
     monkeypatch.setattr(disaggregated, "DEADLOCK_SECONDS", 0.2)
-    both = [engines("kv_both", policy, num_kv_blocks=16, enable_prefix_caching=False) for _ in range(2)]
+    both = [
+        engines("kv_both", policy, num_kv_blocks=16, enable_prefix_caching=False) for _ in range(2)
+    ]
     fleet = Fleet(both)
     for i, engine in enumerate(both):
         for number in range(2):
@@ -771,7 +873,7 @@ def test_two_engines_wait_for_each_other(
     fleet.settle()
 
 
-# ---------------------------------------------------------------------------------------------- nothing is left
+# ---------------------------------------------------------------------------------- nothing is left
 
 
 def test_a_consumer_that_does_not_read_is_no_hang() -> None:
@@ -792,7 +894,8 @@ def test_a_consumer_that_does_not_read_is_no_hang() -> None:
 
 
 def test_mailbox_wakes_only_for_mail() -> None:
-    """Readable exactly as long as there is something to take: else an engine would sleep for ever, or never."""
+    """Readable exactly as long as there is something to take: else an engine would sleep for ever,
+    or never."""
     mailbox, taken = control.Mailbox(), []
 
     def put_many() -> None:
@@ -822,14 +925,16 @@ def test_several_ranks_tell_of_many_transfers() -> None:
         sent, received = {f"s{i}"}, {f"r{i}"}
         first = KVConnectorOutput(sent, received, {f"r{i}": {1}}, reasons={f"r{i}": "torn"})
         assert not aggregator.add([first, None])
-        assert aggregator.add([None, KVConnectorOutput(sent, received, {f"r{i}": {2}})]) == KVConnectorOutput(
-            sent, received, {f"r{i}": {1, 2}}, reasons={f"r{i}": "torn"}
-        )
+        assert aggregator.add(
+            [None, KVConnectorOutput(sent, received, {f"r{i}": {2}})]
+        ) == KVConnectorOutput(sent, received, {f"r{i}": {1, 2}}, reasons={f"r{i}": "torn"})
     assert pickle.dumps(vars(aggregator)) == empty
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(18, marks=pytest.mark.nightly)])
-def test_nothing_grows(rounds: int, engines: Any, expected: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_grows(
+    rounds: int, engines: Any, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     """Rounds of requests that come, are aborted, find nobody; producers that come and go."""
     caplog.set_level(logging.ERROR)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")

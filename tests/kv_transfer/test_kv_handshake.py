@@ -1,4 +1,5 @@
-"""Connections between engines: who is let in, who is not, and what happens to frames that are no frames."""
+"""Connections between engines: who is let in, who is not, and what happens to frames that are no
+frames."""
 
 from __future__ import annotations
 
@@ -17,8 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kv_transfer.transport import handshake
-from nanovllm.kv_transfer.transport.connection import MAX_MESSAGE, Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.handshake import Credentials, HandshakeError, Listener, connect, secret
+from nanovllm.kv_transfer.transport.connection import (
+    MAX_MESSAGE,
+    Connection,
+    CorruptFrame,
+    PeerLost,
+)
+from nanovllm.kv_transfer.transport.handshake import (
+    Credentials,
+    HandshakeError,
+    Listener,
+    connect,
+    secret,
+)
 from tests.examples import examples
 from tests.server_process import wait_until
 
@@ -78,7 +90,7 @@ def works(listener: Listener) -> bool:
     return answer == connection.hello == b"hello"
 
 
-# ------------------------------------------------------------------------------------------------ who is let in
+# ------------------------------------------------------------------------------------ who is let in
 
 
 def test_who_knows_the_secret_and_is_the_same_is_let_in(listener):
@@ -94,7 +106,9 @@ def test_who_has_another_secret_is_not(listener, wrong, caplog):
     with pytest.raises(HandshakeError, match="secret"):
         connect(*listener.address, Credentials(wrong, SAME))
     assert works(listener)
-    wait_until(lambda: "does not know the secret" in caplog.text)  # the listener's thread may say it later
+    wait_until(
+        lambda: "does not know the secret" in caplog.text
+    )  # the listener's thread may say it later
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,12 @@ def test_both_say_what_differs(listener, theirs, message, caplog):
     with pytest.raises(HandshakeError, match=message):
         connect(*listener.address, Credentials(SECRET, theirs))
     assert works(listener)
-    words = message.replace(" here", " HERE").replace(" there", " here").replace(" HERE", " there").split()
+    words = (
+        message.replace(" here", " HERE")
+        .replace(" there", " here")
+        .replace(" HERE", " there")
+        .split()
+    )
     wait_until(lambda: set(words) <= set(caplog.text.replace(",", "").split()))
 
 
@@ -163,7 +182,15 @@ def test_its_own_words_are_no_answer(listener):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 100, handshake._HELLO, handshake._HELLO + bytes(31)]
+    "data",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(4096),
+        b"\xff" * 100,
+        handshake._HELLO,
+        handshake._HELLO + bytes(31),
+    ],
 )
 def test_garbage_and_silence_end_within_the_deadline_and_hurt_nobody(listener, data, caplog):
     guest = raw(listener)
@@ -172,7 +199,9 @@ def test_garbage_and_silence_end_within_the_deadline_and_hurt_nobody(listener, d
     assert is_closed(guest)
     guest.close()
     assert works(listener)
-    wait_until(lambda: "a connection was rejected" in caplog.text)  # it is said after the connection is closed
+    wait_until(
+        lambda: "a connection was rejected" in caplog.text
+    )  # it is said after the connection is closed
 
 
 def test_a_byte_now_and_then_gains_no_time(listener):
@@ -248,7 +277,7 @@ def test_closing_a_listener_ends_its_connections_and_threads():
     assert threading.active_count() == before
 
 
-# ------------------------------------------------------------------------------------------------ the secret
+# --------------------------------------------------------------------------------------- the secret
 
 
 @pytest.fixture
@@ -283,8 +312,12 @@ def test_a_full_disk_is_named_and_leaves_no_secret(home, full_at, monkeypatch):
     if full_at == "link":
         monkeypatch.setattr(os, "link", fail)
     else:
-        monkeypatch.setattr(handshake.os, "urandom", fail)  # which is called where the file is written
-    with pytest.raises(ValueError, match=r"kv_secret, could not be written: No space left .*; set NANOVLLM_HOME"):
+        monkeypatch.setattr(
+            handshake.os, "urandom", fail
+        )  # which is called where the file is written
+    with pytest.raises(
+        ValueError, match=r"kv_secret, could not be written: No space left .*; set NANOVLLM_HOME"
+    ):
         secret()
     assert os.listdir(home) == []
 
@@ -292,7 +325,9 @@ def test_a_full_disk_is_named_and_leaves_no_secret(home, full_at, monkeypatch):
 def test_a_home_that_is_a_file_is_named(home, monkeypatch):
     (home / "file").touch()
     monkeypatch.setenv("NANOVLLM_HOME", str(home / "file"))
-    with pytest.raises(ValueError, match=r"file/kv_secret, could not be written: .*; set NANOVLLM_HOME"):
+    with pytest.raises(
+        ValueError, match=r"file/kv_secret, could not be written: .*; set NANOVLLM_HOME"
+    ):
         secret()
 
 
@@ -324,7 +359,7 @@ def test_a_short_secret_is_refused(home, monkeypatch, short):
         secret()
 
 
-# ------------------------------------------------------------------------------------------------ frames
+# ------------------------------------------------------------------------------------------- frames
 
 
 @settings(max_examples=examples(40))
@@ -468,7 +503,8 @@ def test_is_lost_takes_nothing_away(pair):
 
 
 def test_is_lost_while_another_thread_receives(pair):
-    """What one thread has seen may be gone when it looks again: that is neither an end nor a reason to wait."""
+    """What one thread has seen may be gone when it looks again: that is neither an end nor a reason
+    to wait."""
     one, other = pair
     receiving = threading.Thread(target=lambda: [other.receive(30) for _ in range(5000)])
     sending = threading.Thread(target=lambda: [one.send(b"message") for _ in range(5000)])

@@ -1,4 +1,5 @@
-"""An engine that can only wait for KV sleeps: it neither steps, nor reports, nor orders its ranks about until something has come."""
+"""An engine that can only wait for KV sleeps: it neither steps, nor reports, nor orders its ranks
+about until something has come."""
 
 from __future__ import annotations
 
@@ -38,10 +39,15 @@ SECONDS = 1.5
 @pytest.mark.parametrize("backend", ["uni", "mp"])
 @pytest.mark.parametrize("way", ["push", "pull"])
 def test_waiting_for_kv(
-    way: str, backend: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    way: str,
+    backend: str,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """The producer has the order and does not begin: some steps per second, where there were a thousand. Then it computes, and the
-    consumer is woken by what comes: it looks by itself only four times per second."""
+    """The producer has the order and does not begin: some steps per second, where there were a
+    thousand. Then it computes, and the consumer is woken by what comes: it looks by itself only
+    four times per second."""
     checkpoint = str(make_checkpoint(tmp_path))
     context, counts = zmq.Context(), Counter[str]()
     producer = make_engine(checkpoint, "kv_producer")
@@ -63,12 +69,18 @@ def test_waiting_for_kv(
     count(core.executor, "launch")
 
     def run() -> None:
-        with closing(context.socket(zmq.PULL)) as inbox, closing(context.socket(zmq.PUSH)) as outbox:
+        with (
+            closing(context.socket(zmq.PULL)) as inbox,
+            closing(context.socket(zmq.PUSH)) as outbox,
+        ):
             inbox.connect("inproc://commands")
             outbox.connect("inproc://reports")
             EngineLoop(core, inbox, outbox).run()
 
-    with closing(context.socket(zmq.PUSH)) as commands, closing(context.socket(zmq.PULL)) as reports:
+    with (
+        closing(context.socket(zmq.PUSH)) as commands,
+        closing(context.socket(zmq.PULL)) as reports,
+    ):
         commands.bind("inproc://commands")
         reports.bind("inproc://reports")
         loop = threading.Thread(target=run, daemon=True)
@@ -84,7 +96,15 @@ def test_waiting_for_kv(
 
         hear(60_000)
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-        tell(Command(add=[EngineRequest("r", PROMPT, params, kv_transfer_params=decode_first(producer, way))]))
+        tell(
+            Command(
+                add=[
+                    EngineRequest(
+                        "r", PROMPT, params, kv_transfer_params=decode_first(producer, way)
+                    )
+                ]
+            )
+        )
         wait_until(lambda: producer.has_work and (way == "pull" or core.connector._in_flight))
         time.sleep(0.3)
         while reports.poll(0):
@@ -109,7 +129,8 @@ def test_waiting_for_kv(
 
 
 def looks_again(core: EngineCore) -> bool:
-    """Whether the engine's loop would step again without anything new: the step before has left a source readable."""
+    """Whether the engine's loop would step again without anything new: the step before has left a
+    source readable."""
     return not core.is_idle or bool(select.select(core.sources, [], [], 0)[0])
 
 
@@ -118,7 +139,10 @@ def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
 ) -> None:
     """The step in flight reports the end, and the notification stays behind."""
     checkpoint = str(make_checkpoint(tmp_path))
-    producer, consumer = make_engine(checkpoint, "kv_producer"), make_engine(checkpoint, "kv_consumer")
+    producer, consumer = (
+        make_engine(checkpoint, "kv_producer"),
+        make_engine(checkpoint, "kv_consumer"),
+    )
     fleet = Fleet([producer, consumer])
     worker, reader = producer.runner.connector, consumer.runner.connector
     assert isinstance(worker, DisaggregatedWorker) and isinstance(reader, DisaggregatedWorker)
@@ -139,7 +163,9 @@ def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
 
 
 def test_who_waits_for_blocks_under_a_lease_forgets_an_old_notification(tmp_path: Any) -> None:
-    core = make_engine(str(make_checkpoint(tmp_path)), "kv_producer", num_kv_blocks=8, max_model_len=64)
+    core = make_engine(
+        str(make_checkpoint(tmp_path)), "kv_producer", num_kv_blocks=8, max_model_len=64
+    )
     fleet = Fleet([core])
     ask(core, "leased", PROMPT, 1, {"do_remote_decode": True})
     fleet.complete("leased")

@@ -1,4 +1,5 @@
-"""What two ranks have in common: every layer and head comes from exactly one rank, whatever the parallelism."""
+"""What two ranks have in common: every layer and head comes from exactly one rank, whatever the
+parallelism."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def two_engines(draw: st.DrawFn) -> tuple[list[KVLayout], list[KVLayout]]:
     layers = draw(st.integers(2, 5))
     sizes = st.sampled_from([tp for tp in TP_SIZES if heads == 0 or fits(heads, tp)])
     one, other = (
-        layouts(pp=draw(st.integers(1, 2)), tp=draw(sizes), num_layers=layers, num_kv_heads=heads) for _ in "ab"
+        layouts(pp=draw(st.integers(1, 2)), tp=draw(sizes), num_layers=layers, num_kv_heads=heads)
+        for _ in "ab"
     )
     return one, other
 
@@ -85,7 +87,9 @@ def test_replicas_share_the_work():
 def test_what_does_not_fit_is_named_with_both_values(field, value):
     mine, theirs = layouts()[0], layouts(**{field: value})[0]
     name = {"width": "head_dim"}.get(field, field)
-    with pytest.raises(ValueError, match=f"{name} is {getattr(mine, field)!r} here and {value!r} there"):
+    with pytest.raises(
+        ValueError, match=f"{name} is {getattr(mine, field)!r} here and {value!r} there"
+    ):
         check_same(mine.fingerprint, theirs.fingerprint)
     with pytest.raises(ValueError, match=name):
         pieces_from(mine, (theirs,))
@@ -126,13 +130,17 @@ def test_layouts_that_cannot_be_are_refused(change):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_runs_are_where_torch_has_the_heads(heads, tp):
     layout = layouts(tp=tp, num_kv_heads=heads)[-1]
-    cache = torch.arange(layout.num_blocks * layout.block_bytes // 4, dtype=torch.float32).view(layout.cache_shape)
+    cache = torch.arange(layout.num_blocks * layout.block_bytes // 4, dtype=torch.float32).view(
+        layout.cache_shape
+    )
     flat = cache[5].reshape(-1).view(torch.uint8)
     assert len(flat) == layout.block_bytes
     for first in range(len(layout.heads)):
         for count in range(1, len(layout.heads) - first + 1):
             num_runs, size = Piece(0, layout.layers, first, first, count).runs(layout, layout)
-            starts = [first * layout.head_bytes + i * layout.block_bytes // 2 for i in range(num_runs)]
+            starts = [
+                first * layout.head_bytes + i * layout.block_bytes // 2 for i in range(num_runs)
+            ]
             found = torch.cat([flat[start : start + size] for start in starts]).view(torch.float32)
             wanted = cache[5] if layout.is_latent else cache[5][:, first : first + count]
             assert torch.equal(found, wanted.reshape(-1))

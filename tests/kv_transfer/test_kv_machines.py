@@ -1,4 +1,5 @@
-"""A producer on one machine and a consumer on another: KV crosses a cable, which is pulled in the end."""
+"""A producer on one machine and a consumer on another: KV crosses a cable, which is pulled in the
+end."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ os._exit(0)
 @pytest.mark.parametrize("connector", ["local", pytest.param("nixl", marks=pytest.mark.nightly)])
 def test_two_machines(connector: str, tiny_model: pathlib.Path) -> None:
     if connector == "nixl":
-        pytest.importorskip("nixl_cu12", reason="nixl-cu12 is not installed: KV between machines by NIXL is not tested")
+        pytest.importorskip(
+            "nixl_cu12",
+            reason="nixl-cu12 is not installed: KV between machines by NIXL is not tested",
+        )
     environment = os.environ | {"NANOVLLM_KV_SECRET": "s" * 32, "OMP_NUM_THREADS": "1"}
 
     def start(machines: Machines, machine: int, script: str, *words: str) -> subprocess.Popen[str]:
@@ -57,7 +61,14 @@ def test_two_machines(connector: str, tiny_model: pathlib.Path) -> None:
         }
         variables = environment | {"UCX_TLS": "tcp", "UCX_NET_DEVICES": machines.cables[machine]}
         command = [sys.executable, "-c", script, str(tiny_model), json.dumps(settings), *words]
-        return machines.start(machine, command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return machines.start(
+            machine,
+            command,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     with Machines() as machines:
         producer = start(machines, 0, PRODUCER)

@@ -1,4 +1,5 @@
-"""KV blocks beyond the pool: the same tokens as without, wherever the blocks were, and whatever became of them."""
+"""KV blocks beyond the pool: the same tokens as without, wherever the blocks were, and whatever
+became of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker, sealed
-from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key
+from nanovllm.kv_transfer.stores.offloading import (
+    OffloadingMetadata,
+    OffloadingScheduler,
+    block_key,
+    share_key,
+)
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
@@ -28,13 +34,20 @@ from tests.server_process import ServerProcess, wait_until
 
 GIB = 1 << 30
 BLOCK = 4  # tokens
-ENTRY = 3 * 2 * 2 * BLOCK * 16 * 4  # bytes of a block of the tiny model: layers, K and V, heads, tokens, width, float32
+ENTRY = (
+    3 * 2 * 2 * BLOCK * 16 * 4
+)  # bytes of a block of the tiny model: layers, K and V, heads, tokens, width, float32
 
 
 @contextmanager
 def engine(model: pathlib.Path, **options: Any) -> Iterator[LLM]:
     """An engine whose pool holds about three of the prompts below."""
-    defaults = {"dtype": "float32", "attention_backend": "torch", "check_invariants": True, "max_num_seqs": 4}
+    defaults = {
+        "dtype": "float32",
+        "attention_backend": "torch",
+        "check_invariants": True,
+        "max_num_seqs": 4,
+    }
     llm = LLM(str(model), **(defaults | {"block_size": BLOCK, "num_kv_blocks": 60} | options))
     try:
         yield llm
@@ -46,7 +59,10 @@ def engine(model: pathlib.Path, **options: Any) -> Iterator[LLM]:
 
 def pool(path: pathlib.Path, **extra: Any) -> dict[str, Any]:
     """Options of an engine with a pool in a folder."""
-    config = {"kv_connector": "pool", "kv_connector_extra_config": {"path": str(path), "gib": 1.0} | extra}
+    config = {
+        "kv_connector": "pool",
+        "kv_connector_extra_config": {"path": str(path), "gib": 1.0} | extra,
+    }
     return {"kv_transfer_config": config}
 
 
@@ -77,11 +93,14 @@ def some_prompts(seed: int = 0, count: int = 16) -> list[list[int]]:
     dice = random.Random(seed)
     documents = [[dice.randrange(3, 300) for _ in range(16 * BLOCK)] for _ in range(6)]
     return [
-        dice.choice(documents) + [dice.randrange(3, 300) for _ in range(dice.randrange(1, 9))] for _ in range(count)
+        dice.choice(documents) + [dice.randrange(3, 300) for _ in range(dice.randrange(1, 9))]
+        for _ in range(count)
     ]
 
 
-def answers(llm: LLM, prompts: Sequence[list[int]], between: Callable[[], Any] = int) -> list[list[int]]:
+def answers(
+    llm: LLM, prompts: Sequence[list[int]], between: Callable[[], Any] = int
+) -> list[list[int]]:
     """Ask in batches of four."""
     found = []
     for start in range(0, len(prompts), 4):
@@ -104,7 +123,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small pool": {"num_kv_blocks": 24},
     "small steps": {"max_num_batched_tokens": 23},
     "one step ahead": {"async_scheduling": True},
-    "one step ahead, small pool": {"async_scheduling": True, "num_kv_blocks": 24, "max_num_batched_tokens": 31},
+    "one step ahead, small pool": {
+        "async_scheduling": True,
+        "num_kv_blocks": 24,
+        "max_num_batched_tokens": 31,
+    },
     "prefill first": {"batching_policy": "prefill_first"},
     "whole prompts": {"enable_chunked_prefill": False},
     "two ranks": {"tensor_parallel_size": 2},
@@ -117,9 +140,14 @@ NIGHTLY = "small pool", "small steps", "one step ahead"
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(OPTIONS[name], id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in OPTIONS],
+    [
+        pytest.param(OPTIONS[name], id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY))
+        for name in OPTIONS
+    ],
 )
-def test_host_memory(tiny_model: pathlib.Path, expected: list[list[int]], options: dict[str, Any]) -> None:
+def test_host_memory(
+    tiny_model: pathlib.Path, expected: list[list[int]], options: dict[str, Any]
+) -> None:
     with engine(tiny_model, kv_offloading_size=1000 * ENTRY / GIB, **options) as llm:
         assert answers(llm, some_prompts()) == expected
         assert hits(llm) > 10 * BLOCK
@@ -138,9 +166,13 @@ def test_other_caches(variant: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("num_slots", [1, 10, 40])
 def test_little_host_memory(
-    tiny_model: pathlib.Path, expected: list[list[int]], num_slots: int, monkeypatch: pytest.MonkeyPatch
+    tiny_model: pathlib.Path,
+    expected: list[list[int]],
+    num_slots: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The scheduler's half knows at all times what lies in the host memory of the ranks, which it does not see."""
+    """The scheduler's half knows at all times what lies in the host memory of the ranks, which it
+    does not see."""
     monkeypatch.setattr(offloading_worker, "PIECE_BYTES", 3 * ENTRY)
     with engine(tiny_model, kv_offloading_size=num_slots * ENTRY / GIB, num_kv_blocks=40) as llm:
         scheduler, worker = halves(llm)
@@ -155,8 +187,13 @@ def test_little_host_memory(
         assert worker.store.stats.evicted > 0 and worker.store.stats.misses == 0
 
 
-def test_host_memory_and_a_disk(tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path) -> None:
-    config = {"kv_connector": "offloading", "kv_connector_extra_config": {"disk_path": str(tmp_path)}}
+def test_host_memory_and_a_disk(
+    tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path
+) -> None:
+    config = {
+        "kv_connector": "offloading",
+        "kv_connector_extra_config": {"disk_path": str(tmp_path)},
+    }
     with engine(tiny_model, kv_offloading_size=40 * ENTRY / GIB, kv_transfer_config=config) as llm:
         assert answers(llm, some_prompts(), lambda: flush(llm)) == expected
         store = halves(llm)[1].store
@@ -165,9 +202,14 @@ def test_host_memory_and_a_disk(tiny_model: pathlib.Path, expected: list[list[in
         assert hits(llm) > 30 * BLOCK
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"]
+)
 def test_a_folder_outlives_its_engine(
-    tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path, options: dict[str, Any]
+    tiny_model: pathlib.Path,
+    expected: list[list[int]],
+    tmp_path: pathlib.Path,
+    options: dict[str, Any],
 ) -> None:
     for round_number in range(2):
         with engine(tiny_model, **pool(tmp_path), **options) as llm:
@@ -196,7 +238,8 @@ def test_two_engines_share_a_folder(
 
 
 def test_only_equal_engines_share(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Other weights, another size of blocks, other types or shares of a rank: none finds what another has kept."""
+    """Other weights, another size of blocks, other types or shares of a rank: none finds what
+    another has kept."""
     prompt = some_prompts()[0]
     others = [
         (tiny_model, {}),
@@ -222,9 +265,14 @@ def test_only_equal_engines_share(tiny_model: pathlib.Path, tmp_path: pathlib.Pa
 def test_a_block_is_named_by_all_that_it_is_made_of() -> None:
     identity: dict[str, str | int] = {"model": "a", "block_size": 16}
     names = {block_key(identity, b"x" * 32), block_key(identity, b"y" * 32)}
-    names |= {block_key(identity | change, b"x" * 32) for change in ({"model": "b"}, {"block_size": 1}, {"more": 1})}
+    names |= {
+        block_key(identity | change, b"x" * 32)
+        for change in ({"model": "b"}, {"block_size": 1}, {"more": 1})
+    }
     assert len(names) == 5 and all(len(name) == 32 for name in names)
-    assert block_key(dict(reversed(identity.items())), b"x" * 32) in names, "the order does not matter"
+    assert block_key(dict(reversed(identity.items())), b"x" * 32) in names, (
+        "the order does not matter"
+    )
 
 
 def test_the_beginning_is_what_is_kept(tiny_model: pathlib.Path) -> None:
@@ -266,12 +314,18 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
     """Into other blocks than they came from, in another order, some of them lost."""
     monkeypatch.setattr(offloading_worker, "PIECE_BYTES", 1)  # a block at a time, then several
     for num_layers in (1, 3):
-        layout = KVLayout(4, 2, BLOCK, 5, "bfloat16", num_blocks=30, first_layer=1, end_layer=1 + num_layers)
+        layout = KVLayout(
+            4, 2, BLOCK, 5, "bfloat16", num_blocks=30, first_layer=1, end_layer=1 + num_layers
+        )
         entry_bytes = layout.block_bytes * num_layers
         config = EngineConfig(kv_offloading_size=20 * entry_bytes / GIB, device="cpu")
         assert config.kv_transfer is not None
-        before = {layer: torch.randn(layout.cache_shape).to(torch.bfloat16) for layer in layout.layers}
-        worker = OffloadingWorker(config, layout, {layer: cache.clone() for layer, cache in before.items()})
+        before = {
+            layer: torch.randn(layout.cache_shape).to(torch.bfloat16) for layer in layout.layers
+        }
+        worker = OffloadingWorker(
+            config, layout, {layer: cache.clone() for layer, cache in before.items()}
+        )
         keys = [bytes([i]) * 32 for i in range(12)]
         worker.metadata = OffloadingMetadata(saves={keys[i]: 2 * i for i in range(12)})
         worker.wait_for_save()
@@ -398,7 +452,11 @@ def test_a_store_that_loses_or_fails(
         worker.store = Moody(worker.store, act)
         assert answers(llm, some_prompts()) == expected
         assert worker.store.store.stats.hits > 0
-        assert ("out of order" in caplog.text) == ("could not be loaded" in caplog.text) == (mood == "fails")
+        assert (
+            ("out of order" in caplog.text)
+            == ("could not be loaded" in caplog.text)
+            == (mood == "fails")
+        )
 
 
 def test_a_writer_that_cannot_keep_up(
@@ -465,12 +523,22 @@ def test_a_request_that_is_aborted_while_its_blocks_are_coming(
 
 
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_random_lives(tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path, seed: int) -> None:
-    """Requests come and are aborted at random, with little room anywhere and a store that loses blocks, until enough of them have
-    had tokens: on a busy machine more steps pass while a store is read, and more requests are aborted before their first token."""
+def test_random_lives(
+    tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path, seed: int
+) -> None:
+    """Requests come and are aborted at random, with little room anywhere and a store that loses
+    blocks, until enough of them have had tokens: on a busy machine more steps pass while a store is
+    read, and more requests are aborted before their first token."""
     dice, prompts = random.Random(seed), some_prompts()
-    config = {"kv_connector": "offloading", "kv_connector_extra_config": {"disk_path": str(tmp_path)}}
-    sizes = {"num_kv_blocks": 30, "max_num_batched_tokens": 40, "kv_offloading_size": 25 * ENTRY / GIB}
+    config = {
+        "kv_connector": "offloading",
+        "kv_connector_extra_config": {"disk_path": str(tmp_path)},
+    }
+    sizes = {
+        "num_kv_blocks": 30,
+        "max_num_batched_tokens": 40,
+        "kv_offloading_size": 25 * ENTRY / GIB,
+    }
     ahead = bool(seed % 2)
     with engine(tiny_model, kv_transfer_config=config, async_scheduling=ahead, **sizes) as llm:
         worker = halves(llm)[1]
@@ -519,7 +587,8 @@ def test_a_step_that_breaks_off(tiny_model: pathlib.Path, expected: list[list[in
 def test_a_slow_store_is_no_hang(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's thread says that it may wait when it looks a prompt up, and when it waits for reads to end."""
+    """The engine's thread says that it may wait when it looks a prompt up, and when it waits for
+    reads to end."""
     waits: list[bool] = []
 
     def contains(keys: Sequence[bytes]) -> int:
@@ -530,7 +599,9 @@ def test_a_slow_store_is_no_hang(
         scheduler, worker = halves(llm)
         monkeypatch.setattr(scheduler._below.shared, "contains", contains)
         greedy(llm, [some_prompts()[0]], 1)
-        monkeypatch.setattr(offloading_worker, "wait", lambda reads: waits.append(waiting_for_others().depth > 0))
+        monkeypatch.setattr(
+            offloading_worker, "wait", lambda reads: waits.append(waiting_for_others().depth > 0)
+        )
         worker.forget_requests()
         monkeypatch.undo()
     assert waits == [True, True]
@@ -539,7 +610,8 @@ def test_a_slow_store_is_no_hang(
 def test_nobody_writes_to_blocks_once_all_is_forgotten(
     tiny_model: pathlib.Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step breaks off while blocks are coming: before they are given to others, the reader is done with them."""
+    """A step breaks off while blocks are coming: before they are given to others, the reader is
+    done with them."""
     prompts = some_prompts()
     with engine(tiny_model, kv_offloading_size=1000 * ENTRY / GIB) as llm:
         assert answers(llm, prompts[:4]) == expected[:4]
@@ -548,7 +620,9 @@ def test_nobody_writes_to_blocks_once_all_is_forgotten(
         worker.store, forget = Slow(worker.store, go_on), worker.forget_requests
 
         def release_and_forget() -> None:
-            threading.Timer(0.2, go_on.set).start()  # without this, it would wait for the reader in vain
+            threading.Timer(
+                0.2, go_on.set
+            ).start()  # without this, it would wait for the reader in vain
             forget()
             assert go_on.is_set() and not worker._reads
 
@@ -566,13 +640,17 @@ def test_nobody_writes_to_blocks_once_all_is_forgotten(
 # ---------------------------------------------------------------- who takes and who gives
 
 
-def test_a_prompt_whose_logits_are_wanted_takes_nothing(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_prompt_whose_logits_are_wanted_takes_nothing(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     prompt = some_prompts()[0]
     with engine(tiny_model, **pool(tmp_path)) as llm:
         greedy(llm, [prompt], 2)
         flush(llm)
         llm.engine.core.reset_prefix_cache()
-        (output,) = llm.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=1), use_tqdm=False)
+        (output,) = llm.generate(
+            [prompt], SamplingParams(max_tokens=2, prompt_logprobs=1), use_tqdm=False
+        )
         assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
         assert hits(llm) == 0
 
@@ -603,7 +681,8 @@ def test_roles(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_is_in_use_stays_in_the_store(tiny_model: pathlib.Path) -> None:
-    """A prompt that is found in the pool every time would be the first to be forgotten by a store that is never asked."""
+    """A prompt that is found in the pool every time would be the first to be forgotten by a store
+    that is never asked."""
     prompts = some_prompts()
     hot, cold = prompts[0], [prompt for prompt in prompts if prompt[:8] != prompts[0][:8]]
     with engine(tiny_model, kv_offloading_size=45 * ENTRY / GIB, num_kv_blocks=100) as llm:
@@ -618,7 +697,9 @@ def test_what_is_in_use_stays_in_the_store(tiny_model: pathlib.Path) -> None:
 def names_of(llm: LLM, prompt: list[int]) -> list[bytes]:
     from nanovllm.data.request import EngineRequest, Request
 
-    return llm.engine.core.manager.block_hashes(Request(EngineRequest("x", prompt, SamplingParams())))
+    return llm.engine.core.manager.block_hashes(
+        Request(EngineRequest("x", prompt, SamplingParams()))
+    )
 
 
 @pytest.mark.parametrize(
@@ -627,18 +708,26 @@ def names_of(llm: LLM, prompt: list[int]) -> list[bytes]:
         ({"kv_connector": "offloading"}, "set it to at least one KV block"),
         ({"kv_offloading_size": 1e-9}, "set it to at least one KV block"),
         ({"kv_offloading_size": 1e6}, "at most the host memory that is available"),
-        ({"kv_offloading_size": 0.001, "enable_prefix_caching": False}, "enable enable_prefix_caching"),
+        (
+            {"kv_offloading_size": 0.001, "enable_prefix_caching": False},
+            "enable enable_prefix_caching",
+        ),
         ({"kv_connector": "pool"}, '{"path": "/a/folder"}'),
         ({"kv_connector": "pool", "kv_offloading_size": 1}, "set only one of them"),
         ({"store": "s3"}, "store must be folder, redis or mooncake, got 's3'"),
-        ({"store": "redis", "path": "/x"}, "'path' is unknown here; there are store, url, namespace"),
+        (
+            {"store": "redis", "path": "/x"},
+            "'path' is unknown here; there are store, url, namespace",
+        ),
         ({"store": "redis", "url": 1}, "url must be a str"),
         ({"path": "/dev/null/x"}, "name a folder that does not exist yet"),
         ({"path": "/tmp", "gib": 0}, "more than 0 GiB"),
         ({"store": "mooncake"}, "listen_on_all_interfaces"),
     ],
 )
-def test_settings_that_make_no_sense(tiny_model: pathlib.Path, options: dict[str, Any], message: str) -> None:
+def test_settings_that_make_no_sense(
+    tiny_model: pathlib.Path, options: dict[str, Any], message: str
+) -> None:
     if not any(name.startswith("kv_") for name in options):
         config = {"kv_connector": "pool", "kv_connector_extra_config": options}
         options = {"kv_transfer_config": config}
@@ -650,7 +739,10 @@ def test_settings_that_make_no_sense(tiny_model: pathlib.Path, options: dict[str
 def test_a_missing_block_is_no_failure(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     options = pool(tmp_path)
     options["kv_transfer_config"]["kv_load_failure_policy"] = "fail"
-    with pytest.raises(ValueError, match="use kv_load_failure_policy 'recompute'"), engine(tiny_model, **options):
+    with (
+        pytest.raises(ValueError, match="use kv_load_failure_policy 'recompute'"),
+        engine(tiny_model, **options),
+    ):
         pass
 
 
@@ -658,7 +750,10 @@ def test_a_missing_block_is_no_failure(tiny_model: pathlib.Path, tmp_path: pathl
 
 
 def test_redis(
-    tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: pathlib.Path,
+    expected: list[list[int]],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while the server goes and comes back."""
     monkeypatch.setattr(sealed, "RETRY_SECONDS", 0.5)
@@ -690,27 +785,39 @@ def story_of_mooncake(model: str, folder: str) -> None:
             "master_server_address": f"127.0.0.1:{server.ports[0]}",
             "listen_on_all_interfaces": True,
         }
-        config = {"kv_connector": "pool", "kv_connector_extra_config": extra | {"global_segment_size": 64 << 20}}
+        config = {
+            "kv_connector": "pool",
+            "kv_connector_extra_config": extra | {"global_segment_size": 64 << 20},
+        }
         with engine(pathlib.Path(model)) as llm:
             expected = answers(llm, some_prompts())
         with engine(pathlib.Path(model), kv_transfer_config=config) as first:
             assert answers(first, some_prompts()) == expected
             flush(first)
             with engine(pathlib.Path(model), kv_transfer_config=config) as second:
-                assert answers(second, some_prompts()) == expected and hits(second) >= 6 * 16 * BLOCK
+                assert (
+                    answers(second, some_prompts()) == expected and hits(second) >= 6 * 16 * BLOCK
+                )
             server.kill()
             assert answers(first, some_prompts()) == expected
 
 
 @pytest.mark.nightly
 def test_mooncake(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    on_own_loopback("tests.kv_transfer.test_kv_offloading", "story_of_mooncake", str(tiny_model), str(tmp_path))
+    on_own_loopback(
+        "tests.kv_transfer.test_kv_offloading", "story_of_mooncake", str(tiny_model), str(tmp_path)
+    )
 
 
-def test_a_killed_server_leaves_its_pool_behind(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_killed_server_leaves_its_pool_behind(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """The whole way, from the command line to the metrics."""
     flags = ["--kv-connector", "pool", "--num-kv-blocks", "64"]
-    flags += ["--kv-transfer-config", f'{{"kv_connector_extra_config": {{"path": "{tmp_path / "pool"}"}}}}']
+    flags += [
+        "--kv-transfer-config",
+        f'{{"kv_connector_extra_config": {{"path": "{tmp_path / "pool"}"}}}}',
+    ]
     texts = []
     for _ in range(2):
         with ServerProcess(tiny_model, tmp_path, *flags) as server:

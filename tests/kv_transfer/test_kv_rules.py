@@ -1,4 +1,5 @@
-"""KV outside of the pool, rule by rule: a store's slots, how much of a prompt is kept, and keys at another position."""
+"""KV outside of the pool, rule by rule: a store's slots, how much of a prompt is kept, and keys at
+another position."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from nanovllm.kv_transfer.blend.blend import rotate_keys
 from nanovllm.kv_transfer.stores.offloading import OffloadingScheduler
 from nanovllm.kv_transfer.stores.store import HostStore
 
-# ----------------------------------------------------------------------------------------------- HostStore.put
+# ------------------------------------------------------------------------------------ HostStore.put
 
 
 def put(store: HostStore, keys: str, content: str = "") -> None:
@@ -34,10 +35,14 @@ def order(store: HostStore) -> str:
 def test_an_entry_that_is_there_is_used_and_not_written_again() -> None:
     store = HostStore(3, 1)
     put(store, "ab")
-    assert order(store) == "ba", "least recently used first: the first key of a call counts as used last"
+    assert order(store) == "ba", (
+        "least recently used first: the first key of a call counts as used last"
+    )
     put(store, "b", "x")
     assert order(store) == "ab", "b was used"
-    assert [content(store, key) for key in "ab"] == [b"a", b"b"], "the same key always means the same bytes"
+    assert [content(store, key) for key in "ab"] == [b"a", b"b"], (
+        "the same key always means the same bytes"
+    )
     assert store.stats.stored == 2 and len(store._free) == 1, "two slots hold entries"
 
 
@@ -58,13 +63,15 @@ def test_an_entry_in_use_does_not_give_way() -> None:
     put(store, "ab")
     store.is_in_use = lambda key: True
     put(store, "cd")
-    assert order(store) == "ba" and store.stats.stored == 2, "there is no room, and that is no error"
+    assert order(store) == "ba" and store.stats.stored == 2, (
+        "there is no room, and that is no error"
+    )
     store.is_in_use = lambda key: key == b"b"
     put(store, "c")
     assert order(store) == "bc", "b is in use, so a gave way"
 
 
-# ------------------------------------------------------- OffloadingScheduler.get_num_new_matched_tokens
+# --------------------------------------------------- OffloadingScheduler.get_num_new_matched_tokens
 
 
 class Kept:
@@ -78,7 +85,9 @@ class Kept:
         return min(self.count, len(keys))
 
 
-def scheduler(num_kept: int, is_shared: bool = False, is_consumer: bool = True) -> tuple[OffloadingScheduler, Kept]:
+def scheduler(
+    num_kept: int, is_shared: bool = False, is_consumer: bool = True
+) -> tuple[OffloadingScheduler, Kept]:
     found, store = object.__new__(OffloadingScheduler), Kept(num_kept)
     found.config = SimpleNamespace(block_size=4)  # type: ignore[assignment]
     found.kv_transfer = SimpleNamespace(is_consumer=is_consumer)  # type: ignore[assignment]
@@ -94,16 +103,23 @@ def request(num_tokens: int) -> Request:
 
 
 def test_tokens_of_kept_blocks_come_from_the_store() -> None:
-    assert scheduler(2)[0].get_num_new_matched_tokens(request(13), 0) == (8, True), "2 blocks of 4 tokens"
-    assert scheduler(2)[0].get_num_new_matched_tokens(request(13), 4) == (4, True), "without those computed already"
-    assert scheduler(2)[0].get_num_new_matched_tokens(request(13), 12) == (0, True), "0, not -4: all of it is computed"
+    assert scheduler(2)[0].get_num_new_matched_tokens(request(13), 0) == (8, True), (
+        "2 blocks of 4 tokens"
+    )
+    assert scheduler(2)[0].get_num_new_matched_tokens(request(13), 4) == (4, True), (
+        "without those computed already"
+    )
+    assert scheduler(2)[0].get_num_new_matched_tokens(request(13), 12) == (0, True), (
+        "0, not -4: all of it is computed"
+    )
     assert scheduler(9)[0].get_num_new_matched_tokens(request(13), 0) == (12, True)
     assert scheduler(9)[0].get_num_new_matched_tokens(request(12), 0) == (8, True), (
         "the last token has to be computed, and with it the rest of its block"
     )
-    assert scheduler(9, is_consumer=False)[0].get_num_new_matched_tokens(request(13), 0) == (0, True), (
-        "an engine that only saves loads nothing"
-    )
+    assert scheduler(9, is_consumer=False)[0].get_num_new_matched_tokens(request(13), 0) == (
+        0,
+        True,
+    ), "an engine that only saves loads nothing"
 
 
 def test_what_is_kept_is_noted_even_if_it_is_not_loaded() -> None:
@@ -111,7 +127,9 @@ def test_what_is_kept_is_noted_even_if_it_is_not_loaded() -> None:
         found, _ = scheduler(2, is_consumer=is_consumer)
         one = request(8)
         found.get_num_new_matched_tokens(one, 0)
-        assert found._saved == {"a": (one, 2)}, "both blocks are kept, so they need not be saved again"
+        assert found._saved == {"a": (one, 2)}, (
+            "both blocks are kept, so they need not be saved again"
+        )
 
 
 def test_a_shared_store_is_asked_once_and_host_memory_each_time() -> None:
@@ -121,10 +139,12 @@ def test_a_shared_store_is_asked_once_and_host_memory_each_time() -> None:
         assert found.get_num_new_matched_tokens(one, 0) == (4, True)
         store.count = 3
         assert found.get_num_new_matched_tokens(one, 0) == ((4 if is_shared else 12), True)
-        assert store.asked == [3] * (1 if is_shared else 2), "questions, each about all three full blocks"
+        assert store.asked == [3] * (1 if is_shared else 2), (
+            "questions, each about all three full blocks"
+        )
 
 
-# ------------------------------------------------------------------------------------------------- rotate_keys
+# -------------------------------------------------------------------------------------- rotate_keys
 
 
 def rotated(keys: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -135,12 +155,17 @@ def rotated(keys: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def table(dtype: torch.dtype) -> Tensor:
-    angles = torch.arange(100, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
+    angles = torch.arange(100, dtype=torch.float64)[:, None] * torch.tensor(
+        [1.0, 0.3, 0.01], dtype=torch.float64
+    )
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 
 def test_keys_are_those_of_the_other_position() -> None:
-    keys, cos_sin = torch.randn(2, 5, 4, 6, dtype=torch.float64), table(torch.float64)  # 5 tokens, 4 heads
+    keys, cos_sin = (
+        torch.randn(2, 5, 4, 6, dtype=torch.float64),
+        table(torch.float64),
+    )  # 5 tokens, 4 heads
     here, there = torch.tensor([7, 8, 9, 10, 11]), torch.tensor([50, 51, 52, 2, 11])
     old = rotated(keys, here, cos_sin)
     before = old.clone()

@@ -1,5 +1,6 @@
-"""Hundreds of requests through the router, two servers that prefill and two that decode, and one after another is killed: every
-answer is right, every other request gets an error, and nothing is left of anything."""
+"""Hundreds of requests through the router, two servers that prefill and two that decode, and one
+after another is killed: every answer is right, every other request gets an error, and nothing is
+left of anything."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ pytestmark = pytest.mark.nightly
 
 NUM_PROMPTS, MAX_TOKENS = 30, 10
 ROUTER_GROWTH = 5.0  # MB per 1,000 requests, in the nightly form
-ORDERS = {"prefill first": (200, ("--policy", "prefix_aware")), "decode first": (60, ("--kv-order", "decode_first"))}
+ORDERS = {
+    "prefill first": (200, ("--policy", "prefix_aware")),
+    "decode first": (60, ("--kv-order", "decode_first")),
+}
 
 
 def some_prompts(rng: random.Random) -> list[str]:
@@ -40,7 +44,9 @@ async def ask(client: httpx.AsyncClient, prompt: str, rng: random.Random, expect
     if rng.random() < 0.5:
         response = await client.post("/v1/completions", json=body)
         if response.status_code != 200:
-            assert response.status_code in (500, 502, 503, 504) and response.json()["error"]["message"]
+            assert (
+                response.status_code in (500, 502, 503, 504) and response.json()["error"]["message"]
+            )
             return "error"
         assert response.json()["choices"][0]["text"] == expected
         return "right"
@@ -71,7 +77,9 @@ def kill_one(fleet: KVFleet, rng: random.Random) -> None:
             return
 
 
-async def soak(fleet: KVFleet, count: int, expected: dict[str, str], rng: random.Random) -> Counter[str]:
+async def soak(
+    fleet: KVFleet, count: int, expected: dict[str, str], rng: random.Random
+) -> Counter[str]:
     """Many requests, eight at a time; after every fiftieth a server is killed, or its engine."""
     limit, asked = asyncio.Semaphore(8), 0
     results: Counter[str] = Counter()
@@ -101,14 +109,22 @@ def segments(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 @short_and_nightly
-@pytest.mark.parametrize("order", [pytest.param("prefill first", marks=pytest.mark.nightly), "decode first"])
+@pytest.mark.parametrize(
+    "order", [pytest.param("prefill first", marks=pytest.mark.nightly), "decode first"]
+)
 def test_soak(
-    order: str, minutes: float, tiny_model: pathlib.Path, tmp_path: pathlib.Path, server: ServerProcess
+    order: str,
+    minutes: float,
+    tiny_model: pathlib.Path,
+    tmp_path: pathlib.Path,
+    server: ServerProcess,
 ) -> None:
     count, flags = ORDERS[order]
     rng = random.Random(order)
     expected = {
-        prompt: server.complete(prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)["choices"][0]["text"]
+        prompt: server.complete(prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)["choices"][0][
+            "text"
+        ]
         for prompt in some_prompts(rng)
     }
     with KVFleet(tiny_model, tmp_path, 2, 2, "--check-invariants", *flags) as fleet:
@@ -123,7 +139,8 @@ def test_soak(
         if minutes:
             memory.check(ROUTER_GROWTH)
         fetched = sum(
-            fleet.metrics(fleet.server_url(f"decode {i}"))["external_prefix_cache_hits_total"] for i in (0, 1)
+            fleet.metrics(fleet.server_url(f"decode {i}"))["external_prefix_cache_hits_total"]
+            for i in (0, 1)
         )
         fleet.complete(prompt="afterwards all is as before, " * 4, max_tokens=3)
         processes = fleet.processes()

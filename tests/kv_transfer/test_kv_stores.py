@@ -36,7 +36,9 @@ from tests.server_process import wait_until
 
 SIZE = 4096
 FILE = HEADER_BYTES + SIZE
-STATEFUL = settings(max_examples=examples(40), stateful_step_count=40, suppress_health_check=list(HealthCheck))
+STATEFUL = settings(
+    max_examples=examples(40), stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)
 
 
 def key(number: int) -> bytes:
@@ -76,7 +78,12 @@ def remove(store: KVStore, *numbers: int) -> None:
 
 def check_basics(store: KVStore) -> None:
     """What every store does, if it is empty and has room for a few entries."""
-    assert contains(store) == 0 and get(store) == [] and contains(store, 1) == 0 and get(store, 1) == [False]
+    assert (
+        contains(store) == 0
+        and get(store) == []
+        and contains(store, 1) == 0
+        and get(store, 1) == [False]
+    )
     put(store, 1, 2, 4)
     put(store, 2, 5)  # one of them again
     assert contains(store, 1, 2, 3, 4) == 2, "a gap ends the count"
@@ -102,7 +109,9 @@ def test_two_tiers_pass_entries_on(tmp_path: pathlib.Path) -> None:
     put(store, 1, 2)
     assert lower.stats.stored == 0, "nothing has fallen yet"
     put(store, 3)
-    assert key(3) in store and key(1) in store and key(2) not in store, "the end of a chain goes first"
+    assert key(3) in store and key(1) in store and key(2) not in store, (
+        "the end of a chain goes first"
+    )
     assert contains(lower, 2) == 1 and contains(store, 1, 2, 3) == 3
     assert get(store, 2) == [True]
     assert key(2) in store and contains(lower, 2) == 1, "it has come back, and stays below"
@@ -116,7 +125,9 @@ def test_two_tiers_pass_entries_on(tmp_path: pathlib.Path) -> None:
 
 
 def test_three_tiers(tmp_path: pathlib.Path) -> None:
-    store = HostStore(SIZE, SIZE, lower=HostStore(SIZE, SIZE, lower=FolderStore(tmp_path, 9 * FILE)))
+    store = HostStore(
+        SIZE, SIZE, lower=HostStore(SIZE, SIZE, lower=FolderStore(tmp_path, 9 * FILE))
+    )
     for number in range(8):
         put(store, number)
     assert contains(store, *range(8)) == 8 and get(store, *range(8)) == [True] * 8
@@ -229,7 +240,10 @@ class TieredMachine(StoreMachine):
     @initialize(above=st.integers(1, 3), below=st.integers(2, 5))
     def start(self, above: int, below: int) -> None:
         self.store = HostStore(above * SIZE, SIZE, lower=HostStore(below * SIZE, SIZE))
-        self.slots, self.tiers = (above, below), (OrderedDict[int, None](), OrderedDict[int, None]())
+        self.slots, self.tiers = (
+            (above, below),
+            (OrderedDict[int, None](), OrderedDict[int, None]()),
+        )
 
     def take_into(self, tier: int, number: int) -> None:
         entries = self.tiers[tier]
@@ -303,7 +317,11 @@ def worry(store: KVStore, seed: int, rounds: int = 300) -> None:
 @pytest.mark.parametrize("kind", ["host", "tiers", "folder"])
 def test_many_threads(kind: str, tmp_path: pathlib.Path) -> None:
     folder = FolderStore(tmp_path, 8 * FILE) if kind != "host" else None
-    store = folder if folder is not None and kind == "folder" else HostStore(4 * SIZE, SIZE, lower=folder)
+    store = (
+        folder
+        if folder is not None and kind == "folder"
+        else HostStore(4 * SIZE, SIZE, lower=folder)
+    )
     errors: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -354,7 +372,8 @@ def test_two_processes_share_a_folder(tmp_path: pathlib.Path) -> None:
 
 
 def test_killed_while_it_writes(tmp_path: pathlib.Path) -> None:
-    """Whenever a process dies, what it has finished is whole, and what it had begun is gone with the next round."""
+    """Whenever a process dies, what it has finished is whole, and what it had begun is gone with
+    the next round."""
     for seed in range(6):
         process = start_worrier(tmp_path, seed, 10**9)
         # Kill it in the midst of a file, if that can be caught, at different moments.
@@ -370,7 +389,9 @@ def test_killed_while_it_writes(tmp_path: pathlib.Path) -> None:
         store.close()
 
 
-def test_a_process_that_stops_while_it_writes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_stops_while_it_writes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others go on: they read, and write nothing. What it leaves behind when it dies is removed."""
     monkeypatch.setattr(folder_store, "LOCK_SECONDS", 0.1)
     store, stopped = (FolderStore(tmp_path, 3 * FILE) for _ in range(2))
@@ -378,7 +399,11 @@ def test_a_process_that_stops_while_it_writes(tmp_path: pathlib.Path, monkeypatc
     with stopped._alone():
         (tmp_path / ".new.tmp").write_bytes(b"x" * FILE)
         put(store, 1, 2)
-        assert store.stats.failed == 1 and contains(store, 1) == 1 and get(store, 1, 2) == [True, False]
+        assert (
+            store.stats.failed == 1
+            and contains(store, 1) == 1
+            and get(store, 1, 2) == [True, False]
+        )
     put(store, 2)
     assert get(store, 1, 2) == [True, True] and not list(tmp_path.glob("*.tmp"))
     (tmp_path / ".new.tmp").write_bytes(b"x" * FILE)
@@ -389,12 +414,17 @@ def test_a_process_that_stops_while_it_writes(tmp_path: pathlib.Path, monkeypatc
 # ---------------------------------------------------------------- what is damaged
 
 
-def test_every_flipped_bit_is_noticed(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_flipped_bit_is_noticed(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = FolderStore(tmp_path, 100 * FILE)
     put(store, 1)
     file = tmp_path / key(1).hex()
     whole = file.read_bytes()
-    places = [*range(8 * HEADER_BYTES), *random.Random(0).sample(range(8 * HEADER_BYTES, 8 * FILE), 200)]
+    places = [
+        *range(8 * HEADER_BYTES),
+        *random.Random(0).sample(range(8 * HEADER_BYTES, 8 * FILE), 200),
+    ]
     for count, bit in enumerate(places, start=1):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -435,7 +465,9 @@ def test_a_symbolic_link_is_not_followed(tmp_path: pathlib.Path) -> None:
     assert store.path.stat().st_mode & 0o077 == 0, "a pool holds what people have said"
 
 
-def test_a_full_disk_costs_the_entry_and_nothing_else(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_the_entry_and_nothing_else(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The longest file that this process may write stands for a disk that is full."""
     store = FolderStore(tmp_path, 100 * FILE)
     put(store, 1)
@@ -457,14 +489,24 @@ def test_a_full_disk_costs_the_entry_and_nothing_else(tmp_path: pathlib.Path, ca
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system can be mounted by root only")
 def test_a_disk_that_is_really_full(tmp_path: pathlib.Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", f"mode=700,size={3 * FILE // 4096 * 4096}", "tmpfs", str(tmp_path)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"mode=700,size={3 * FILE // 4096 * 4096}",
+        "tmpfs",
+        str(tmp_path),
+    ]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         store = FolderStore(tmp_path, 100 * FILE)
         for number in range(6):
             put(store, number)
-        assert get(store, *range(6)).count(True) + store.stats.failed == 6 and store.stats.failed >= 3
+        assert (
+            get(store, *range(6)).count(True) + store.stats.failed == 6 and store.stats.failed >= 3
+        )
         remove(store, *range(6))
         put(store, 7)
         assert get(store, 7) == [True]
@@ -493,7 +535,9 @@ def test_a_smaller_bound_is_kept_at_once(tmp_path: pathlib.Path) -> None:
     put(FolderStore(tmp_path, 100 * FILE), *range(20))
     store = FolderStore(tmp_path, 10 * FILE)
     check_folder(tmp_path, 10 * FILE)
-    assert contains(store, *range(20)) == int(LOW_WATER * 10), "the beginning of the chain is what is kept"
+    assert contains(store, *range(20)) == int(LOW_WATER * 10), (
+        "the beginning of the chain is what is kept"
+    )
 
 
 # ---------------------------------------------------------------- Redis
@@ -543,7 +587,9 @@ def test_redis_makes_room(tmp_path: pathlib.Path) -> None:
 
 
 def test_redis_goes_and_comes_back(
-    redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    redis_pool: tuple[Any, RedisStore],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("nanovllm.kv_transfer.stores.sealed.RETRY_SECONDS", 1.0)
     server, store = redis_pool
@@ -552,7 +598,9 @@ def test_redis_goes_and_comes_back(
     for _ in range(50):
         put(store, 2)
         assert contains(store, 1) == 0 and get(store, 1) == [False]
-    assert caplog.text.count("keeps no KV blocks") == 1 and "unused" not in caplog.text, "one warning, no password"
+    assert caplog.text.count("keeps no KV blocks") == 1 and "unused" not in caplog.text, (
+        "one warning, no password"
+    )
     server.start()
 
     def stores() -> bool:
@@ -586,7 +634,9 @@ def test_a_redis_server_that_hangs_is_rarely_asked(redis_pool: tuple[Any, RedisS
         assert contains(store, 1) == 1 and get(store, 1) == [True]
 
 
-def test_a_redis_server_without_a_bound(redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_redis_server_without_a_bound(
+    redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture
+) -> None:
     server, store = redis_pool
     store._client.config_set("maxmemory", 0)
     RedisStore(f"redis://127.0.0.1:{server.ports[0]}")
@@ -602,13 +652,20 @@ def test_urls_that_are_none() -> None:
 
 
 def story_of_mooncake(folder: str) -> None:
-    """Two engines and a master: what one puts, the other gets; damage is found; the master goes and comes back."""
+    """Two engines and a master: what one puts, the other gets; damage is found; the master goes and
+    comes back."""
     logging.basicConfig(level=logging.WARNING)
     with mooncake_master(pathlib.Path(folder)) as server:
         address = f"127.0.0.1:{server.ports[0]}"
-        options = {"master_server_address": address, "listen_on_all_interfaces": True, "global_segment_size": 64 << 20}
+        options = {
+            "master_server_address": address,
+            "listen_on_all_interfaces": True,
+            "global_segment_size": 64 << 20,
+        }
         writer = MooncakeStore(SIZE, KVTransferConfig(kv_connector_extra_config=options))
-        reader = MooncakeStore(SIZE, KVTransferConfig(kv_connector_extra_config=options), only_to_look=True)
+        reader = MooncakeStore(
+            SIZE, KVTransferConfig(kv_connector_extra_config=options), only_to_look=True
+        )
         check_basics(writer)
         numbers = range(10, 60)
         put(writer, *numbers)

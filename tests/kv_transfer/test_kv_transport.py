@@ -1,4 +1,5 @@
-"""Transports between processes: what arrives where, what is refused, and what happens when somebody dies, lies or is silent."""
+"""Transports between processes: what arrives where, what is refused, and what happens when somebody
+dies, lies or is silent."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ SHAPES: dict[str, tuple[list[KVLayout], list[KVLayout]]] = {
 }
 LOCAL, REMOTE = [7, 0, 3], [2, 8, 5]  # blocks
 KINDS = ["local", "tcp", "nixl"]
-# After each of its deaths, a process with NIXL is started anew, which takes longest: by day after those in mid-transfer.
+# After each of its deaths, a process with NIXL is started anew, which takes longest: by day after
+# those in mid-transfer.
 NIXL_BY_NIGHT = pytest.mark.parametrize(
     "kind", ["local", "tcp", pytest.param("nixl", marks=pytest.mark.nightly)], indirect=True
 )
@@ -67,7 +69,9 @@ class Engines:
     def __init__(self) -> None:
         self._processes: list[RemoteEngine] = []
 
-    def open(self, kind: str, *shapes: list[KVLayout], **options: Any) -> tuple[RemoteEngine, RemoteEngine]:
+    def open(
+        self, kind: str, *shapes: list[KVLayout], **options: Any
+    ) -> tuple[RemoteEngine, RemoteEngine]:
         self._processes = [engine for engine in self._processes if engine.process.is_alive()]
         while len(self._processes) < 2:
             self._processes.append(RemoteEngine())
@@ -98,10 +102,11 @@ def right(engine: RemoteEngine, *args: Any) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------ what arrives
+# ------------------------------------------------------------------------------------- what arrives
 
 
-# By day each shape in one way and with one kind; what is common to all kinds says which bytes go where.
+# By day each shape in one way and with one kind; what is common to all kinds says which bytes go
+# where.
 @pytest.mark.parametrize(("shape", "kind"), in_turn(SHAPES, KINDS), indirect=["kind"])
 def test_blocks_are_read(engines, kind, shape):
     source, target = engines.open(kind, *SHAPES[shape])
@@ -189,7 +194,7 @@ def test_without_a_compiler_the_same_bytes_move(monkeypatch):
     close(one, other)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 def two_ranks(kind: str, source: KVLayout, target: KVLayout, **options: Any) -> tuple[Rank, Rank]:
@@ -204,9 +209,12 @@ def close(*ranks: Rank) -> None:
 
 @pytest.fixture(autouse=True)
 def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What a peer does wrong is no error of this process: a thread that has met one would say so there."""
+    """What a peer does wrong is no error of this process: a thread that has met one would say so
+    there."""
     yield
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR
+    ] == []
 
 
 @pytest.fixture
@@ -237,7 +245,10 @@ def test_blocks_that_the_peer_does_not_have(pair, block):
 def test_what_the_caller_does_wrong_is_raised_at_once(pair):
     source, target = pair
     peers = [source.transport.address]
-    for local, remote, message in [([12], [0], "block 12"), ([1], [1, 2], "1 blocks of this rank, but 2")]:
+    for local, remote, message in [
+        ([12], [0], "block 12"),
+        ([1], [1, 2], "1 blocks of this rank, but 2"),
+    ]:
         with pytest.raises(ValueError, match=message):
             target.transport.read("x", peers, local, remote)
     target.transport.expect("z", peers, [1])
@@ -252,7 +263,9 @@ def test_addresses_that_are_none(pair, peers):
     target.transport.read("read", peers, [1], [1])
     target.transport.expect("expect", peers, [2])
     ends = target.wait(2)
-    assert [end.transfer_id for end in ends] == ["expect", "read"] and all(end.error for end in ends)
+    assert [end.transfer_id for end in ends] == ["expect", "read"] and all(
+        end.error for end in ends
+    )
 
 
 @pytest.mark.parametrize("field", ["block_size", "width", "num_kv_heads", "num_layers"])
@@ -262,7 +275,8 @@ def test_another_model_or_block_size_is_refused(kind, field):
     target.transport.read("read", [source.transport.address], [1], [1])
     name = "head_dim" if field == "width" else field
     assert (
-        f"{name} is {getattr(target.layout, field)} here and {getattr(other, field)} there" in only(target.wait()).error
+        f"{name} is {getattr(target.layout, field)} here and {getattr(other, field)} there"
+        in only(target.wait()).error
     )
     # The same at the handshake: what an address says may be a lie.
     lie = {**source.transport.address, "layout": target.transport.address["layout"]}
@@ -280,7 +294,9 @@ def test_another_kind_of_transport_is_refused():
 
 
 def test_who_does_not_know_the_secret_reads_nothing(kind):
-    source, target = (Rank(kind, layouts()[0], salt, secret=b"%d" % salt * 20) for salt in (SOURCE, TARGET))
+    source, target = (
+        Rank(kind, layouts()[0], salt, secret=b"%d" % salt * 20) for salt in (SOURCE, TARGET)
+    )
     target.transport.read("read", [source.transport.address], [1], [1])
     end = only(target.wait())
     assert "secret" in end.error
@@ -388,7 +404,14 @@ def test_requests_that_are_refused(pair, message):
     guest.connection.close()
 
 
-SENSELESS = [b"", b"\xc1", encode(Hello("x", layouts()[0])), encode(Moved()), encode(Answer()), b"\x81\xa4type\xa3xyz"]
+SENSELESS = [
+    b"",
+    b"\xc1",
+    encode(Hello("x", layouts()[0])),
+    encode(Moved()),
+    encode(Answer()),
+    b"\x81\xa4type\xa3xyz",
+]
 
 
 @pytest.mark.parametrize(("data", "kind"), in_turn(SENSELESS, KINDS), indirect=["kind"])
@@ -428,7 +451,7 @@ def test_who_says_that_all_is_written_but_has_not_is_found_out(pair):
     assert "blocks of layer 1 are missing" in only(other.wait()).error
 
 
-# ------------------------------------------------------------------------------------------------ what breaks
+# -------------------------------------------------------------------------------------- what breaks
 
 
 @NIXL_BY_NIGHT
@@ -452,8 +475,8 @@ def test_the_owner_dies_between_two_reads(engines, kind):
 
 
 def test_the_owner_dies_during_a_read(engines, kind):
-    """It is stopped, so that the read has certainly begun and not ended, and then killed. What is in memory already may
-    still be read, where it is mapped."""
+    """It is stopped, so that the read has certainly begun and not ended, and then killed. What is
+    in memory already may still be read, where it is mapped."""
     source, target = engines.open(kind, layouts())
     source.signal(signal.SIGSTOP)
     target.all("read", "read", source.addresses, LOCAL, REMOTE)
@@ -471,7 +494,13 @@ def test_the_owner_dies_somewhere_in_large_reads(engines, kind):
     source, target = engines.open(kind, shape)
     blocks = list(range(100))
     for i in range(2):
-        target.all("read", f"{i}", source.addresses, blocks[50 * i : 50 * i + 50], blocks[50 * i : 50 * i + 50])
+        target.all(
+            "read",
+            f"{i}",
+            source.addresses,
+            blocks[50 * i : 50 * i + 50],
+            blocks[50 * i : 50 * i + 50],
+        )
     source.signal(signal.SIGKILL)
     ends = target.all("wait", 2)[0]
     good = [block for i in range(2) if not ends[i].error for block in range(50 * i, 50 * i + 50)]
@@ -485,7 +514,9 @@ def test_the_writer_dies_in_the_middle(engines, kind):
     target.all("expect", "push", source.addresses, [1, 2])
     source.all("push_layer", "push", target.addresses, 0, [3, 4], [1, 2])
     source.all("push_layer", "push", target.addresses, 1, [3], [1])
-    source.all("read", "after", target.addresses, [1], [1])  # by the same thread: when it has come, so have those
+    source.all(
+        "read", "after", target.addresses, [1], [1]
+    )  # by the same thread: when it has come, so have those
     assert ended_well(source.all("wait"))
     assert target.all("poll") == [[]]
     source.signal(signal.SIGKILL)
@@ -576,8 +607,9 @@ def cut(position: int) -> Callable[[int, bytes], bytes | None]:
     indirect=["kind"],
 )
 def test_what_is_changed_or_cut_on_its_way_does_not_count(kind, tamper, position):
-    """Position by position: in the handshake, the fingerprint, the hello, the frames, the blocks. Where nothing but the
-    way to the memory goes by this connection, it may come before any harm is done."""
+    """Position by position: in the handshake, the fingerprint, the hello, the frames, the blocks.
+    Where nothing but the way to the memory goes by this connection, it may come before any harm is
+    done."""
     source, target = two_ranks(kind, layouts()[0], layouts()[0], timeout=2.0)
     address = source.transport.address
     with proxy((address["host"], address["port"]), tamper(position)) as port:
@@ -601,7 +633,9 @@ def test_a_push_that_loses_its_answers_fails_at_both_ends(kind, position):
     with proxy((address["host"], address["port"]), cut(position)) as port:
         source.push("push", [{**address, "port": port}], [3, 4], [1, 2])
         here = only(source.wait())
-        if not (ended := target.transport.poll(0.3)):  # the target has not heard of the source: its engine gives it up
+        if not (
+            ended := target.transport.poll(0.3)
+        ):  # the target has not heard of the source: its engine gives it up
             target.transport.cancel("push")
             ended = target.wait()
         there = only(ended)
@@ -611,7 +645,7 @@ def test_a_push_that_loses_its_answers_fails_at_both_ends(kind, position):
     close(source, target)
 
 
-# ------------------------------------------------------------------------------------------------ cancelling
+# --------------------------------------------------------------------------------------- cancelling
 
 
 def test_a_read_that_cannot_go_on_is_cancelled(engines, kind):
@@ -649,7 +683,9 @@ def test_who_writes_cancels(pair):
     assert only(source.wait()).error == "cancelled"
     end = only(target.wait())
     assert end.error == "the peer has aborted the transfer: cancelled"
-    source.transport.push("push", [target.transport.address], 1, [3, 4], [1, 2])  # in the same step: no harm
+    source.transport.push(
+        "push", [target.transport.address], 1, [3, 4], [1, 2]
+    )  # in the same step: no harm
     source.finish_push("push", [target.transport.address])
     assert source.transport.poll() == [] and target.transport.poll() == []
 

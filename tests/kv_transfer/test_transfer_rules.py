@@ -1,4 +1,5 @@
-"""Prefill and decode in two engines, rule by rule, without ranks: what is asked for, what is pushed, and what is taken over."""
+"""Prefill and decode in two engines, rule by rule, without ranks: what is asked for, what is
+pushed, and what is taken over."""
 
 from __future__ import annotations
 
@@ -26,17 +27,22 @@ def request(num_tokens: int, **params: Any) -> Request:
     return made
 
 
-# --------------------------------------------------------------------------------------------------- take_over
+# ---------------------------------------------------------------------------------------- take_over
 
 
-def taken_over(num_tokens: int, num_computed: int, num_external: int, *invalid: int) -> tuple[int, SimpleNamespace]:
-    """How many tokens count as computed afterwards, and the scheduler. The request's table is 0, 1, 2, ..."""
+def taken_over(
+    num_tokens: int, num_computed: int, num_external: int, *invalid: int
+) -> tuple[int, SimpleNamespace]:
+    """How many tokens count as computed afterwards, and the scheduler. The request's table is 0, 1,
+    2, ..."""
     manager, one = KVCacheManager(9, BLOCK), request(num_tokens)
     manager.allocate_slots(one, num_tokens)
     one.num_computed_tokens, one.num_external_tokens = num_computed, num_external
     manager.cache_blocks(one, 0)
     moved: list[tuple[Request, RequestStatus]] = []
-    scheduler = SimpleNamespace(manager=manager, num_external_hit_tokens=100, move=lambda *what: moved.append(what))
+    scheduler = SimpleNamespace(
+        manager=manager, num_external_hit_tokens=100, move=lambda *what: moved.append(what)
+    )
     take_over(scheduler, one, set(invalid))  # type: ignore[arg-type]
     assert moved == [(one, RequestStatus.RUNNING)], "whatever has arrived, the request runs"
     return one.num_computed_tokens, scheduler
@@ -60,12 +66,14 @@ def test_nothing_behind_an_invalid_block_is_taken_over() -> None:
     assert taken_over(14, 4, 10, 3, 2)[0] == 8, "the first of them counts"
     computed, scheduler = taken_over(14, 4, 10, 1)
     assert computed == 4 and scheduler.num_external_hit_tokens == 100
-    assert scheduler.manager.get_computed_blocks(request(14)) == [0], "no block that did not arrive may be found"
+    assert scheduler.manager.get_computed_blocks(request(14)) == [0], (
+        "no block that did not arrive may be found"
+    )
     assert taken_over(14, 8, 6, 1)[0] == 8, "what was computed before stays computed"
     assert taken_over(14, 4, 8, 7)[0] == 12, "block 7 is not this request's"
 
 
-# ------------------------------------------------------------------------------------------ ProducerSide._push
+# ------------------------------------------------------------------------------- ProducerSide._push
 
 
 class Producer:
@@ -75,7 +83,9 @@ class Producer:
         self.side: Any = object.__new__(ProducerSide)
         self.side.config = SimpleNamespace(block_size=BLOCK)
         self.side.metadata, self.side._in_flight = SimpleNamespace(pushes=[]), set()
-        message = Prefill("t", list(range(10)), num_computed_tokens, push=[70, 71, 72] if push else None)
+        message = Prefill(
+            "t", list(range(10)), num_computed_tokens, push=[70, 71, 72] if push else None
+        )
         self.order = Order(SimpleNamespace(ranks=["its ranks"]), message)  # type: ignore[arg-type]
 
     def step(self, start: int, num_tokens: int) -> list[Move]:
@@ -87,7 +97,9 @@ class Producer:
 
 def test_each_step_pushes_what_it_computes() -> None:
     producer = Producer()
-    assert producer.step(0, 6) == [Move("t", ["its ranks"], [5, 6], [70, 71])], "blocks of tokens 0 to 5"
+    assert producer.step(0, 6) == [Move("t", ["its ranks"], [5, 6], [70, 71])], (
+        "blocks of tokens 0 to 5"
+    )
     assert producer.order.num_pushed == 6 and producer.side._in_flight == {"t"}
     assert producer.step(6, 4) == [Move("t", ["its ranks"], [6, 7], [71, 72], True)], (
         "tokens 6 to 9: block 6 again, which is full now; and it is the last push"
@@ -100,7 +112,9 @@ def test_the_first_push_has_what_was_cached_too() -> None:
     assert Producer().step(8, 2) == [Move("t", ["its ranks"], [5, 6, 7], [70, 71, 72], True)], (
         "tokens 0 to 7 were in the producer's cache, and the consumer needs them"
     )
-    assert Producer(4).step(0, 10) == [Move("t", ["its ranks"], [6, 7], [71, 72], True)], "the consumer has block 70"
+    assert Producer(4).step(0, 10) == [Move("t", ["its ranks"], [6, 7], [71, 72], True)], (
+        "the consumer has block 70"
+    )
     late = Producer(8)
     assert late.step(0, 8) == [] and late.side._in_flight == set(), "the consumer has all of that"
 
@@ -114,10 +128,12 @@ def test_nothing_is_pushed_that_would_be_in_vain() -> None:
     assert producer.step(4, 6) == [], "the ranks have stopped pushing it: part of it is lost"
     producer = Producer()
     producer.step(0, 8)
-    assert producer.step(0, 8) == [], "a preempted request computes its tokens again: they have been pushed"
+    assert producer.step(0, 8) == [], (
+        "a preempted request computes its tokens again: they have been pushed"
+    )
 
 
-# --------------------------------------------------------------- ConsumerSide.get_num_new_matched_tokens
+# ---------------------------------------------------------- ConsumerSide.get_num_new_matched_tokens
 
 
 @pytest.fixture
@@ -129,29 +145,43 @@ def consumer() -> Any:
     return side
 
 
-FIRST = {"do_remote_prefill": True, "remote_request_id": "x", "remote_block_ids": [8, 9, 10]}  # prefill first
+FIRST = {
+    "do_remote_prefill": True,
+    "remote_request_id": "x",
+    "remote_block_ids": [8, 9, 10],
+}  # prefill first
 THERE = {"do_remote_prefill": True, "prefill_addresses": [("there", 2)]}  # decode first
 
 
 @pytest.mark.parametrize("params", [FIRST, THERE], ids=["prefill first", "decode first"])
-def test_the_rest_of_the_prompt_comes_from_the_producer(consumer: Any, params: dict[str, Any]) -> None:
+def test_the_rest_of_the_prompt_comes_from_the_producer(
+    consumer: Any, params: dict[str, Any]
+) -> None:
     assert consumer.get_num_new_matched_tokens(request(12, **params), 0) == (12, True)
-    assert consumer.get_num_new_matched_tokens(request(12, **params), 4) == (8, True), "the first 4 are in this cache"
+    assert consumer.get_num_new_matched_tokens(request(12, **params), 4) == (8, True), (
+        "the first 4 are in this cache"
+    )
     assert consumer.get_num_new_matched_tokens(request(9, **params), 4) == (5, True)
     assert consumer.declined == []
     short = request(12, **params)
-    assert consumer.get_num_new_matched_tokens(short, 8) == (0, True), "4 tokens are computed here in less time"
+    assert consumer.get_num_new_matched_tokens(short, 8) == (0, True), (
+        "4 tokens are computed here in less time"
+    )
     assert consumer.declined == [short], "the producer need not hold anything for this request"
     grown = request(12, **params)
     grown.token_ids.append(5)
-    assert consumer.get_num_new_matched_tokens(grown, 0) == (12, True), "tokens behind the prompt are not there"
+    assert consumer.get_num_new_matched_tokens(grown, 0) == (12, True), (
+        "tokens behind the prompt are not there"
+    )
 
 
 def test_a_request_that_nobody_prefills_is_computed_here(consumer: Any) -> None:
     assert consumer.get_num_new_matched_tokens(request(12), 0) == (0, True)
     assert consumer.declined == [], "no producer has to be told"
     itself = request(12, do_remote_prefill=True, prefill_addresses=[("here", 1)])
-    assert consumer.get_num_new_matched_tokens(itself, 0) == (0, True), "an engine does not ask itself"
+    assert consumer.get_num_new_matched_tokens(itself, 0) == (0, True), (
+        "an engine does not ask itself"
+    )
     assert consumer.declined == [itself]
 
 

@@ -1,5 +1,6 @@
-"""Random lives of a scheduler whose requests' KV comes from elsewhere, late, in part, spoiled or never, and goes elsewhere: every
-content that a step reads, and that others read, is checked, and every invariant after every step."""
+"""Random lives of a scheduler whose requests' KV comes from elsewhere, late, in part, spoiled or
+never, and goes elsewhere: every content that a step reads, and that others read, is checked, and
+every invariant after every step."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class ScriptedConnector(KVConnectorScheduler):
         look: what stands in blocks.
     """
 
-    def __init__(self, config: Any, look: Callable[[list[int], int], list[bytes | None]], block_size: int) -> None:
+    def __init__(
+        self, config: Any, look: Callable[[list[int], int], list[bytes | None]], block_size: int
+    ) -> None:
         super().__init__(config, {}, ())
         self.look, self.block_size = look, block_size
         self.offers: dict[str, int] = {}
@@ -55,11 +58,15 @@ class ScriptedConnector(KVConnectorScheduler):
         self.going: dict[str, Transfer] = {}
         self.read_by_peers: set[str] = set()  # at any time
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         assert num_computed_tokens % self.block_size == 0
         return max(0, self.offers.get(request.request_id, 0) - num_computed_tokens), True
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
         start = request.num_computed_tokens
         assert start + num_external_tokens == self.offers.pop(request.request_id)
         assert len(block_ids) * self.block_size >= start + num_external_tokens
@@ -79,7 +86,9 @@ class ScriptedConnector(KVConnectorScheduler):
         count = min(request.num_computed_tokens, request.num_tokens)
         table = list(block_ids)
         self.read_by_peers.add(request.request_id)
-        self.going[request.request_id] = Transfer(request, table, range(count), self.look(table, count))
+        self.going[request.request_id] = Transfer(
+            request, table, range(count), self.look(table, count)
+        )
 
     def is_sending(self, request: Request) -> bool:
         return request.request_id in self.going
@@ -103,7 +112,9 @@ class TransferMachine(SchedulerMachine):
 
     def make_scheduler(self) -> Scheduler:
         self.config.kv_transfer = KVTransferConfig()
-        self.connector = ScriptedConnector(self.config, lambda *where: self.runner.look(*where), self.config.block_size)
+        self.connector = ScriptedConnector(
+            self.config, lambda *where: self.runner.look(*where), self.config.block_size
+        )
         self.failed: set[str] = set()
         self.fails = False
         return Scheduler(self.config, self.manager, self.connector)
@@ -121,7 +132,9 @@ class TransferMachine(SchedulerMachine):
         offered=st.sampled_from([0, 3, 99, 99, 99]),
         is_wanted=st.booleans(),
     )
-    def add_with_transfers(self, prompt, max_tokens, priority, salt, copies, offered, is_wanted) -> None:
+    def add_with_transfers(
+        self, prompt, max_tokens, priority, salt, copies, offered, is_wanted
+    ) -> None:
         for i in range(copies):
             part, number = prompt[: max(1, len(prompt) - i)], self.count
             self.connector.offers[f"r{number}"] = min(offered, len(part))
@@ -136,7 +149,9 @@ class TransferMachine(SchedulerMachine):
         for _ in range(times):
             self.step()
             self.scheduler.check_invariants()
-            what = draw.choice((self.write_some, self.come, self.come, self.push, self.go, self.leave))
+            what = draw.choice(
+                (self.write_some, self.come, self.come, self.push, self.go, self.leave)
+            )
             what(draw)
             self.scheduler.check_invariants()
 
@@ -144,8 +159,13 @@ class TransferMachine(SchedulerMachine):
         """A transfer writes while nobody knows how it will end; also if its request has ended."""
         if self.connector.coming:
             transfer = self.connector.coming[draw.choice(sorted(self.connector.coming))]
-            event("writes for one that " + ("has ended" if transfer.request.finish_reason else "waits"))
-            self.write(transfer, set(transfer.table[transfer.positions.start // self.config.block_size :]))
+            event(
+                "writes for one that "
+                + ("has ended" if transfer.request.finish_reason else "waits")
+            )
+            self.write(
+                transfer, set(transfer.table[transfer.positions.start // self.config.block_size :])
+            )
 
     def come(self, draw: random.Random) -> None:
         if self.connector.coming:
@@ -153,10 +173,14 @@ class TransferMachine(SchedulerMachine):
 
     def push(self, draw: random.Random) -> None:
         """Somebody reads what a running request has computed."""
-        running = [r.request_id for r in self.scheduler.running if r.request_id not in self.connector.going]
+        running = [
+            r.request_id for r in self.scheduler.running if r.request_id not in self.connector.going
+        ]
         if running and draw.random() < 0.3:
             request_id = draw.choice(running)
-            self.connector.read(self.scheduler.requests[request_id], self.manager.tables[request_id])
+            self.connector.read(
+                self.scheduler.requests[request_id], self.manager.tables[request_id]
+            )
 
     def go(self, draw: random.Random) -> None:
         if self.connector.going:
@@ -169,7 +193,9 @@ class TransferMachine(SchedulerMachine):
 
     def write(self, transfer: Transfer, spoiled: set[int]) -> None:
         salt = self.salts[transfer.request.request_id]
-        self.runner.receive(transfer.table, transfer.positions, transfer.request.token_ids, salt, spoiled)
+        self.runner.receive(
+            transfer.table, transfer.positions, transfer.request.token_ids, salt, spoiled
+        )
 
     def end_coming(self, request_id: str, draw: random.Random | None = None) -> None:
         transfer, size = self.connector.coming[request_id], self.config.block_size
@@ -188,7 +214,8 @@ class TransferMachine(SchedulerMachine):
 
     @rule(data=st.data())
     def use_an_id_again(self, data: st.DataObject) -> None:
-        """An id can be had again when nobody reads or writes the blocks that its request has left behind."""
+        """An id can be had again when nobody reads or writes the blocks that its request has left
+        behind."""
         if not (ended := sorted(self.sources.keys() - self.scheduler.requests.keys())):
             return
         request_id = data.draw(st.sampled_from(ended))
@@ -227,17 +254,26 @@ class TransferMachine(SchedulerMachine):
         self.take_transfers()
         receiving = {r.request_id for r in self.scheduler.receiving}
         plan = self.scheduler.schedule()
-        assert len(self.scheduler.running) + len(self.scheduler.receiving) <= self.config.max_num_seqs
-        assert not receiving & {share.request_id for share in plan.requests}, "computes what has not come"
+        assert (
+            len(self.scheduler.running) + len(self.scheduler.receiving) <= self.config.max_num_seqs
+        )
+        assert not receiving & {share.request_id for share in plan.requests}, (
+            "computes what has not come"
+        )
         for request in self.scheduler.receiving:
             assert (
-                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id in self.connector.coming
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                and request.request_id in self.connector.coming
             )
         if plan.empty:
             if not self.under_way and self.scheduler.has_unfinished:
                 event("waits for transfers")
-                assert self.connector.coming or self.connector.going, f"nothing moves: {plan.blocked_by}"
-                assert not self.could_run(plan), "it waits for transfers, and could preempt a request"
+                assert self.connector.coming or self.connector.going, (
+                    f"nothing moves: {plan.blocked_by}"
+                )
+                assert not self.could_run(plan), (
+                    "it waits for transfers, and could preempt a request"
+                )
             return self.take_results(max(0, len(self.under_way) - 1))
         assert plan.num_tokens <= self.config.token_budget
         for what in plan.preempted.values():
@@ -246,8 +282,8 @@ class TransferMachine(SchedulerMachine):
         self.take_results(self.ahead)
 
     def could_run(self, plan: SchedulerOutput) -> list[str]:
-        """Running requests that could compute something now if all requests behind them were preempted, but for those whose
-        blocks are being read."""
+        """Running requests that could compute something now if all requests behind them were
+        preempted, but for those whose blocks are being read."""
         found, manager, running = [], self.manager, self.scheduler.running
         for i, request in enumerate(running):
             share, counts = self.scheduler._share(request, plan), list(manager.pool.ref_counts)
@@ -264,7 +300,8 @@ class TransferMachine(SchedulerMachine):
         super().check_finished(request_id, reason)
 
     def teardown(self) -> None:
-        """Life goes on for a while; then all transfers come to their end, one after the other, when nothing else can be done."""
+        """Life goes on for a while; then all transfers come to their end, one after the other, when
+        nothing else can be done."""
         if not hasattr(self, "scheduler"):
             return
         self.live(self.count, 30)
@@ -294,15 +331,20 @@ TestTransferScheduler = TransferMachine.TestCase
 TestTransferScheduler.settings = settings(SETTINGS, max_examples=examples(60))
 
 
-# ---------------------------------------------------------------------------------------------- a pool that is full
+# ------------------------------------------------------------------------------ a pool that is full
 
 
 class FullPool:
-    """A scheduler with eight blocks of two tokens, some of which a peer reads: those of a request "d" that has ended."""
+    """A scheduler with eight blocks of two tokens, some of which a peer reads: those of a request
+    "d" that has ended."""
 
     def __init__(self, prompt: list[int], mode: str = "recompute", host_blocks: int = 0) -> None:
         config = EngineConfig(
-            block_size=2, num_kv_blocks=8, max_num_seqs=4, long_prefill_token_threshold=4, preemption_mode=mode
+            block_size=2,
+            num_kv_blocks=8,
+            max_num_seqs=4,
+            long_prefill_token_threshold=4,
+            preemption_mode=mode,
         )
         config.kv_transfer = KVTransferConfig()
         config.settle(40, 8)
@@ -322,7 +364,8 @@ class FullPool:
         self.num_added += 1
 
     def step(self) -> tuple[list[str], dict[str, str]]:
-        """A step from beginning to end; returns the requests that it computes, and those that it preempts."""
+        """A step from beginning to end; returns the requests that it computes, and those that it
+        preempts."""
         update_from_transfers(self.scheduler, self.connector.take_output())
         plan = self.scheduler.schedule()
         if not plan.empty:
@@ -333,7 +376,8 @@ class FullPool:
 
 @pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 4), ("swap", 1)])
 def test_full_pool_behind_a_lease(mode: str, host_blocks: int) -> None:
-    """The oldest request does not wait for a peer when preempting the youngest frees the block that it needs."""
+    """The oldest request does not wait for a peer when preempting the youngest frees the block that
+    it needs."""
     pool = FullPool([5, 5, 5], mode, host_blocks)
     for name in "abc":
         pool.add(name, [ord(name)] * 3)
@@ -347,8 +391,9 @@ def test_full_pool_behind_a_lease(mode: str, host_blocks: int) -> None:
 
 
 def test_preempting_would_not_be_enough() -> None:
-    """The oldest request needs two blocks, and the one behind it shares all of its blocks but one with the peer: so nothing is
-    preempted, the oldest request keeps its blocks, and the one behind it computes what it has room for."""
+    """The oldest request needs two blocks, and the one behind it shares all of its blocks but one
+    with the peer: so nothing is preempted, the oldest request keeps its blocks, and the one behind
+    it computes what it has room for."""
     pool = FullPool([5] * 5)
     pool.add("a", [1, 2] * 6)
     assert pool.step() == pool.step() == (["a"], {})
@@ -361,7 +406,8 @@ def test_preempting_would_not_be_enough() -> None:
 
 
 def test_what_a_peer_reads_is_not_preempted() -> None:
-    """A request whose blocks a peer reads is passed over: the one before it is preempted, and none is aborted."""
+    """A request whose blocks a peer reads is passed over: the one before it is preempted, and none
+    is aborted."""
     pool = FullPool([5, 5, 5])
     for name, prompt in (("a", [1] * 3), ("b", [2] * 3), ("c", [3] * 2)):
         pool.add(name, prompt)

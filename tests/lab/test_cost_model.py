@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from nanovllm.lab import cost_model
 
 
-@given(st.floats(1e-7, 1e-3), st.floats(1e7, 1e12), st.sets(st.integers(1, 10**8), min_size=2, max_size=8))
+@given(
+    st.floats(1e-7, 1e-3),
+    st.floats(1e7, 1e12),
+    st.sets(st.integers(1, 10**8), min_size=2, max_size=8),
+)
 def test_a_fit_finds_the_link_behind_exact_times(latency, bandwidth, sizes):
     link = cost_model.Link("any", latency, bandwidth)
     times = [link.message(size) for size in sizes]
@@ -29,7 +33,9 @@ def test_no_all_reduce_beats_the_bytes_it_has_to_send(world_size, num_bytes, lin
     halves = cost_model.ring_all_gather(link, world_size, num_bytes / world_size)
     assert ring == pytest.approx(2 * halves)  # a reduce-scatter and an all-gather
     name, best = cost_model.best_all_reduce(link, world_size, num_bytes)
-    assert best == min(cost(link, world_size, num_bytes) for cost in cost_model.ALL_REDUCES.values())
+    assert best == min(
+        cost(link, world_size, num_bytes) for cost in cost_model.ALL_REDUCES.values()
+    )
     assert cost_model.ALL_REDUCES[name](link, world_size, num_bytes) == best
 
 
@@ -37,4 +43,6 @@ def test_alone_nothing_costs_anything():
     link = cost_model.LINKS["NVLink 4"]
     costs = [*cost_model.ALL_REDUCES.values(), cost_model.ring_all_gather]
     assert all(cost(link, 1, 1e6) == 0 for cost in costs)
-    assert cost_model.wire_bytes("all_reduce", 1, 8) == cost_model.wire_bytes("all_gather", 1, 8) == 0
+    assert (
+        cost_model.wire_bytes("all_reduce", 1, 8) == cost_model.wire_bytes("all_gather", 1, 8) == 0
+    )

@@ -1,4 +1,5 @@
-"""`nanovllm kernels`: what the recorder notes of a launch, what the compiler makes of it, and which results are faults."""
+"""`nanovllm kernels`: what the recorder notes of a launch, what the compiler makes of it, and which
+results are faults."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ import triton
 import triton.language as tl
 
 from nanovllm.lab import kernel_launches, kernels
-from nanovllm.lab.kernel_compiler import TARGETS, Launch, compile_launch, record_launches, specialise
+from nanovllm.lab.kernel_compiler import (
+    TARGETS,
+    Launch,
+    compile_launch,
+    record_launches,
+    specialise,
+)
 from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
@@ -28,7 +35,9 @@ if is_interpreted():
 
 
 @triton.jit
-def copy_kernel(x_ptr, y_ptr, size, stride, scale, bias_ptr, BLOCK: tl.constexpr, ADD: tl.constexpr = False):
+def copy_kernel(
+    x_ptr, y_ptr, size, stride, scale, bias_ptr, BLOCK: tl.constexpr, ADD: tl.constexpr = False
+):
     offset = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offset * stride, mask=offset < size) * scale
     if bias_ptr is not None:
@@ -69,12 +78,18 @@ def launch_of(kernel: Any, *arguments: Any, **options: Any) -> Launch:
     return launch
 
 
-def copy_signature(*arguments: Any, target: str = "sm_90") -> tuple[dict[str, str], dict[str, Any], set[str]]:
+def copy_signature(
+    *arguments: Any, target: str = "sm_90"
+) -> tuple[dict[str, str], dict[str, Any], set[str]]:
     """(types, constants, names of what is divisible by 16) of a launch of `copy_kernel`."""
     source, _ = specialise(launch_of(copy_kernel, *arguments, BLOCK=32), TARGETS[target])
     names = copy_kernel.arg_names
     constants = {names[index]: value for (index,), value in source.constants.items()}
-    aligned = {names[index] for (index,), attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}
+    aligned = {
+        names[index]
+        for (index,), attributes in source.attrs.items()
+        if ["tt.divisibility", 16] in attributes
+    }
     return source.signature, constants, aligned
 
 
@@ -120,13 +135,21 @@ def test_what_is_divisible_by_16() -> None:
 
 def test_recorded_launches_compile_as_they_would_run() -> None:
     """A stride of 1 is known, so the loads are of 16 bytes; with any other they are not."""
-    together = launch_of(copy_kernel, tensor(1024), tensor(1024), 1024, 1, 2.0, None, BLOCK=1024, num_warps=4)
-    apart = launch_of(copy_kernel, tensor(1024), tensor(1024), 1024, 3, 2.0, None, BLOCK=1024, num_warps=4)
+    together = launch_of(
+        copy_kernel, tensor(1024), tensor(1024), 1024, 1, 2.0, None, BLOCK=1024, num_warps=4
+    )
+    apart = launch_of(
+        copy_kernel, tensor(1024), tensor(1024), 1024, 3, 2.0, None, BLOCK=1024, num_warps=4
+    )
     for target in ("sm_80", "sm_90", "gfx942"):
         compiled = compile_launch(together, target)
         assert compiled["instructions"]["16-byte load"] > 0, target
         assert compile_launch(apart, target)["instructions"]["16-byte load"] == 0, target
-        assert compiled["num_warps"] == 4 and compiled["registers"] > 4 and compiled["spilled_bytes"] == 0
+        assert (
+            compiled["num_warps"] == 4
+            and compiled["registers"] > 4
+            and compiled["spilled_bytes"] == 0
+        )
 
 
 SPILLING = (spilling_kernel, (tensor(16384), tensor(16384)), {"BLOCK": 16384, "num_warps": 1})
@@ -149,9 +172,15 @@ def test_a_spill_is_a_fault(target: str) -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_too_much_shared_memory_is_a_fault(target: str) -> None:
     kernel, arguments, options = LARGE
-    found, limit = kernels.examine(launch_of(kernel, *arguments, **options), target), TARGETS[target].shared_memory
+    found, limit = (
+        kernels.examine(launch_of(kernel, *arguments, **options), target),
+        TARGETS[target].shared_memory,
+    )
     assert found["shared_memory"] > limit
-    assert f"needs {found['shared_memory']} bytes of shared memory; {limit} is the limit" in found["problems"]
+    assert (
+        f"needs {found['shared_memory']} bytes of shared memory; {limit} is the limit"
+        in found["problems"]
+    )
 
 
 def test_a_large_tile_without_wgmma_is_a_fault() -> None:
@@ -161,9 +190,15 @@ def test_a_large_tile_without_wgmma_is_a_fault() -> None:
 
     half, single = tensor(64, dtype=torch.bfloat16), tensor(64)
     fault = ["has tiles of 64 rows and no wgmma"]
-    assert kernels.examine(launch_of(no_product_kernel, half, TILE_ROWS=64), "sm_90")["problems"] == fault
+    assert (
+        kernels.examine(launch_of(no_product_kernel, half, TILE_ROWS=64), "sm_90")["problems"]
+        == fault
+    )
     for x, rows, target in ((half, 32, "sm_90"), (single, 64, "sm_90"), (half, 64, "sm_80")):
-        assert kernels.examine(launch_of(no_product_kernel, x, TILE_ROWS=rows), target)["problems"] == []
+        assert (
+            kernels.examine(launch_of(no_product_kernel, x, TILE_ROWS=rows), target)["problems"]
+            == []
+        )
 
 
 def test_keys_that_are_waited_for_are_a_fault() -> None:
@@ -172,7 +207,9 @@ def test_keys_that_are_waited_for_are_a_fault() -> None:
         tl.store(x_ptr + tl.arange(0, TILE_KEYS), BLOCK_SIZE)
 
     launch = launch_of(waiting_kernel, tensor(16), BLOCK_SIZE=16, TILE_KEYS=16)
-    assert kernels.examine(launch, "sm_80")["problems"] == ["waits for each tile of keys: no cp.async"]
+    assert kernels.examine(launch, "sm_80")["problems"] == [
+        "waits for each tile of keys: no cp.async"
+    ]
     assert kernels.examine(launch, "gfx942")["problems"] == []  # which has no such instruction
 
 
@@ -182,9 +219,14 @@ def test_what_does_not_compile_is_a_fault() -> None:
     assert found["problems"] == ["does not compile: only one fits"] and "registers" not in found
 
 
-@pytest.mark.parametrize("fault", [SPILLING, LARGE, BROKEN], ids=["spill", "shared memory", "broken"])
+@pytest.mark.parametrize(
+    "fault", [SPILLING, LARGE, BROKEN], ids=["spill", "shared memory", "broken"]
+)
 def test_a_fault_ends_the_command_with_1(
-    fault: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+    fault: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
 ) -> None:
     kernel, arguments, options = fault
     good = launch_of(copy_kernel, tensor(512), tensor(512), 512, 1, 2.0, None, BLOCK=512)
@@ -196,7 +238,9 @@ def test_a_fault_ends_the_command_with_1(
     assert any(line.startswith(f"sm_90 {kernel.__name__} ") for line in shown.splitlines())
     numbers = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))
     assert [bool(entry["problems"]) for entry in numbers] == [False, True]
-    assert numbers[0]["constants"]["BLOCK"] == 512 and numbers[0]["instructions"]["16-byte load"] == 1
+    assert (
+        numbers[0]["constants"]["BLOCK"] == 512 and numbers[0]["instructions"]["16-byte load"] == 1
+    )
     monkeypatch.setattr(kernel_launches, "engine_launches", lambda *_: [good])
     assert cli.main(["kernels", "--target", "sm_90"]) == 0
 
@@ -222,9 +266,13 @@ def test_mistakes_on_the_command_line() -> None:
     assert result.returncode == 2 and "unset it" in result.stderr
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_triton(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = kernels.importlib.util.find_spec
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
+    monkeypatch.setattr(
+        kernels.importlib.util, "find_spec", lambda name: None if name == "triton" else real(name)
+    )
     assert cli.main(["kernels"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("nanovllm kernels: error: the package 'triton' is not installed")

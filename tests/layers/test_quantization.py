@@ -1,4 +1,5 @@
-"""Quantized weights: every format is read as its description says, in every architecture and grid, and what cannot be is refused."""
+"""Quantized weights: every format is read as its description says, in every architecture and grid,
+and what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -29,10 +30,26 @@ from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, refe
 from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
 from tests.stages import staged  # noqa: F401  (a fixture)
 
-PROMPTS = [[5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11], [12], [66, 67, 68] * 7]
+PROMPTS = [
+    [5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11],
+    [12],
+    [66, 67, 68] * 7,
+]
 WEIGHT_ONLY = [kind for kind in FORMATS if not kind.startswith(("w8a8", "w4a8"))]
-OTHERS = ["qwen2", "gemma2", "llama-mha-tied", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3-dense"]
-GPTQ, AWQ, ASYMMETRIC = "gptq 4 bits, groups of 16, version 1", "awq", "asymmetric 4 bits, groups of 16"
+OTHERS = [
+    "qwen2",
+    "gemma2",
+    "llama-mha-tied",
+    "mixtral",
+    "qwen3-moe",
+    "deepseek-v2",
+    "deepseek-v3-dense",
+]
+GPTQ, AWQ, ASYMMETRIC = (
+    "gptq 4 bits, groups of 16, version 1",
+    "awq",
+    "asymmetric 4 bits, groups of 16",
+)
 # Each of 3 ranks has 16 of 48 inputs, and one of 3 KV heads.
 UNEVEN = {"vocab_size": 263, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
 
@@ -53,7 +70,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def make(variant: str, kind: str) -> tuple[pathlib.Path, pathlib.Path]:
         if (variant, kind) not in found:
             folder = tmp_path_factory.mktemp("checkpoint")
-            found[variant, kind] = quantize_checkpoint(make_checkpoint(folder / "original", variant), folder, kind)
+            found[variant, kind] = quantize_checkpoint(
+                make_checkpoint(folder / "original", variant), folder, kind
+            )
         return found[variant, kind]
 
     return make
@@ -63,7 +82,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "kind"), [*(("llama", kind) for kind in WEIGHT_ONLY), *zip(OTHERS, WEIGHT_ONLY * 2, strict=False)]
+    ("variant", "kind"),
+    [*(("llama", kind) for kind in WEIGHT_ONLY), *zip(OTHERS, WEIGHT_ONLY * 2, strict=False)],
 )
 def test_tokens_are_those_of_the_dequantized_weights(made: Any, variant: str, kind: str) -> None:
     quantized_folder, plain = made(variant, kind)
@@ -89,7 +109,9 @@ def test_compressed_tensors_in_transformers_says_the_same(made: Any, kind: str) 
 
 def test_packing_is_that_of_compressed_tensors() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    numbers = torch.randint(-8, 8, (24, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    numbers = torch.randint(
+        -8, 8, (24, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8
+    )
     packed = pack(numbers + 8)
     assert torch.equal(packed, words((numbers + 8).numpy(), 4))
     assert torch.equal(helpers.pack_to_int32(numbers, 4), packed)
@@ -144,7 +166,9 @@ def test_tokens_stay_the_same_on_two_stages(made: Any, variant: str, head: bool)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "groups", "symmetric"), [(4, 9, True), (4, 9, False), (4, 1, True), (8, 18, True)])
+@pytest.mark.parametrize(
+    ("bits", "groups", "symmetric"), [(4, 9, True), (4, 9, False), (4, 1, True), (8, 18, True)]
+)
 def test_a_product_is_that_with_the_dequantized_weight(
     bits: int, groups: int, symmetric: bool, dtype: torch.dtype
 ) -> None:
@@ -157,7 +181,9 @@ def test_a_product_is_that_with_the_dequantized_weight(
     theirs = (numbers.reshape(48, groups, -1) - their_zeros[..., None]) * their_scales[..., None]
     rounding = weight.abs() * 2**-8  # of scales and weights in bfloat16
     step = torch.from_numpy(their_scales).repeat_interleave(576 // groups, 1)
-    assert ((whole.float() - torch.from_numpy(theirs).reshape(48, 576)).abs() <= 1.1 * step + rounding).all()
+    assert (
+        (whole.float() - torch.from_numpy(theirs).reshape(48, 576)).abs() <= 1.1 * step + rounding
+    ).all()
     assert ((whole.float() - weight).abs() <= 0.52 * step + rounding).all()
     product = quantized.linear_w8a16(x, values, scales, bias) if bits == 8 else None
     product = quantized.linear_w4a16(x, values, scales, zeros, bias) if product is None else product
@@ -167,17 +193,26 @@ def test_a_product_is_that_with_the_dequantized_weight(
 @pytest.mark.parametrize("inputs", [64, 576, 1536, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_8_bit_sums_are_exact(inputs: int, dtype: torch.dtype) -> None:
-    """Against float64, which holds the integers and their sums exactly. Many inputs have the largest magnitude."""
+    """Against float64, which holds the integers and their sums exactly. Many inputs have the
+    largest magnitude."""
     generator = torch.Generator().manual_seed(inputs)
     values = torch.randint(-128, 128, (33, inputs), generator=generator, dtype=torch.int8)
     values[:3] = torch.tensor([-128, 127, -127])[:, None]
     x = (torch.randn(9, inputs, generator=generator) * 3).to(dtype)
     x[0], x[1], x[2] = 0, x[1].abs().max(), -x[2].abs().max()
-    scales, bias = torch.rand(33, 1, generator=generator), torch.randn(33, generator=generator).to(dtype)
+    scales, bias = (
+        torch.rand(33, 1, generator=generator),
+        torch.randn(33, generator=generator).to(dtype),
+    )
     rows, row_scales = quantized.quantize_rows(x)
     largest = x.float().abs().amax(1, keepdim=True)
     assert torch.equal(row_scales, largest / 127), "the divisor is 127, not 127.5"
-    inverse = np.divide(np.float32(127), largest.numpy(), out=np.zeros((9, 1), np.float32), where=largest.numpy() > 0)
+    inverse = np.divide(
+        np.float32(127),
+        largest.numpy(),
+        out=np.zeros((9, 1), np.float32),
+        where=largest.numpy() > 0,
+    )
     assert torch.equal(rows, torch.from_numpy(np.rint(x.float().numpy() * inverse).astype(np.int8)))
     sums = (rows.double() @ values.double().T).float()
     expected = (sums * row_scales * scales.T + bias.float()).to(dtype)
@@ -190,7 +225,9 @@ def test_halves_are_rounded_to_even() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(4, 64, quantizes_inputs=True), Scheme(8, 64), W8A8], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 64), Scheme(4, 64, quantizes_inputs=True), Scheme(8, 64), W8A8], ids=str
+)
 def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = QuantizedWeight.empty((192, 576), scheme, torch.device("cpu")).to(dtype)
@@ -207,7 +244,9 @@ def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [Scheme(4, 64, has_zeros=True), Scheme(8, 64), W8A16, W8A8], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 64, has_zeros=True), Scheme(8, 64), W8A16, W8A8], ids=str
+)
 @pytest.mark.parametrize("shape", [(48, 128), (3, 48, 128)])
 def test_a_cpu_without_a_kernel_dequantizes_once(
     shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -215,23 +254,37 @@ def test_a_cpu_without_a_kernel_dequantizes_once(
     monkeypatch.setattr(quantized, "_kernels", lambda device: reference_quantized)
     weight = QuantizedWeight.empty(shape, scheme, torch.device("cpu")).to(dtype)
     for tensor in weight.parameters():
-        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else torch.randint(0, 16, tensor.shape))
+        tensor.copy_(
+            torch.rand(tensor.shape)
+            if tensor.is_floating_point()
+            else torch.randint(0, 16, tensor.shape)
+        )
     x, bias = torch.randn(5, 128).to(dtype), torch.randn(48).to(dtype)
     whole = weight.dequantize()
-    values, scales = (weight.values, weight.scales) if len(shape) == 2 else (weight.values[0], weight.scales[0])
+    values, scales = (
+        (weight.values, weight.scales) if len(shape) == 2 else (weight.values[0], weight.scales[0])
+    )
     weight.pack()
-    assert (weight.values.dtype == dtype) == (scheme != W8A8), "integers stay where their products are of integers"
+    assert (weight.values.dtype == dtype) == (scheme != W8A8), (
+        "integers stay where their products are of integers"
+    )
     monkeypatch.setattr(reference_quantized, "dequantize", None)
     matrix, packed = (whole, weight) if len(shape) == 2 else (whole[0], weight[0])
     exact = quantized.linear_w8a8(x, values, scales, bias) if scheme == W8A8 else None
-    assert torch.equal(packed(x, bias), ops.linear(x, ops.pack_weight(matrix), bias) if exact is None else exact)
+    assert torch.equal(
+        packed(x, bias), ops.linear(x, ops.pack_weight(matrix), bias) if exact is None else exact
+    )
 
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), W8A16, W8A8], ids=str)
 def test_experts_that_share_a_group_of_outputs_are_not_packed(scheme: Scheme) -> None:
     weight = QuantizedWeight.empty((2, 24, 64), scheme, torch.device("cpu"))
     for tensor in weight.parameters():
-        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else torch.randint(0, 16, tensor.shape))
+        tensor.copy_(
+            torch.rand(tensor.shape)
+            if tensor.is_floating_point()
+            else torch.randint(0, 16, tensor.shape)
+        )
     whole, x = weight.dequantize(), torch.randint(-127, 128, (3, 64)).float()
     x[:, 0] = 127  # so that integers are not rounded
     weight.pack()
@@ -252,7 +305,14 @@ def test_prefix_cache_and_chunks_change_no_token(made: Any, kind: str, head: boo
     llm = LLM(str(folder), dtype="float32", num_kv_blocks=64, block_size=4, quantize_head=head)
     first = greedy(llm, PROMPTS, 10)
     assert greedy(llm, PROMPTS[::-1], 10)[::-1] == first
-    chunked = tokens(str(folder), PROMPTS, quantize_head=head, max_num_batched_tokens=5, max_num_seqs=3, block_size=4)
+    chunked = tokens(
+        str(folder),
+        PROMPTS,
+        quantize_head=head,
+        max_num_batched_tokens=5,
+        max_num_seqs=3,
+        block_size=4,
+    )
     assert chunked == first
 
 
@@ -265,10 +325,16 @@ def test_w8a8_of_an_unquantized_checkpoint_rounds_to_nearest(made: Any) -> None:
     model = load_model(plain, config, torch.float32)
     stored = load_file(plain / "model.safetensors")
     weight: Any = model.model.layers[1].mlp.gate_up_proj.weight
-    matrices = torch.cat([stored[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")])
-    assert weight.scheme == W8A8 and torch.equal(weight.scales, matrices.abs().amax(1, keepdim=True) / 127)
+    matrices = torch.cat(
+        [stored[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    )
+    assert weight.scheme == W8A8 and torch.equal(
+        weight.scales, matrices.abs().amax(1, keepdim=True) / 127
+    )
     assert torch.equal(weight.values, (matrices / weight.scales).round().to(torch.int8))
-    assert isinstance(model.lm_head.weight, Tensor) and torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+    assert isinstance(model.lm_head.weight, Tensor) and torch.equal(
+        model.lm_head.weight, stored["lm_head.weight"]
+    )
 
 
 W4A8 = [kind for kind in FORMATS if kind.startswith("w4a8")]
@@ -276,11 +342,15 @@ FOUR_BITS = [kind for kind in WEIGHT_ONLY if FORMATS[kind][0] == 4]
 
 
 @pytest.mark.parametrize("kind", [*W4A8, *FOUR_BITS])
-def test_4_bit_weights_as_they_are_stored_are_multiplied_by_8_bit_inputs(made: Any, kind: str) -> None:
+def test_4_bit_weights_as_they_are_stored_are_multiplied_by_8_bit_inputs(
+    made: Any, kind: str
+) -> None:
     """If the checkpoint says so, or the setting."""
     folder, plain = made("llama", kind)
     options: dict[str, Any] = {} if kind in W4A8 else {"quantization": "w4a8"}
-    model = load_model(folder, read_model_config(EngineConfig(str(folder), **options), folder), torch.bfloat16)
+    model = load_model(
+        folder, read_model_config(EngineConfig(str(folder), **options), folder), torch.bfloat16
+    )
     stored = load_file(plain / "model.safetensors")
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         weight: Any = model.model.layers[1].get_submodule(name).weight
@@ -317,14 +387,22 @@ def test_a_quantized_head_and_a_tied_embedding_are_one_matrix(made: Any, variant
     model = load_model(plain, config, torch.bfloat16)
     head: Any = model.lm_head.weight
     tied = config.tie_word_embeddings
-    assert head.scheme == W8A8 and head.values.dtype == torch.int8 and head.scales.dtype == torch.float32
+    assert (
+        head.scheme == W8A8
+        and head.values.dtype == torch.int8
+        and head.scales.dtype == torch.float32
+    )
     assert (model.model.embed_tokens.weight is head) == tied
-    stored = load_file(plain / "model.safetensors")["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    stored = load_file(plain / "model.safetensors")[
+        "model.embed_tokens.weight" if tied else "lm_head.weight"
+    ]
     ids = torch.tensor([3, 0, 319])
     rows = head.rows(ids)
     model.pack_weights()
     assert rows.dtype == torch.bfloat16 and torch.equal(head.rows(ids), rows)
-    assert ((rows.float() - stored[ids]).abs() <= 0.52 * head.scales[ids] + stored[ids].abs() * 2**-8).all()
+    assert (
+        (rows.float() - stored[ids]).abs() <= 0.52 * head.scales[ids] + stored[ids].abs() * 2**-8
+    ).all()
 
 
 def test_dummy_weights_take_the_checkpoint_s_scheme(made: Any) -> None:
@@ -332,15 +410,26 @@ def test_dummy_weights_take_the_checkpoint_s_scheme(made: Any) -> None:
     options: Any = {"load_format": "dummy", "quantization": "auto"}
     config = read_model_config(EngineConfig(str(folder), **options), folder)
     assert config.quantization == QuantizationConfig("w8a8", quantizes_inputs=True)
-    weight: Any = load_model(folder, config, torch.bfloat16, load_format="dummy").model.layers[0].mlp.down_proj.weight
+    weight: Any = (
+        load_model(folder, config, torch.bfloat16, load_format="dummy")
+        .model.layers[0]
+        .mlp.down_proj.weight
+    )
     assert weight.scheme == W8A8 and len(weight.values.unique()) > 100
 
 
 def test_a_quantized_engine_has_kv_of_its_own(made: Any) -> None:
     folder, plain = made("llama", GPTQ)
-    settings: list[Any] = [{}, *({"quantization": kind} for kind in ("w8a8", "w4a16", "w4a8")), {"quantize_head": True}]
+    settings: list[Any] = [
+        {},
+        *({"quantization": kind} for kind in ("w8a8", "w4a16", "w4a8")),
+        {"quantize_head": True},
+    ]
     configs = [EngineConfig(str(plain), **each) for each in settings]
-    identities = [kv_identity(config, read_model_config(config, plain), plain)["weights"] for config in configs]
+    identities = [
+        kv_identity(config, read_model_config(config, plain), plain)["weights"]
+        for config in configs
+    ]
     for each in ({"quantization": "w4a8"}, {}, {"quantization": "gptq"}):
         config = EngineConfig(str(folder), **each)  # type: ignore[arg-type]
         identities.append(kv_identity(config, read_model_config(config, folder), folder)["weights"])
@@ -361,32 +450,73 @@ def with_scheme(form: str = "pack-quantized", inputs: Any = None, **changes: Any
     return settings
 
 
-GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+GPTQ_SETTINGS = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 64,
+    "sym": True,
+    "desc_act": False,
+}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"bits": 4}, "quant_method is missing"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; supported are gptq, awq, compressed-tensors"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "'bitsandbytes' is not supported; supported are gptq, awq, compressed-tensors",
+        ),
         (GPTQ_SETTINGS | {"bits": 3}, "3 bits is not supported; quantize to 4 or 8"),
         (GPTQ_SETTINGS | {"bits": "four"}, "bits must be a valid integer"),
-        (GPTQ_SETTINGS | {"sym": False}, "asymmetric GPTQ is not supported; quantize with sym: true"),
-        (GPTQ_SETTINGS | {"desc_act": True}, "desc_act with groups is not supported; quantize with static_groups: true"),
-        (GPTQ_SETTINGS | {"checkpoint_format": "marlin"}, "'marlin' is not supported; supported are gptq, gptq_v2"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "'gemv' is not supported; supported are gemm"),
-        ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "8 bits is not supported; quantize to 4"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}, "quantize with zero points"),
-        (with_scheme("float-quantized"), "'float-quantized' is not supported; supported are pack-quantized, int-quantized"),
-        (with_scheme(num_bits=3), "symmetric 3-bit int weights per group is not supported; use pack-quantized with 4"),
-        (with_scheme(num_bits=8, symmetric=False), "asymmetric 8-bit int weights per group is not supported"),
+        (
+            GPTQ_SETTINGS | {"sym": False},
+            "asymmetric GPTQ is not supported; quantize with sym: true",
+        ),
+        (
+            GPTQ_SETTINGS | {"desc_act": True},
+            "desc_act with groups is not supported; quantize with static_groups: true",
+        ),
+        (
+            GPTQ_SETTINGS | {"checkpoint_format": "marlin"},
+            "'marlin' is not supported; supported are gptq, gptq_v2",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"},
+            "'gemv' is not supported; supported are gemm",
+        ),
+        (
+            {"quant_method": "awq", "w_bit": 8, "q_group_size": 64},
+            "8 bits is not supported; quantize to 4",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False},
+            "quantize with zero points",
+        ),
+        (
+            with_scheme("float-quantized"),
+            "'float-quantized' is not supported; supported are pack-quantized, int-quantized",
+        ),
+        (
+            with_scheme(num_bits=3),
+            "symmetric 3-bit int weights per group is not supported; use pack-quantized with 4",
+        ),
+        (
+            with_scheme(num_bits=8, symmetric=False),
+            "asymmetric 8-bit int weights per group is not supported",
+        ),
         (with_scheme("int-quantized", num_bits=8), "8-bit int weights per group is not supported"),
-        (with_scheme("int-quantized", symmetric=False), "asymmetric 4-bit int weights per group is not supported"),
+        (
+            with_scheme("int-quantized", symmetric=False),
+            "asymmetric 4-bit int weights per group is not supported",
+        ),
         (
             {
                 "quant_method": "compressed-tensors",
                 "config_groups": {
-                    str(bits): compressed_tensors("int-quantized", bits, 16 * (bits == 4), False, True)["config_groups"]["group_0"]
+                    str(bits): compressed_tensors(
+                        "int-quantized", bits, 16 * (bits == 4), False, True
+                    )["config_groups"]["group_0"]
                     for bits in (4, 8)
                 },
             },
@@ -394,11 +524,14 @@ GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": Tru
         ),
         (with_scheme(type="float"), "4-bit float weights per group is not supported"),
         (with_scheme(actorder="group"), "actorder: group is not supported; use actorder: weight"),
-        (with_scheme(inputs={"num_bits": 8, "type": "int"}), "use int-quantized with dynamic symmetric 8-bit integers"),
+        (
+            with_scheme(inputs={"num_bits": 8, "type": "int"}),
+            "use int-quantized with dynamic symmetric 8-bit integers",
+        ),
         (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported; remove it"),
         (CT | {"config_groups": {"group_0": {"weights": 4}}}, "weights must be a valid dictionary"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantizationConfig.from_dict({"quantization_config": settings})
@@ -407,18 +540,33 @@ def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (GPTQ, {"group_size": 128}, "has 64 inputs, which is not a multiple of 128: quantize with group_size 64 or 32"),
+        (
+            GPTQ,
+            {"group_size": 128},
+            "has 64 inputs, which is not a multiple of 128: quantize with group_size 64 or 32",
+        ),
         (
             GPTQ,
             {"quantization": "awq"},
             "quantization 'awq' does not fit this checkpoint, which is gptq: do not set it",
         ),
-        ("w8a16", {"quantization": "w4a8"}, "'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it"),
-        (GPTQ, {"quantization": "w8a8"}, "is for an unquantized checkpoint, and this one is gptq: do not set it"),
+        (
+            "w8a16",
+            {"quantization": "w4a8"},
+            "'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it",
+        ),
+        (
+            GPTQ,
+            {"quantization": "w8a8"},
+            "is for an unquantized checkpoint, and this one is gptq: do not set it",
+        ),
         (
             None,
             {"quantization": "gptq"},
-            "quantization 'gptq' does not fit this checkpoint, which is not quantized: do not set it",
+            (
+                "quantization 'gptq' does not fit this checkpoint, which is not quantized: do not "
+                "set it"
+            ),
         ),
     ],
 )
@@ -433,7 +581,11 @@ def test_settings_that_do_not_fit_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        load_model(tmp_path, read_model_config(EngineConfig(str(tmp_path), **options), tmp_path), torch.float32)
+        load_model(
+            tmp_path,
+            read_model_config(EngineConfig(str(tmp_path), **options), tmp_path),
+            torch.float32,
+        )
 
 
 def ask_in_vain(folder: str) -> str:
@@ -442,10 +594,15 @@ def ask_in_vain(folder: str) -> str:
     return str(refusal.value)
 
 
-def test_ranks_that_would_split_a_group_are_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_would_split_a_group_are_refused(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(VARIANTS, "narrow", ("LlamaConfig", {"intermediate_size": 48}))
     folder, _ = made("narrow", GPTQ)
-    message = "a rank would have 24 of 48 inputs, which splits a group of 16; for this layer, tensor_parallel_size may be 1, 3"
+    message = (
+        "a rank would have 24 of 48 inputs, which splits a group of 16; for this layer, "
+        "tensor_parallel_size may be 1, 3"
+    )
     for said in run_ranks(ask_in_vain, Grid(tensor=2), str(folder), timeout=120):
         assert message in said
 
@@ -453,19 +610,43 @@ def test_ranks_that_would_split_a_group_are_refused(made: Any, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("end", "change", "message"),
     [
-        ("qzeros", lambda t: t + 1, "a zero point is not 8; store asymmetric weights as compressed-tensors"),
-        ("g_idx", lambda t: t.flip(0), "inputs are not in the order of their groups; quantize with desc_act: false"),
+        (
+            "qzeros",
+            lambda t: t + 1,
+            "a zero point is not 8; store asymmetric weights as compressed-tensors",
+        ),
+        (
+            "g_idx",
+            lambda t: t.flip(0),
+            "inputs are not in the order of their groups; quantize with desc_act: false",
+        ),
         ("bias", lambda t: t + 1, "bias is not zero, and this architecture has no bias there"),
-        ("scales", lambda t: t[:, 1:].contiguous(), r"scales has shape \[4, 63\], the configuration says \[4, 64\]"),
+        (
+            "scales",
+            lambda t: t[:, 1:].contiguous(),
+            r"scales has shape \[4, 63\], the configuration says \[4, 64\]",
+        ),
         ("scales", None, r"lacks model.layers.1.self_attn.q_proj.scales"),
-        ("qweight", lambda t: t[:5].contiguous(), r"qweight has shape \[5, 64\], the configuration says \[8, 64\]"),
+        (
+            "qweight",
+            lambda t: t[:5].contiguous(),
+            r"qweight has shape \[5, 64\], the configuration says \[8, 64\]",
+        ),
     ],
 )
-def test_damaged_tensors_are_refused(made: Any, tmp_path: pathlib.Path, end: str, change: Any, message: str) -> None:
+def test_damaged_tensors_are_refused(
+    made: Any, tmp_path: pathlib.Path, end: str, change: Any, message: str
+) -> None:
     folder, _ = made("llama", GPTQ)
-    stored, name = load_file(folder / "model.safetensors"), f"model.layers.1.self_attn.q_proj.{end}"
+    stored, name = (
+        load_file(folder / "model.safetensors"),
+        f"model.layers.1.self_attn.q_proj.{end}",
+    )
     tensor = stored.pop(name)
-    save_file(stored if change is None else stored | {name: change(tensor)}, tmp_path / "model.safetensors")
+    save_file(
+        stored if change is None else stored | {name: change(tensor)},
+        tmp_path / "model.safetensors",
+    )
     config = read_model_config(EngineConfig(str(folder)), folder)
     with pytest.raises((CheckpointError, ValueError), match=message):
         load_model(tmp_path, config, torch.float32)
@@ -473,19 +654,26 @@ def test_damaged_tensors_are_refused(made: Any, tmp_path: pathlib.Path, end: str
 
 def test_parts_of_one_matrix_must_be_quantized_alike(made: Any, tmp_path: pathlib.Path) -> None:
     (folder, plain), layer = made("llama", GPTQ), "model.layers.0.self_attn.k_proj"
-    stored = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)}
+    stored = {
+        n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)
+    }
     stored[f"{layer}.weight"] = load_file(plain / "model.safetensors")[f"{layer}.weight"]
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"q_proj.weight and .*k_proj.weight, .* are quantized differently: quantize both"
+        ValueError,
+        match=r"q_proj.weight and .*k_proj.weight, .* are quantized differently: quantize both",
     ):
         load_model(tmp_path, read_model_config(EngineConfig(str(folder)), folder), torch.float32)
 
 
-def test_layers_that_the_file_leaves_alone_stay_as_they_are(made: Any, tmp_path: pathlib.Path) -> None:
+def test_layers_that_the_file_leaves_alone_stay_as_they_are(
+    made: Any, tmp_path: pathlib.Path
+) -> None:
     """As `ignore`, `modules_to_not_convert` and `dynamic` say: the tensors' names follow from them."""
     (folder, plain), layer = made("llama", GPTQ), "model.layers.1.mlp.down_proj"
-    stored = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)}
+    stored = {
+        n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)
+    }
     stored[f"{layer}.weight"] = load_file(plain / "model.safetensors")[f"{layer}.weight"]
     save_file(stored, tmp_path / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -498,5 +686,9 @@ def test_layers_that_the_file_leaves_alone_stay_as_they_are(made: Any, tmp_path:
 def test_the_course_model_in_8_bits_prefers_nearly_the_same_tokens() -> None:
     folder = str(resolve_model("smollm2-135m"))
     prompt = [504, 3575, 282, 4649, 314]
-    found = greedy(LLM(folder, dtype="float32", num_kv_blocks=16, max_model_len=64, quantization="w8a8"), [prompt], 3)
+    found = greedy(
+        LLM(folder, dtype="float32", num_kv_blocks=16, max_model_len=64, quantization="w8a8"),
+        [prompt],
+        3,
+    )
     assert found == [reference_tokens(folder, prompt, 3)]

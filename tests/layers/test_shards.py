@@ -1,4 +1,5 @@
-"""Shards of layers, rule by rule and without processes: each rank computes its part here, and the test adds the parts up."""
+"""Shards of layers, rule by rule and without processes: each rank computes its part here, and the
+test adds the parts up."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.distributed.groups import GroupCoordinator
-from nanovllm.layers.tensor_parallel import QKVParallelLinear, RowParallelLinear, Shard, VocabParallelEmbedding
+from nanovllm.layers.tensor_parallel import (
+    QKVParallelLinear,
+    RowParallelLinear,
+    Shard,
+    VocabParallelEmbedding,
+)
 
 
 class Rank(GroupCoordinator):
@@ -39,12 +45,18 @@ def test_rows_are_divided_in_order_and_the_last_ranks_may_have_fewer(
     total: int, size: int, expected: list[tuple[int, int]]
 ) -> None:
     shards = [Shard.of(total, group) for group in ranks(size)]
-    assert [(shard.start, shard.size) for shard in shards] == expected, "start and size on each rank"
+    assert [(shard.start, shard.size) for shard in shards] == expected, (
+        "start and size on each rank"
+    )
     assert all(shard.total == total for shard in shards)
 
 
 def test_the_addends_of_a_row_parallel_layer_have_the_bias_once() -> None:
-    weight, bias, x = torch.arange(12.0).view(2, 6), torch.tensor([100.0, 200.0]), torch.arange(18.0).view(3, 6)
+    weight, bias, x = (
+        torch.arange(12.0).view(2, 6),
+        torch.tensor([100.0, 200.0]),
+        torch.arange(18.0).view(3, 6),
+    )
     for reduce in (True, False):
         addends = []
         for group in ranks(3):
@@ -53,7 +65,9 @@ def test_the_addends_of_a_row_parallel_layer_have_the_bias_once() -> None:
             layer.bias.copy_(bias)
             addends.append(layer(x[:, layer.shard.rows]))
             assert group.calls["all_reduce"] == reduce, "all-reduce with `reduce`, and only then"
-        assert torch.equal(sum(addends), x @ weight.T + bias), "the sum over the ranks is the whole layer's output"
+        assert torch.equal(sum(addends), x @ weight.T + bias), (
+            "the sum over the ranks is the whole layer's output"
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -67,10 +81,14 @@ def test_each_rank_looks_up_its_own_tokens(size: int) -> None:
         before = tokens.clone()
         addends.append(layer(tokens))
         assert torch.equal(tokens, before), "the token ids belong to the caller"
-        assert group.calls["all_reduce"] == (size > 1), "one all-reduce; a group of one has nothing to add up"
+        assert group.calls["all_reduce"] == (size > 1), (
+            "one all-reduce; a group of one has nothing to add up"
+        )
         mine = (tokens >= layer.shard.start) & (tokens < layer.shard.start + layer.shard.size)
         assert not addends[-1][~mine].any(), "zeros for the tokens of other ranks"
-    assert torch.equal(sum(addends), table[tokens]), "the sum over the ranks is the whole layer's output"
+    assert torch.equal(sum(addends), table[tokens]), (
+        "the sum over the ranks is the whole layer's output"
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,10 +110,18 @@ def test_a_rank_has_the_kv_heads_of_its_query_heads(
         layer = QKVParallelLinear(3, head_dim, heads, kv_heads, group=group)
         query, key, value = layer.shards
         n = heads // size
-        assert (layer.num_heads, layer.num_kv_heads) == (n, len(expected[rank])), "heads of this rank"
-        assert (query.start, query.size) == (rank * n * head_dim, n * head_dim), "rows of this rank's query heads"
-        assert (key.start, key.size, key.total) == (value.start, value.size, value.total), "keys and values alike"
+        assert (layer.num_heads, layer.num_kv_heads) == (n, len(expected[rank])), (
+            "heads of this rank"
+        )
+        assert (query.start, query.size) == (rank * n * head_dim, n * head_dim), (
+            "rows of this rank's query heads"
+        )
+        assert (key.start, key.size, key.total) == (value.start, value.size, value.total), (
+            "keys and values alike"
+        )
         assert key.total == kv_heads * head_dim, "rows of all KV heads"
-        assert layer.weight.shape == ((n + 2 * layer.num_kv_heads) * head_dim, 3), "queries, keys and values"
+        assert layer.weight.shape == ((n + 2 * layer.num_kv_heads) * head_dim, 3), (
+            "queries, keys and values"
+        )
         found.append(list(range(key.start // head_dim, (key.start + key.size) // head_dim)))
     assert found == expected, "KV heads on each rank"

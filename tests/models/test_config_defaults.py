@@ -1,4 +1,5 @@
-"""What config.json leaves out, and what it says twice: the engine reads it as transformers' configuration classes do."""
+"""What config.json leaves out, and what it says twice: the engine reads it as transformers'
+configuration classes do."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ CLASSES: dict[str, Any] = {
 WITHOUT_DEFAULT = {
     "architectures": "chooses the table",
     "quantization_config": "not quantized",
-    "eos_token_id": "the tokenizer's end of a text; a class default would end texts of other vocabularies",
+    "eos_token_id": (
+        "the tokenizer's end of a text; a class default would end texts of other vocabularies"
+    ),
     "rope_scaling": "transformers 4's name of rope_parameters",
     "original_max_position_embeddings": "of the rotary parameters",
     "partial_rotary_factor": "of the rotary parameters",
@@ -48,7 +51,8 @@ def test_the_table_has_all_architectures_and_all_keys() -> None:
 @pytest.mark.parametrize("key", [key for key in KEYS if key not in WITHOUT_DEFAULT])
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
 def test_a_default_is_that_of_transformers(architecture: str, key: str) -> None:
-    """The class's own default, before it is adapted to other keys. A key that the class lacks is not in the table."""
+    """The class's own default, before it is adapted to other keys. A key that the class lacks is
+    not in the table."""
     config_class = CLASSES[architecture]
     missing = object()
     theirs = getattr(config_class, "default_theta" if key == "rope_theta" else key, missing)
@@ -58,7 +62,9 @@ def test_a_default_is_that_of_transformers(architecture: str, key: str) -> None:
     assert ours is theirs or (ours == theirs and type(ours) is type(theirs))
 
 
-@pytest.mark.parametrize("key", [key for key in WITHOUT_DEFAULT if key not in ("architectures", "eos_token_id")])
+@pytest.mark.parametrize(
+    "key", [key for key in WITHOUT_DEFAULT if key not in ("architectures", "eos_token_id")]
+)
 def test_other_keys_have_no_default(key: str) -> None:
     for config_class in CLASSES.values():
         assert isinstance(getattr(config_class, key, None), (property, type(None)))
@@ -66,7 +72,14 @@ def test_other_keys_have_no_default(key: str) -> None:
 
 # Keys of transformers' classes that do not change what a model answers.
 WITHOUT_EFFECT = {
-    *("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "pretraining_tp", "attention_dropout"),
+    *(
+        "initializer_range",
+        "use_cache",
+        "pad_token_id",
+        "bos_token_id",
+        "pretraining_tp",
+        "attention_dropout",
+    ),
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "num_mtp_layers"),
 }
 
@@ -107,7 +120,9 @@ def described(config: Any, architecture: str) -> dict[str, Any]:
         "rope_theta": parameters["rope_theta"],
         "rope_type": parameters["rope_type"],
         "windows": [window if kind == "sliding_attention" else 0 for kind in kinds],
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "head_dim": (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        ),
         "q_lora_rank": getattr(config, "q_lora_rank", None) or 0,
         "kv_lora_rank": getattr(config, "kv_lora_rank", 0),
         "v_head_dim": getattr(config, "v_head_dim", 0),
@@ -148,14 +163,19 @@ def understood(config: ModelConfig) -> dict[str, Any]:
 def test_an_empty_configuration(architecture: str) -> None:
     """All keys are left out, but for one that DeepSeek-V2 has no default for."""
     needed = {"num_experts_per_tok": 6} if architecture == "DeepseekV2ForCausalLM" else {}
-    theirs, ours = CLASSES[architecture](**needed), ModelConfig.from_dict(needed | {"architectures": [architecture]})
+    theirs, ours = (
+        CLASSES[architecture](**needed),
+        ModelConfig.from_dict(needed | {"architectures": [architecture]}),
+    )
     assert understood(ours) == described(theirs, architecture)
     if "kv_lora_rank" not in DEFAULTS[architecture]:
         assert ours.num_kv_heads == theirs.num_key_value_heads
     if ours.moe is not None:
         num_experts = next(getattr(theirs, name) for name in NUM_EXPERTS if hasattr(theirs, name))
         assert (ours.moe.num_experts, ours.moe.top_k) == (num_experts, theirs.num_experts_per_tok)
-        assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.moe.intermediate_size == getattr(
+            theirs, "moe_intermediate_size", theirs.intermediate_size
+        )
         assert ours.moe.num_shared_experts == getattr(theirs, "n_shared_experts", 0)
         assert ours.moe.scaling_factor == getattr(theirs, "routed_scaling_factor", 1.0)
         assert ours.moe.renormalize == getattr(theirs, "norm_topk_prob", True)
@@ -177,7 +197,9 @@ WINDOWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", WINDOWS, ids=str)
-@pytest.mark.parametrize("architecture", [name for name, keys in DEFAULTS.items() if "sliding_window" in keys])
+@pytest.mark.parametrize(
+    "architecture", [name for name, keys in DEFAULTS.items() if "sliding_window" in keys]
+)
 def test_windows_are_those_of_transformers(architecture: str, changes: dict[str, Any]) -> None:
     for num_layers in (3, 30):
         raw = {"num_hidden_layers": num_layers} | changes
@@ -187,33 +209,65 @@ def test_windows_are_those_of_transformers(architecture: str, changes: dict[str,
 
 
 def test_layers_of_an_unknown_type_are_refused() -> None:
-    raw = TINY | {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"] * 2 + ["linear_attention"]}
-    with pytest.raises(UnsupportedModelError, match="a layer of type 'linear_attention' is not supported"):
+    raw = TINY | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": ["full_attention"] * 2 + ["linear_attention"],
+    }
+    with pytest.raises(
+        UnsupportedModelError, match="a layer of type 'linear_attention' is not supported"
+    ):
         ModelConfig.from_dict(raw)
 
 
-@pytest.mark.parametrize("architecture", [name for name, keys in DEFAULTS.items() if {*NUM_EXPERTS} & {*keys}])
+@pytest.mark.parametrize(
+    "architecture", [name for name, keys in DEFAULTS.items() if {*NUM_EXPERTS} & {*keys}]
+)
 @pytest.mark.parametrize("name", NUM_EXPERTS)
-def test_each_name_of_the_number_of_experts_replaces_the_default(architecture: str, name: str) -> None:
-    raw = {"architectures": [architecture], "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, name: 4}
+def test_each_name_of_the_number_of_experts_replaces_the_default(
+    architecture: str, name: str
+) -> None:
+    raw = {
+        "architectures": [architecture],
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        name: 4,
+    }
     moe = ModelConfig.from_dict(raw).moe
     assert moe is not None and moe.num_experts == 4
 
 
-# Variant, and keys that are left out of the file or changed. Sizes are those of the random weights, so they stay.
+# Variant, and keys that are left out of the file or changed. Sizes are those of the random weights,
+# so they stay.
 FOLDERS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("qwen2", ("use_sliding_window", "layer_types", "max_window_layers"), {"sliding_window": 20}),
     ("qwen3", ("use_sliding_window", "layer_types", "max_window_layers"), {"sliding_window": 20}),
     ("qwen3-moe", ("use_sliding_window",), {"sliding_window": 20}),
-    ("qwen2", ("layer_types", "max_window_layers"), {"sliding_window": 20, "use_sliding_window": True}),
+    (
+        "qwen2",
+        ("layer_types", "max_window_layers"),
+        {"sliding_window": 20, "use_sliding_window": True},
+    ),
     ("qwen3-moe", (), {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 28}),
     ("mistral-window", ("sliding_window",), {}),
     ("mistral-window", (), {"use_sliding_window": False}),
     ("mixtral", ("rope_parameters", "rms_norm_eps"), {}),
     ("mixtral", ("num_experts_per_tok", "num_local_experts"), {}),
-    ("gemma2", ("rope_parameters", "rms_norm_eps", "attn_logit_softcapping", "layer_types", "head_dim"), {}),
-    ("deepseek-v3", ("rope_interleave", "routed_scaling_factor", "norm_topk_prob", "topk_method"), {}),
-    ("deepseek-v2", ("topk_method", "routed_scaling_factor", "norm_topk_prob", "n_shared_experts"), {}),
+    (
+        "gemma2",
+        ("rope_parameters", "rms_norm_eps", "attn_logit_softcapping", "layer_types", "head_dim"),
+        {},
+    ),
+    (
+        "deepseek-v3",
+        ("rope_interleave", "routed_scaling_factor", "norm_topk_prob", "topk_method"),
+        {},
+    ),
+    (
+        "deepseek-v2",
+        ("topk_method", "routed_scaling_factor", "norm_topk_prob", "n_shared_experts"),
+        {},
+    ),
 ]
 
 
@@ -225,8 +279,11 @@ def test_folders_without_keys(
     check_changed(folder, absent, changes)
 
 
-def check_changed(folder: pathlib.Path, absent: tuple[str, ...], changes: dict[str, Any]) -> list[list[int]]:
-    """Greedy tokens after several prompts equal those of transformers, once config.json has changed."""
+def check_changed(
+    folder: pathlib.Path, absent: tuple[str, ...], changes: dict[str, Any]
+) -> list[list[int]]:
+    """Greedy tokens after several prompts equal those of transformers, once config.json has
+    changed."""
     raw = json.loads((folder / "config.json").read_text())
     kept = {name: value for name, value in raw.items() if name not in absent}
     (folder / "config.json").write_text(json.dumps(kept | changes))
@@ -256,8 +313,15 @@ ROTARY: list[dict[str, Any]] = [
     {"rope_parameters": LINEAR, "rope_scaling": DEFAULT},
     {"rope_parameters": LINEAR, "rope_scaling": {}},
     {"rope_parameters": LINEAR, "rope_scaling": None},
-    {"rope_parameters": LINEAR | {"rope_theta": 5000.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    {"rope_parameters": DEFAULT | {"rope_theta": 5000.0}, "rope_scaling": LINEAR, "rope_theta": 500.0},
+    {
+        "rope_parameters": LINEAR | {"rope_theta": 5000.0},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    {
+        "rope_parameters": DEFAULT | {"rope_theta": 5000.0},
+        "rope_scaling": LINEAR,
+        "rope_theta": 500.0,
+    },
     {"rope_parameters": DEFAULT | {"rope_theta": 5000.0}, "rope_theta": 500.0},
     {"rope_parameters": {"rope_theta": 5000.0}},
     {"rope_parameters": DEFAULT, "rope_theta": 500.0},
@@ -266,15 +330,22 @@ ROTARY: list[dict[str, Any]] = [
     {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 4.0}},
     {"rope_scaling": LINEAR | {"rope_theta": 300.0}, "rope_theta": 500.0},
     {"rope_scaling": LLAMA3, "max_position_embeddings": 128},
-    {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}, "original_max_position_embeddings": 32},
+    {
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64},
+        "original_max_position_embeddings": 32,
+    },
     {"rope_theta": 500.0},
     {},
 ]
 
 
 @pytest.mark.parametrize("keys", ROTARY, ids=str)
-@pytest.mark.parametrize("architecture", [name for name in SUPPORTED_ARCHITECTURES if "Deepseek" not in name])
-def test_rotary_parameters_are_those_of_transformers(architecture: str, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "architecture", [name for name in SUPPORTED_ARCHITECTURES if "Deepseek" not in name]
+)
+def test_rotary_parameters_are_those_of_transformers(
+    architecture: str, keys: dict[str, Any]
+) -> None:
     config = CLASSES[architecture](**json.loads(json.dumps(keys)))
     config.standardize_rope_params()  # as its model does
     theirs = config.rope_parameters
@@ -289,7 +360,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("keys", ROTARY[:16], ids=str)
-def test_folders_with_rotary_parameters(llama: pathlib.Path, tmp_path: pathlib.Path, keys: dict[str, Any]) -> None:
+def test_folders_with_rotary_parameters(
+    llama: pathlib.Path, tmp_path: pathlib.Path, keys: dict[str, Any]
+) -> None:
     folder = shutil.copytree(llama, tmp_path / "model")
     found = check_changed(folder, ("rope_parameters",), keys)
     plain = [reference_tokens(str(llama), prompt, 12) for prompt in PROMPTS]
@@ -298,16 +371,29 @@ def test_folders_with_rotary_parameters(llama: pathlib.Path, tmp_path: pathlib.P
     assert (found == plain) == is_plain
 
 
-YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 8, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 8,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        {"rope_parameters": DEFAULT, "rope_scaling": YARN | {"original_max_position_embeddings": 32}},
+        {
+            "rope_parameters": DEFAULT,
+            "rope_scaling": YARN | {"original_max_position_embeddings": 32},
+        },
         {"rope_scaling": YARN | {"original_max_position_embeddings": 32}, "rope_theta": 500.0},
         {"rope_scaling": YARN, "max_position_embeddings": 100},
-        {"rope_scaling": YARN | {"original_max_position_embeddings": 64}, "original_max_position_embeddings": 32},
+        {
+            "rope_scaling": YARN | {"original_max_position_embeddings": 64},
+            "original_max_position_embeddings": 32,
+        },
         {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}},
     ],
     ids=str,
@@ -320,26 +406,50 @@ def test_folders_with_yarn(tmp_path: pathlib.Path, variant: str, keys: dict[str,
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_scaling of type 'yarn' is not supported"),
-        ({"rope_parameters": DEFAULT, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "of type 'longrope'"),
-        ({"rope_parameters": {"full_attention": DEFAULT}}, r"per layer type \(full_attention\) are not supported"),
         (
-            {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": LINEAR, "rope_theta": 5.0}},
+            {"rope_parameters": DEFAULT, "rope_scaling": YARN},
+            "rope_scaling of type 'yarn' is not supported",
+        ),
+        (
+            {"rope_parameters": DEFAULT, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "of type 'dynamic'",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "of type 'longrope'"),
+        (
+            {"rope_parameters": {"full_attention": DEFAULT}},
+            r"per layer type \(full_attention\) are not supported",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": DEFAULT,
+                    "sliding_attention": LINEAR,
+                    "rope_theta": 5.0,
+                }
+            },
             r"per layer type \(full_attention, sliding_attention\) are not supported",
         ),
-        ({"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
+        (
+            {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not supported",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"])
-def test_other_rotary_parameters_are_refused(architecture: str, keys: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM"]
+)
+def test_other_rotary_parameters_are_refused(
+    architecture: str, keys: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         ModelConfig.from_dict(keys | {"architectures": [architecture]})
 
 
 def test_yarn_that_is_not_truncated_is_refused() -> None:
     raw = {"architectures": ["DeepseekV3ForCausalLM"], "rope_scaling": YARN | {"truncate": False}}
-    with pytest.raises(UnsupportedModelError, match="truncate: false in rope_scaling is not supported"):
+    with pytest.raises(
+        UnsupportedModelError, match="truncate: false in rope_scaling is not supported"
+    ):
         ModelConfig.from_dict(raw)

@@ -1,4 +1,5 @@
-"""EAGLE heads against a few lines of torch with dense attention, through the paged cache; their files under all public names, and what is refused."""
+"""EAGLE heads against a few lines of torch with dense attention, through the paged cache; their
+files under all public names, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionMetadata,
+    ForwardContext,
+    forward_context,
+    get_backend,
+    kv_cache_shape,
+)
 from nanovllm.distributed.groups import Grid, get_tp_group
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.quantization import W8A8
@@ -25,7 +32,17 @@ from nanovllm.models.loader import load_model
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint, reference_model
 
-HIDDEN, MLP, HEADS, KV_HEADS, WIDTH, VOCAB, DRAFT_VOCAB, EPS, THETA = 64, 48, 4, 2, 16, 320, 40, 1e-5, 10000.0
+HIDDEN, MLP, HEADS, KV_HEADS, WIDTH, VOCAB, DRAFT_VOCAB, EPS, THETA = (
+    64,
+    48,
+    4,
+    2,
+    16,
+    320,
+    40,
+    1e-5,
+    10000.0,
+)
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "hidden_size": HIDDEN,
@@ -67,7 +84,11 @@ def random_head(eagle3: bool = True, seed: int = 1) -> dict[str, Tensor]:
         return tensors | {"fc.bias": matrix(HIDDEN)}
     tensors |= {
         name: 1 + matrix(HIDDEN)
-        for name in ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+        for name in (
+            "midlayer.input_layernorm.weight",
+            "midlayer.hidden_norm.weight",
+            "norm.weight",
+        )
     }
     ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     known = torch.zeros(VOCAB, dtype=torch.bool)
@@ -96,7 +117,9 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def attention(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
     """Causal attention over one whole sequence, `[length, width of inputs]` to `[length, hidden]`."""
     length = len(x)
-    angles = torch.outer(torch.arange(length).float(), THETA ** -(torch.arange(0, WIDTH, 2) / WIDTH))
+    angles = torch.outer(
+        torch.arange(length).float(), THETA ** -(torch.arange(0, WIDTH, 2) / WIDTH)
+    )
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
     def rotated(y: Tensor) -> Tensor:
@@ -104,11 +127,22 @@ def attention(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
         both = torch.complex(real, imaginary) * turn
         return torch.cat([both.real, both.imag], -1)
 
-    q, k, v = ((x @ t[f"{at}.self_attn.{name}_proj.weight"].T).view(length, -1, WIDTH) for name in "qkv")
-    q, k, v = rotated(q), rotated(k).repeat_interleave(HEADS // KV_HEADS, 1), v.repeat_interleave(HEADS // KV_HEADS, 1)
+    q, k, v = (
+        (x @ t[f"{at}.self_attn.{name}_proj.weight"].T).view(length, -1, WIDTH) for name in "qkv"
+    )
+    q, k, v = (
+        rotated(q),
+        rotated(k).repeat_interleave(HEADS // KV_HEADS, 1),
+        v.repeat_interleave(HEADS // KV_HEADS, 1),
+    )
     scores = torch.einsum("ihd,jhd->hij", q, k) / WIDTH**0.5
-    weights = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-    return torch.einsum("hij,jhd->ihd", weights, v).reshape(length, -1) @ t[f"{at}.self_attn.o_proj.weight"].T
+    weights = scores.masked_fill(
+        torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf
+    ).softmax(-1)
+    return (
+        torch.einsum("hij,jhd->ihd", weights, v).reshape(length, -1)
+        @ t[f"{at}.self_attn.o_proj.weight"].T
+    )
 
 
 def mlp(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
@@ -116,8 +150,11 @@ def mlp(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
     return (F.silu(gate) * up) @ t[f"{at}.mlp.down_proj.weight"].T
 
 
-def reference(t: dict[str, Tensor], embedded: Tensor, hidden: Tensor, norm_before_residual: bool) -> Tensor:
-    """The feedback of all positions of one sequence, from its embedded tokens and its hidden states, after `fc` in EAGLE-3."""
+def reference(
+    t: dict[str, Tensor], embedded: Tensor, hidden: Tensor, norm_before_residual: bool
+) -> Tensor:
+    """The feedback of all positions of one sequence, from its embedded tokens and its hidden
+    states, after `fc` in EAGLE-3."""
     if "norm.weight" in t:
         at, g = "midlayer", norm(hidden, t["midlayer.hidden_norm.weight"])
         x = torch.cat([norm(embedded, t["midlayer.input_layernorm.weight"]), g], 1)
@@ -155,9 +192,15 @@ class Drafter:
         positions = first + torch.arange(len(input_ids))
         end = first + len(input_ids)
         slots = self.blocks[positions // self.size].long() * self.size + positions % self.size
-        vectors = torch.tensor([0, len(input_ids)], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
+        vectors = (
+            torch.tensor([0, len(input_ids)], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+        )
         metadata = AttentionMetadata(*vectors, self.blocks[None], slots, len(input_ids), end)
-        with torch.inference_mode(), forward_context(ForwardContext(self.backend, {0: self.cache}, metadata)):
+        with (
+            torch.inference_mode(),
+            forward_context(ForwardContext(self.backend, {0: self.cache}, metadata)),
+        ):
             return self.model(input_ids, positions, hidden)
 
 
@@ -211,7 +254,9 @@ def test_prefill_and_drafts_are_those_of_the_reference(
 
 
 def logits_of_rank(target: pathlib.Path, head: pathlib.Path) -> Tensor:
-    return logits_of(load(head, load_model(target, ModelConfig.from_pretrained(target), torch.float32)))
+    return logits_of(
+        load(head, load_model(target, ModelConfig.from_pretrained(target), torch.float32))
+    )
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
@@ -232,7 +277,9 @@ def run(target: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """The last hidden states of one sequence."""
     config, size = target.config, len(ids)
     shape = kv_cache_shape(1, config.num_kv_heads, size, config.head_dim)
-    caches = [torch.zeros(shape, dtype=target.model.norm.weight.dtype) for _ in range(config.num_layers)]
+    caches = [
+        torch.zeros(shape, dtype=target.model.norm.weight.dtype) for _ in range(config.num_layers)
+    ]
     vectors = torch.tensor([0, size], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)
     metadata = AttentionMetadata(*vectors, table, torch.arange(size), size, size)
@@ -242,8 +289,11 @@ def run(target: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-mha-tied", "qwen3", "gemma2", "mixtral"])
-def test_the_residual_streams_are_those_of_transformers(variant: str, tmp_path: pathlib.Path) -> None:
-    """At the input of each layer, with the layers one by one and in calls of several; and the results keep their bits."""
+def test_the_residual_streams_are_those_of_transformers(
+    variant: str, tmp_path: pathlib.Path
+) -> None:
+    """At the input of each layer, with the layers one by one and in calls of several; and the
+    results keep their bits."""
     folder = make_checkpoint(tmp_path, variant)
     ids = torch.randint(3, 320, (17,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -265,13 +315,18 @@ def test_the_residual_streams_are_those_of_transformers(variant: str, tmp_path: 
             target.model.collect_hidden_states(layers)
             if when == "before":
                 fuse_layers(target)
-            fits = variant not in ("gemma2", "mixtral") and native.is_available() and when != "never"
+            fits = (
+                variant not in ("gemma2", "mixtral") and native.is_available() and when != "never"
+            )
             assert len(target.model.fused) == (len({0, *layers}) if fits else 0)
             for _ in range(2):  # the second time anew
                 found = run(target, ids)
                 assert len(target.model.aux_hidden_states) == len(layers)
                 for layer, states in zip(layers, target.model.aux_hidden_states, strict=True):
-                    assert torch.allclose(states, expected[layer][0], atol=2e-4, rtol=1e-4), (layer, when)
+                    assert torch.allclose(states, expected[layer][0], atol=2e-4, rtol=1e-4), (
+                        layer,
+                        when,
+                    )
             if when == "never":
                 assert torch.equal(found, hidden)
             target.model.collect_hidden_states(())
@@ -283,12 +338,16 @@ def test_the_residual_streams_are_those_of_transformers(variant: str, tmp_path: 
 
 def logits_of(model: EagleModel) -> Tensor:
     ids = torch.arange(5)
-    return model.compute_logits(Drafter(model)(ids, 0, torch.linspace(-1, 1, 5 * HIDDEN).view(5, HIDDEN))[0])
+    return model.compute_logits(
+        Drafter(model)(ids, 0, torch.linspace(-1, 1, 5 * HIDDEN).view(5, HIDDEN))[0]
+    )
 
 
 def speculators(config: dict[str, Any]) -> dict[str, Any]:
     own = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    inner = {name: value for name, value in config.items() if name not in own} | {"model_type": "llama"}
+    inner = {name: value for name, value in config.items() if name not in own} | {
+        "model_type": "llama"
+    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -302,21 +361,29 @@ def speculators(config: dict[str, Any]) -> dict[str, Any]:
 def renamed(tensors: dict[str, Tensor], layer: str, prefix: str = "") -> dict[str, Tensor]:
     apart = ("d2t", "t2d", "lm_head.weight")
     return {
-        name if name in apart else prefix + name.replace("midlayer", layer): tensor for name, tensor in tensors.items()
+        name if name in apart else prefix + name.replace("midlayer", layer): tensor
+        for name, tensor in tensors.items()
     }
 
 
 def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With each matrix as integers, of which a power of two is the scale, so that no number changes much."""
+    """With each matrix as integers, of which a power of two is the scale, so that no number changes
+    much."""
     found = dict(tensors)
-    for name in [name for name, tensor in tensors.items() if tensor.ndim == 2 and name != "fc.weight"]:
+    for name in [
+        name for name, tensor in tensors.items() if tensor.ndim == 2 and name != "fc.weight"
+    ]:
         scale = tensors[name].abs().amax(1, keepdim=True) / 127
         found |= {name: (tensors[name] / scale).round().to(torch.int8), f"{name}_scale": scale}
     return found
 
 
-@pytest.mark.parametrize("form", ["SpecForge", "speculators", "vLLM", "nvidia", "int32 d2t", "one file"])
-def test_heads_under_other_names_are_the_same(form: str, target: LlamaForCausalLM, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "form", ["SpecForge", "speculators", "vLLM", "nvidia", "int32 d2t", "one file"]
+)
+def test_heads_under_other_names_are_the_same(
+    form: str, target: LlamaForCausalLM, tmp_path: pathlib.Path
+) -> None:
     t = random_head()
     expected = logits_of(load(write(tmp_path / "own", t, CONFIG), target))
     folder = tmp_path / "other"
@@ -325,35 +392,60 @@ def test_heads_under_other_names_are_the_same(form: str, target: LlamaForCausalL
     elif form == "speculators":
         write(folder, renamed(t, "layers.0"), speculators(CONFIG))
     elif form == "vLLM":
-        write(folder, renamed(t, "layers.0", "model."), CONFIG | {"architectures": ["Eagle3LlamaForCausalLM"]})
+        write(
+            folder,
+            renamed(t, "layers.0", "model."),
+            CONFIG | {"architectures": ["Eagle3LlamaForCausalLM"]},
+        )
     elif form == "one file":
         folder.mkdir()
         save_file(t, folder / "head.safetensors", {"config": json.dumps(CONFIG)})
         folder /= "head.safetensors"
     elif form == "nvidia":
-        own = {name: value for name, value in CONFIG.items() if name != "eagle_aux_hidden_state_layer_ids"}
+        own = {
+            name: value
+            for name, value in CONFIG.items()
+            if name != "eagle_aux_hidden_state_layer_ids"
+        }
         write(folder, t, own | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}})
     else:
         write(folder, t | {"d2t": t["d2t"].int()}, CONFIG)
     assert torch.equal(logits_of(load(folder, target)), expected)
 
 
-def test_a_head_has_its_own_embedding_or_the_target_s(target: LlamaForCausalLM, tmp_path: pathlib.Path) -> None:
+def test_a_head_has_its_own_embedding_or_the_target_s(
+    target: LlamaForCausalLM, tmp_path: pathlib.Path
+) -> None:
     t, embedding = random_head(), target.model.embed_tokens.weight
     expected = logits_of(load(write(tmp_path / "own", t, CONFIG), target))
-    same = logits_of(load(write(tmp_path / "same", t | {"embed_tokens.weight": embedding.clone()}, CONFIG), target))
-    other = logits_of(load(write(tmp_path / "other", t | {"embed_tokens.weight": embedding.flip(0)}, CONFIG), target))
+    same = logits_of(
+        load(
+            write(tmp_path / "same", t | {"embed_tokens.weight": embedding.clone()}, CONFIG), target
+        )
+    )
+    other = logits_of(
+        load(
+            write(tmp_path / "other", t | {"embed_tokens.weight": embedding.flip(0)}, CONFIG),
+            target,
+        )
+    )
     assert torch.equal(same, expected) and not torch.allclose(other, expected)
 
 
 def test_matrices_in_8_bits(target: LlamaForCausalLM, tmp_path: pathlib.Path) -> None:
     t = random_head()
     folder = write(tmp_path / "small", in_8_bits(t), CONFIG)
-    assert (folder / "model.safetensors").stat().st_size < 0.5 * sum(tensor.nbytes for tensor in t.values())
+    assert (folder / "model.safetensors").stat().st_size < 0.5 * sum(
+        tensor.nbytes for tensor in t.values()
+    )
     head, stored = load(folder, target), in_8_bits(t)
-    for name in (name for name in stored if name.endswith("down_proj.weight") or name == "lm_head.weight"):
+    for name in (
+        name for name in stored if name.endswith("down_proj.weight") or name == "lm_head.weight"
+    ):
         weight: Any = head.get_submodule(name.removesuffix(".weight")).weight
-        assert weight.scheme == W8A8 and torch.equal(weight.dequantize(), stored[name] * stored[f"{name}_scale"])
+        assert weight.scheme == W8A8 and torch.equal(
+            weight.dequantize(), stored[name] * stored[f"{name}_scale"]
+        )
     original = logits_of(load(write(tmp_path / "large", t, CONFIG), target))
     error = (logits_of(head) - original).norm() / original.norm()
     assert 1e-4 < error < 0.03
@@ -368,8 +460,16 @@ WRONG: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
     ({"num_hidden_layers": 2}, {}, "2 layers is not supported; supported is one layer"),
     ({"norm_output": True}, {}, "norm_output is not supported"),
     ({"eagle_config": {"norm_before_fc": True}}, {}, "norm_before_fc is not supported"),
-    ({"speculators_model_type": "dflash"}, {}, "'dflash' is not supported; supported are eagle, eagle3"),
-    ({"hidden_size": 128}, {}, "has a hidden size of 128, and the model one of 64: use a head that was trained"),
+    (
+        {"speculators_model_type": "dflash"},
+        {},
+        "'dflash' is not supported; supported are eagle, eagle3",
+    ),
+    (
+        {"hidden_size": 128},
+        {},
+        "has a hidden size of 128, and the model one of 64: use a head that was trained",
+    ),
     ({"target_hidden_size": 128}, {}, "target's hidden size of 128"),
     ({"vocab_size": 512}, {}, "has a vocabulary of 512, and the model one of 320"),
     (
@@ -386,11 +486,16 @@ WRONG: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "tensors", "message"), WRONG, ids=[message for _, _, message in WRONG])
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"), WRONG, ids=[message for _, _, message in WRONG]
+)
 def test_what_does_not_fit_is_refused(
-    changes: dict[str, Any], tensors: dict[str, Tensor | None], message: str,
-    target: LlamaForCausalLM, tmp_path: pathlib.Path,
-) -> None:  # fmt: skip
+    changes: dict[str, Any],
+    tensors: dict[str, Tensor | None],
+    message: str,
+    target: LlamaForCausalLM,
+    tmp_path: pathlib.Path,
+) -> None:
     t = {name: tensor for name, tensor in (random_head() | tensors).items() if tensor is not None}
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path, t, CONFIG | changes), target)

@@ -1,5 +1,5 @@
-"""Mixtures of experts: routing against transformers', the shuffle against a dense sum, balancing by its properties, and
-whole models on real ranks."""
+"""Mixtures of experts: routing against transformers', the shuffle against a dense sum, balancing by
+its properties, and whole models on real ranks."""
 
 from __future__ import annotations
 
@@ -67,16 +67,36 @@ V2: dict[str, Any] = {
 V3: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 0}
 ROUTERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "mixtral": (MixtralTopKRouter, "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 8}),
-    "qwen3": (Qwen3MoeTopKRouter, "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"norm_topk_prob": False}),
-    "qwen3-normed": (Qwen3MoeTopKRouter, "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
-    "v2-greedy": (DeepseekV2TopkRouter, "DeepseekV2Config", "DeepseekV2ForCausalLM", V2 | {"topk_method": "greedy"}),
+    "qwen3": (
+        Qwen3MoeTopKRouter,
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"norm_topk_prob": False},
+    ),
+    "qwen3-normed": (
+        Qwen3MoeTopKRouter,
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"norm_topk_prob": True},
+    ),
+    "v2-greedy": (
+        DeepseekV2TopkRouter,
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        V2 | {"topk_method": "greedy"},
+    ),
     "v2-groups": (
         DeepseekV2TopkRouter,
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
         V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
-    "v3": (DeepseekV3TopkRouter, "DeepseekV3Config", "DeepseekV3ForCausalLM", V3 | {"n_group": 4, "topk_group": 2}),
+    "v3": (
+        DeepseekV3TopkRouter,
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        V3 | {"n_group": 4, "topk_group": 2},
+    ),
     "v3-unnormed": (
         DeepseekV3TopkRouter,
         "DeepseekV3Config",
@@ -96,7 +116,9 @@ def read_experts(raw: dict[str, Any]) -> MoEConfig | None:
 def test_router_chooses_as_transformers(name: str) -> None:
     their_class, config_class, architecture, changes = ROUTERS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(hidden_size=HIDDEN, num_attention_heads=4, **changes)
+    config = getattr(transformers, config_class)(
+        hidden_size=HIDDEN, num_attention_heads=4, **changes
+    )
     raw = config.to_dict() | {"architectures": [architecture]}
     theirs, moe = their_class(config), read_experts(raw)
     assert moe is not None and moe.sparse_layers == (True,) * raw["num_hidden_layers"]
@@ -119,7 +141,9 @@ def test_router_chooses_as_transformers(name: str) -> None:
 @pytest.mark.parametrize("flag", ["norm_topk_prob", "topk_group", "bias"])
 def test_what_the_routers_differ_in_matters(flag: str) -> None:
     """The comparison with transformers would pass without these if they changed nothing."""
-    config = MoEConfig(16, 4, 8, (True,), scoring="sigmoid", num_groups=4, topk_group=2, correction_bias=True)
+    config = MoEConfig(
+        16, 4, 8, (True,), scoring="sigmoid", num_groups=4, topk_group=2, correction_bias=True
+    )
     changed = {
         "norm_topk_prob": dataclasses.replace(config, renormalize=False),
         "topk_group": dataclasses.replace(config, topk_group=4),
@@ -155,32 +179,62 @@ def test_the_correction_bias_stays_float32(tmp_path: pathlib.Path) -> None:
 def test_configurations_of_the_hub() -> None:
     """The hub's files call the number of experts otherwise than transformers 5."""
     qwen = read_experts(
-        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4,
-         "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    )  # fmt: skip
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        }
+    )
     assert qwen == MoEConfig(128, 8, 768, (False, True, False, False))
     v3 = read_experts(
-        {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8,
-         "topk_group": 4, "num_hidden_layers": 5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_shared_experts": 1,
-         "moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-         "topk_method": "noaux_tc"}
-    )  # fmt: skip
-    assert v3 == MoEConfig(256, 8, 2048, (False, False, False, True, True), 1, "sigmoid", True, 2.5, 8, 4, True, True)
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_hidden_layers": 5,
+            "first_k_dense_replace": 3,
+            "moe_layer_freq": 1,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+    )
+    assert v3 == MoEConfig(
+        256, 8, 2048, (False, False, False, True, True), 1, "sigmoid", True, 2.5, 8, 4, True, True
+    )
     assert read_experts({"architectures": ["LlamaForCausalLM"]}) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"topk_method": "lottery"}, "topk_method 'lottery' is not supported; supported are greedy"),
+        (
+            {"topk_method": "lottery"},
+            "topk_method 'lottery' is not supported; supported are greedy",
+        ),
         ({"scoring_func": "tanh"}, "scoring_func 'tanh' is not supported"),
         ({"n_group": 3, "topk_group": 1}, "16 experts in n_group=3 groups"),
         ({"n_group": 8, "topk_group": 1}, "a token cannot use 4 of 2 experts"),
-        ({"n_routed_experts": 2**16, "num_hidden_layers": 1000}, "65536 experts per layer are too many"),
+        (
+            {"n_routed_experts": 2**16, "num_hidden_layers": 1000},
+            "65536 experts per layer are too many",
+        ),
     ],
 )
 def test_unknown_routing_is_refused(changes: dict[str, Any], message: str) -> None:
-    config = transformers.DeepseekV3Config(**V3).to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    config = transformers.DeepseekV3Config(**V3).to_dict() | {
+        "architectures": ["DeepseekV3ForCausalLM"]
+    }
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(config | changes)
 
@@ -200,7 +254,9 @@ def dense(x: Tensor, w13: Tensor, w2: Tensor, experts: Tensor, weights: Tensor) 
 
 
 @st.composite
-def routings(draw: st.DrawFn, num_experts: int, most_tokens: int = 12, top_k: int = 3) -> list[list[int]]:
+def routings(
+    draw: st.DrawFn, num_experts: int, most_tokens: int = 12, top_k: int = 3
+) -> list[list[int]]:
     """The experts of some tokens: anything from all tokens to the same ones, to no tokens."""
     one = st.lists(st.integers(0, num_experts - 1), min_size=top_k, max_size=top_k, unique=True)
     if draw(st.booleans()):
@@ -218,9 +274,14 @@ def test_experts_against_the_definition(routing: list[list[int]], absent: bool, 
     slots = torch.tensor(routing, dtype=torch.int64).view(-1, 3)
     if absent:  # the even experts are elsewhere
         slots = torch.where(slots % 2 == 0, -1, slots)
-    x, weights = (torch.randn(len(slots), HIDDEN, generator=generator), torch.rand(slots.shape, generator=generator))
+    x, weights = (
+        torch.randn(len(slots), HIDDEN, generator=generator),
+        torch.rand(slots.shape, generator=generator),
+    )
     out = experts(x, slots, weights, int((slots < 0).sum()))
-    torch.testing.assert_close(out.double(), dense(x, experts.w13, experts.w2, slots, weights), atol=2e-3, rtol=2e-4)
+    torch.testing.assert_close(
+        out.double(), dense(x, experts.w13, experts.w2, slots, weights), atol=2e-3, rtol=2e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,9 +290,13 @@ def test_grouped_linear_skips_empty_groups(dtype: torch.dtype) -> None:
     x, weight = torch.randn(9, 64, dtype=dtype), torch.randn(5, 32, 64, dtype=dtype)
     out = ops.grouped_linear(x, weight, torch.tensor([0, 4, 0, 3, 0]))
     assert out.shape == (9, 32)
-    assert torch.equal(out[:4], ops.linear(x[:4], weight[1])) and torch.equal(out[4:7], ops.linear(x[4:7], weight[3]))
+    assert torch.equal(out[:4], ops.linear(x[:4], weight[1])) and torch.equal(
+        out[4:7], ops.linear(x[4:7], weight[3])
+    )
     packed = ops.pack_weight(weight.flatten(0, 1)).unflatten(0, (5, -1))
-    torch.testing.assert_close(ops.grouped_linear(x, packed, torch.tensor([0, 4, 0, 3, 0]))[:7], out[:7])
+    torch.testing.assert_close(
+        ops.grouped_linear(x, packed, torch.tensor([0, 4, 0, 3, 0]))[:7], out[:7]
+    )
 
 
 @pytest.mark.parametrize("width", [32, 12])  # 24 rows of gate and up cannot be packed
@@ -247,7 +312,7 @@ def test_packed_experts_answer_the_same(width: int) -> None:
     torch.testing.assert_close(experts(x, slots, weights), before, atol=0.05, rtol=0.05)
 
 
-# ---------------------------------------------------------------- the shuffle, on ranks that are threads
+# ----------------------------------------------------------- the shuffle, on ranks that are threads
 
 
 class ThreadGroup(GroupCoordinator):
@@ -318,8 +383,8 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
 @settings(max_examples=examples(100))
 @given(data=st.data(), placement=placements())
 def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPlacement) -> None:
-    """Every rank with tokens of its own, any routing, ranks without tokens: what comes back is the dense sum, and no
-    more rows have moved than pairs of a token and a rank that it needs."""
+    """Every rank with tokens of its own, any routing, ranks without tokens: what comes back is the
+    dense sum, and no more rows have moved than pairs of a token and a rank that it needs."""
     ranks, num_experts = len(placement.slots), placement.num_experts
     routing = [data.draw(routings(num_experts, 6)) for _ in range(ranks)]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -335,7 +400,9 @@ def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPl
         experts.w13.copy_(w13[list(placement.slots[rank])])
         experts.w2.copy_(w2[list(placement.slots[rank])])
         dispatcher = ExpertDispatcher(placement, group)
-        rows, slots, row_weights, handle = dispatcher.dispatch(tokens[rank], ids[rank], weights[rank])
+        rows, slots, row_weights, handle = dispatcher.dispatch(
+            tokens[rank], ids[rank], weights[rank]
+        )
         assert (slots >= 0).any(-1).all(), "a row came that has nothing to do here"
         out = dispatcher.combine(experts(rows, slots, row_weights, int((slots < 0).sum())), handle)
         needed = dispatcher.physical(ids[rank]) // placement.num_slots
@@ -345,9 +412,12 @@ def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPl
     for rank, (out, _, _) in enumerate(results):
         expected = dense(tokens[rank], w13, w2, ids[rank], weights[rank])
         torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-4)
-    # Each row: its channels there and back, and 4 bytes of slot and 4 of weight for each choice; and the counts.
+    # Each row: its channels there and back, and 4 bytes of slot and 4 of weight for each choice;
+    # and the counts.
     pairs = sum(needed for _, needed, _ in results)
-    assert sum(sent for _, _, sent in results) == pairs * (2 * HIDDEN * 4 + 3 * 8) + ranks * ranks * 8
+    assert (
+        sum(sent for _, _, sent in results) == pairs * (2 * HIDDEN * 4 + 3 * 8) + ranks * ranks * 8
+    )
 
 
 @settings(max_examples=examples(60))
@@ -355,12 +425,16 @@ def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPl
 def test_replicas_take_turns(placement: ExpertPlacement, seed: int) -> None:
     """An expert's tokens differ by one at most between its replicas, if consecutive tokens want it."""
     rank = seed % len(placement.slots)
-    dispatcher = ExpertDispatcher(placement, GroupCoordinator("ep", list(range(len(placement.slots))), rank))
+    dispatcher = ExpertDispatcher(
+        placement, GroupCoordinator("ep", list(range(len(placement.slots))), rank)
+    )
     expert = seed % placement.num_experts
     chosen = dispatcher.physical(torch.full((13, 1), expert)).flatten().tolist()
     counts = Counter(chosen)
     assert set(counts) <= set(placement.replicas[expert])
-    assert max(counts.values()) - min(counts[replica] for replica in placement.replicas[expert]) <= 1
+    assert (
+        max(counts.values()) - min(counts[replica] for replica in placement.replicas[expert]) <= 1
+    )
 
 
 # ---------------------------------------------------------------- placement and balancing
@@ -375,7 +449,10 @@ def test_initial_placement() -> None:
     with pytest.raises(ValueError, match=r"num_redundant_experts may be 2, 6, 10, ... up to 18"):
         ExpertPlacement.initial(6, 4, 1)
     with pytest.raises(
-        ValueError, match=r"each expert at most once on each; num_redundant_experts may be 0, 4, 8, ... up to 12"
+        ValueError,
+        match=(
+            r"each expert at most once on each; num_redundant_experts may be 0, 4, 8, ... up to 12"
+        ),
     ):
         ExpertPlacement.initial(4, 4, 16)
 
@@ -398,7 +475,9 @@ def test_impossible_placements(slots: tuple[tuple[int, ...], ...], message: str)
 def loads_and_slots(draw: st.DrawFn) -> tuple[list[int], int, int]:
     """(loads, number of ranks, redundant experts)."""
     ranks, experts = draw(st.integers(1, 6)), draw(st.integers(1, 24))
-    redundant = draw(st.sampled_from([r for r in range(experts * (ranks - 1) + 1) if (experts + r) % ranks == 0]))
+    redundant = draw(
+        st.sampled_from([r for r in range(experts * (ranks - 1) + 1) if (experts + r) % ranks == 0])
+    )
     heavy = st.one_of(st.integers(0, 5), st.integers(0, 1000))
     return draw(st.lists(heavy, min_size=experts, max_size=experts)), ranks, redundant
 
@@ -413,7 +492,9 @@ def test_balancing_properties(case: tuple[list[int], int, int]) -> None:
     packs = pack_replicas(loads, counts, ranks)
     assert all(len(pack) == old.num_slots for pack in packs)
     assert Counter(expert for pack in packs for expert in pack) == dict(enumerate(counts))
-    new = settle(packs, old)  # whose constructor checks that all experts are there, on each rank once
+    new = settle(
+        packs, old
+    )  # whose constructor checks that all experts are there, on each rank once
     assert sorted(map(sorted, new.slots)) == sorted(map(sorted, packs))
     assert sum(new.rank_loads(loads)) == pytest.approx(sum(loads))
     best = balance(loads, old)
@@ -422,7 +503,8 @@ def test_balancing_properties(case: tuple[list[int], int, int]) -> None:
 
 
 def test_a_greedy_choice_that_would_lead_nowhere() -> None:
-    """Heaviest first onto the emptiest ranks, expert 2 would come last, and find one rank with room for its two."""
+    """Heaviest first onto the emptiest ranks, expert 2 would come last, and find one rank with room
+    for its two."""
     counts = [1, 1, 2, 2, 3]
     packs = pack_replicas([1, 1, 2, 6, 3], counts, num_ranks=3)
     assert [len(pack) for pack in packs] == [3, 3, 3]
@@ -430,8 +512,8 @@ def test_a_greedy_choice_that_would_lead_nowhere() -> None:
 
 
 def test_skewed_load_becomes_even() -> None:
-    """Loads as 1/rank (Zipf), 64 experts on 8 ranks: the busiest rank has several times the mean before, and nearly the
-    mean with 16 more slots."""
+    """Loads as 1/rank (Zipf), 64 experts on 8 ranks: the busiest rank has several times the mean
+    before, and nearly the mean with 16 more slots."""
     loads = [10000 // (1 + i) for i in range(64)]
     random.Random(0).shuffle(loads)
     mean = sum(loads) / 8
@@ -446,25 +528,35 @@ def test_skewed_load_becomes_even() -> None:
 @settings(max_examples=examples(60))
 @given(placement=placements(), seed=st.integers(0, 1000))
 def test_moves_carry_the_right_experts(placement: ExpertPlacement, seed: int) -> None:
-    """Weights that say which expert they are stand, after the move, where the new placement wants them."""
+    """Weights that say which expert they are stand, after the move, where the new placement wants
+    them."""
     draw = random.Random(seed)
     new = balance([draw.randrange(100) for _ in range(placement.num_experts)], placement)
     moves = plan_moves(placement, new)
     kept = sum(
-        a == b for old, now in zip(placement.slots, new.slots, strict=True) for a, b in zip(old, now, strict=True)
+        a == b
+        for old, now in zip(placement.slots, new.slots, strict=True)
+        for a, b in zip(old, now, strict=True)
     )
     assert len(moves) == len(new.slots) * new.num_slots - kept
 
     def work(group: ThreadGroup) -> tuple[list[int], int, int]:
         numbers = torch.tensor(placement.slots[group.rank], dtype=torch.float32)
-        weights = [numbers[:, None, None].expand(-1, 3, 2).clone(), -numbers[:, None].expand(-1, 5).clone()]
+        weights = [
+            numbers[:, None, None].expand(-1, 3, 2).clone(),
+            -numbers[:, None].expand(-1, 5).clone(),
+        ]
         told = move_experts(weights, moves, group)
         slots = weights[0][:, 0, 0].tolist()
-        assert all((weights[0][i] == e).all() and (weights[1][i] == -e).all() for i, e in enumerate(slots))
+        assert all(
+            (weights[0][i] == e).all() and (weights[1][i] == -e).all() for i, e in enumerate(slots)
+        )
         return slots, told, group.bytes_sent["all_to_all"]
 
     results = on_threads(len(new.slots), work)
-    assert [tuple(slots) for slots, _, _ in results] == [tuple(map(float, slots)) for slots in new.slots]
+    assert [tuple(slots) for slots, _, _ in results] == [
+        tuple(map(float, slots)) for slots in new.slots
+    ]
     told = {told for _, told, _ in results}
     assert told == {len(moves) * (6 + 5) * 4} == {sum(sent for _, _, sent in results)}
 
@@ -492,7 +584,13 @@ def test_only_the_window_counts() -> None:
             layer.load += torch.tensor([90, 1, 1, 1, 1, 1] if step < 3 else [1, 1, 1, 1, 1, 30])
             moved.append(balancer.after_step())
         slots = layer.weights[:, 0].int().tolist()
-        return moved, layer.dispatcher.placement, slots, balancer.balancedness, int(layer.load.sum())
+        return (
+            moved,
+            layer.dispatcher.placement,
+            slots,
+            balancer.balancedness,
+            int(layer.load.sum()),
+        )
 
     results = on_threads(2, work)
     for rank, (moved, placement, slots, (before, after), left) in enumerate(results):
@@ -503,7 +601,8 @@ def test_only_the_window_counts() -> None:
 
 
 def test_padding_of_dummy_steps_does_not_count() -> None:
-    """Rank 1 has a request in the first step only; what its padding visits afterwards moves no expert."""
+    """Rank 1 has a request in the first step only; what its padding visits afterwards moves no
+    expert."""
 
     def work(group: ThreadGroup) -> Any:
         layer = OneLayer(ExpertPlacement.initial(6, 2, 2), group)
@@ -519,7 +618,9 @@ def test_padding_of_dummy_steps_does_not_count() -> None:
 
 
 def test_a_stage_without_experts_has_nothing_to_balance() -> None:
-    balancer = LoadBalancer([], EPLBConfig(window_size=1, step_interval=2), GroupCoordinator("ep", [0], 0))
+    balancer = LoadBalancer(
+        [], EPLBConfig(window_size=1, step_interval=2), GroupCoordinator("ep", [0], 0)
+    )
     assert not any(balancer.after_step() for _ in range(5))
 
 
@@ -535,12 +636,17 @@ def test_a_window_of_several_intervals() -> None:
 
 
 def test_eplb_configuration() -> None:
-    assert EPLBConfig.from_json('{"step_interval": 10, "log_balancedness": true}') == EPLBConfig(1000, 10, 0, True)
+    assert EPLBConfig.from_json('{"step_interval": 10, "log_balancedness": true}') == EPLBConfig(
+        1000, 10, 0, True
+    )
     assert EPLBConfig() == EPLBConfig(1000, 3000, 0, False)
     for text, message in (
         ("[1]", "takes a JSON object with keys of window_size"),
         ("{", "takes a JSON object"),
-        ('{"interval": 3}', "keys of window_size, step_interval, num_redundant_experts, log_balancedness"),
+        (
+            '{"interval": 3}',
+            "keys of window_size, step_interval, num_redundant_experts, log_balancedness",
+        ),
         ('{"step_interval": 0}', "must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -551,7 +657,8 @@ def test_eplb_configuration() -> None:
 
 
 def filled_layer(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoE:
-    """A layer whose weights depend on their names only, so that every division of it is the same layer."""
+    """A layer whose weights depend on their names only, so that every division of it is the same
+    layer."""
     layer = MoE(config, HIDDEN).to(dtype)
 
     def random_matrix(seed: int, *shape: int) -> Tensor:
@@ -564,7 +671,11 @@ def filled_layer(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoE:
             shape = (HIDDEN, width) if matrix == "down" else (width, HIDDEN)
             whole = random_matrix(10 * expert + i + 2, *shape)
             if expert >= config.num_experts and layer.shared_experts is not None:
-                linear = layer.shared_experts.down_proj if matrix == "down" else layer.shared_experts.gate_up_proj
+                linear = (
+                    layer.shared_experts.down_proj
+                    if matrix == "down"
+                    else layer.shared_experts.gate_up_proj
+                )
                 place = linear.place("weight", 1 if matrix == "up" else 0)
             else:
                 place = layer.place(matrix, expert)
@@ -584,13 +695,16 @@ SHARED_VARIANTS = [
     SHARED,
     dataclasses.replace(SHARED, shared_as_routed=True),
     dataclasses.replace(SHARED, enable_expert_parallel=True, num_redundant_experts=1),
-    dataclasses.replace(SHARED, enable_expert_parallel=True, shared_as_routed=True, num_redundant_experts=2),
+    dataclasses.replace(
+        SHARED, enable_expert_parallel=True, shared_as_routed=True, num_redundant_experts=2
+    ),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shared_experts_however_they_are_placed(dtype: torch.dtype) -> None:
-    """An MLP in slices, whole on every rank, or a routed expert with replicas: the answer is the same."""
+    """An MLP in slices, whole on every rank, or a routed expert with replicas: the answer is the
+    same."""
     (expected,) = run_layer([SHARED], torch.float32)
     routed_only = run_layer([dataclasses.replace(SHARED, num_shared_experts=0)], torch.float32)[0]
     assert (expected - routed_only).abs().max() > 0.1, "the shared expert does nothing"
@@ -603,12 +717,22 @@ def test_shared_experts_however_they_are_placed(dtype: torch.dtype) -> None:
 
 def test_grids_that_do_not_fit_are_refused_before_loading() -> None:
     config = ModelConfig(
-        "MixtralForCausalLM", 320, 64, 48, 1, num_heads=24, num_kv_heads=24, head_dim=16, max_position_embeddings=64
+        "MixtralForCausalLM",
+        320,
+        64,
+        48,
+        1,
+        num_heads=24,
+        num_kv_heads=24,
+        head_dim=16,
+        max_position_embeddings=64,
     )
     parallel = MoEConfig(8, 2, 12, (True,), enable_expert_parallel=True)
 
     def check(moe: MoEConfig, tensor: int, data: int = 1) -> None:
-        settings = EngineConfig("a model", tensor_parallel_size=tensor, data_parallel_size=data, device="cpu")
+        settings = EngineConfig(
+            "a model", tensor_parallel_size=tensor, data_parallel_size=data, device="cpu"
+        )
         check_grid(settings, dataclasses.replace(config, moe=moe))
 
     check(parallel, 8)
@@ -618,7 +742,9 @@ def test_grids_that_do_not_fit_are_refused_before_loading() -> None:
 
 
 def test_shared_as_routed_needs_shared_experts() -> None:
-    with pytest.raises(ValueError, match=r"shared_as_routed: this model has no shared experts; do not set it"):
+    with pytest.raises(
+        ValueError, match=r"shared_as_routed: this model has no shared experts; do not set it"
+    ):
         dataclasses.replace(SHARED, num_shared_experts=0, shared_as_routed=True)
 
 
@@ -632,7 +758,9 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(3, 320) for _ in range(length)] for length in (3, 17, 40)]
 
 
-def generate(folder: str, division: dict[str, Any], eplb: EPLBConfig | None = None) -> dict[str, Any]:
+def generate(
+    folder: str, division: dict[str, Any], eplb: EPLBConfig | None = None
+) -> dict[str, Any]:
     """What each rank does: its part of the model, and its data-parallel share of the prompts."""
     config = ModelConfig.from_pretrained(folder)
     assert config.moe is not None
@@ -651,7 +779,9 @@ def generate(folder: str, division: dict[str, Any], eplb: EPLBConfig | None = No
         "tokens": loop.outputs,
         "moved": moved,
         "weights": sum(weight.nbytes for layer in layers for weight in layer.expert_weights()),
-        "slots": [layer.dispatcher.placement.slots if layer.dispatcher else None for layer in layers],
+        "slots": [
+            layer.dispatcher.placement.slots if layer.dispatcher else None for layer in layers
+        ],
         "held": [layer.experts.w13[:, 0, 0].tolist() for layer in layers],
         "load": [int(layer.load.sum()) for layer in layers],
         "calls": dict(get_ep_group().calls),
@@ -659,7 +789,8 @@ def generate(folder: str, division: dict[str, Any], eplb: EPLBConfig | None = No
 
 
 def tokens_of(grid: Grid, results: list[dict[str, Any]]) -> list[list[int]]:
-    """All ranks of a tensor-parallel group agree; the data-parallel ranks have the prompts in turns."""
+    """All ranks of a tensor-parallel group agree; the data-parallel ranks have the prompts in
+    turns."""
     found: list[list[int]] = [[] for _ in prompts()]
     for rank, result in enumerate(results):
         found[rank // grid.tensor :: grid.data] = result["tokens"]
@@ -678,8 +809,12 @@ GRIDS: dict[str, tuple[Grid, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "grid_name"), half_by_day(["mixtral", "qwen3-moe"], list(GRIDS)))
-def test_every_grid_gives_the_same_tokens(variant: str, grid_name: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "grid_name"), half_by_day(["mixtral", "qwen3-moe"], list(GRIDS))
+)
+def test_every_grid_gives_the_same_tokens(
+    variant: str, grid_name: str, tmp_path: pathlib.Path
+) -> None:
     grid, division = GRIDS[grid_name]
     folder = str(make_checkpoint(tmp_path, variant))
     results = run_ranks(generate, grid, folder, division)
@@ -698,7 +833,8 @@ def test_every_grid_gives_the_same_tokens(variant: str, grid_name: str, tmp_path
 
 @pytest.mark.parametrize("grid", [Grid(tensor=2), Grid(data=2, tensor=2)], ids=str)
 def test_tokens_do_not_change_while_experts_move(grid: Grid, tmp_path: pathlib.Path) -> None:
-    """Balanced every third step, for what the last three steps brought: experts move again and again."""
+    """Balanced every third step, for what the last three steps brought: experts move again and
+    again."""
     folder = str(make_checkpoint(tmp_path, "mixtral"))
     eplb = EPLBConfig(window_size=3, step_interval=3, num_redundant_experts=4)
     results = run_ranks(generate, grid, folder, EP | {"num_redundant_experts": 4}, eplb)
@@ -710,7 +846,9 @@ def test_tokens_do_not_change_while_experts_move(grid: Grid, tmp_path: pathlib.P
     first_numbers = generate(folder, {})["held"]
     for layer, slots in enumerate(results[0]["slots"]):
         assert slots != initial and all(result["slots"][layer] == slots for result in results)
-        for rank, result in enumerate(results):  # each slot holds the weights of the expert it should
+        for rank, result in enumerate(
+            results
+        ):  # each slot holds the weights of the expert it should
             assert result["held"][layer] == [first_numbers[layer][expert] for expert in slots[rank]]
 
 
@@ -743,9 +881,12 @@ DIVISIONS: dict[str, tuple[str, int, dict[str, int], dict[str, Any]]] = {
     "slices of experts": ("mixtral", 2, {"tp": 2}, {}),
     "whole experts": ("deepseek-v3", 2, {"tp": 2, "ep": 2}, EP | {"num_redundant_experts": 2}),
     "shared ones among them": (
-        "deepseek-v2", 2, {"tp": 2, "ep": 2}, EP | {"num_redundant_experts": 4, "shared_as_routed": True},
+        "deepseek-v2",
+        2,
+        {"tp": 2, "ep": 2},
+        EP | {"num_redundant_experts": 4, "shared_as_routed": True},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DIVISIONS)
@@ -763,7 +904,9 @@ def test_random_weights_are_the_same_on_every_grid(
     seen: set[str] = set()
     for rank in range(num_ranks):
         for group, size in division.items():
-            monkeypatch.setitem(groups._groups, group, GroupCoordinator(group, list(range(size)), rank))
+            monkeypatch.setitem(
+                groups._groups, group, GroupCoordinator(group, list(range(size)), rank)
+            )
         model = load_model(folder, config, torch.float32, load_format="dummy", seed=3)
         for tensor, places in model.checkpoint_places().items():
             for place in places:
@@ -771,13 +914,19 @@ def test_random_weights_are_the_same_on_every_grid(
                     assert torch.equal(place.target, whole[tensor][place.source]), tensor
                     seen.add(tensor)
     assert seen == set(whole)
-    matrices = torch.cat([values.flatten() for tensor, values in whole.items() if "norm" not in tensor])
+    matrices = torch.cat(
+        [values.flatten() for tensor, values in whole.items() if "norm" not in tensor]
+    )
     assert float(matrices.std()) == pytest.approx(0.02, rel=0.02) and matrices.abs().max() < 0.2
     assert len(matrices.unique()) > 0.99 * len(matrices), "numbers come again and again"
 
 
-@pytest.mark.parametrize("grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_random_weights_say_the_same_on_every_grid(grid: dict[str, int], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str
+)
+def test_random_weights_say_the_same_on_every_grid(
+    grid: dict[str, int], tmp_path: pathlib.Path
+) -> None:
     folder = str(make_checkpoint(tmp_path, "mixtral"))
 
     def tokens(seed: int, **division: int) -> list[list[int]]:
@@ -794,27 +943,44 @@ def test_random_weights_say_the_same_on_every_grid(grid: dict[str, int], tmp_pat
 MOVING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp2": ("mixtral", {"tensor_parallel_size": 2}, {}),
     "dp2": ("mixtral", {"data_parallel_size": 2}, {}),
-    # Two shared experts, in the checkpoint one MLP of twice the width, have slots and replicas as all others have.
+    # Two shared experts, in the checkpoint one MLP of twice the width, have slots and replicas as
+    # all others have.
     "two-shared": ("deepseek-v2", {"tensor_parallel_size": 2}, {"shared_as_routed": True}),
 }
 
 
 @pytest.mark.parametrize(
-    "case", ["dp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2", "two-shared"))]
+    "case",
+    ["dp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2", "two-shared"))],
 )
 def test_experts_move_while_the_engine_serves(
-    case: str, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    case: str,
+    tmp_path: pathlib.Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     variant, grid, more = MOVING[case]
     folder = str(make_checkpoint(tmp_path, variant))
-    # Alone, the last one leaves an engine of two without a request: that makes dummy steps, and balances with the other.
+    # Alone, the last one leaves an engine of two without a request: that makes dummy steps, and
+    # balances with the other.
     batches = [[[5, 6, 7, 8, 9] * 3, [40, 41, 42] * 5, [100, 3, 200]], [[7, 90, 230, 11]]]
     caplog.set_level(logging.INFO, "nanovllm")
-    eplb = {"window_size": 4, "step_interval": 5, "num_redundant_experts": 2, "log_balancedness": True}
+    eplb = {
+        "window_size": 4,
+        "step_interval": 5,
+        "num_redundant_experts": 2,
+        "log_balancedness": True,
+    }
     llm = LLM(
-        folder, dtype="float32", num_kv_blocks=64, block_size=4, enable_expert_parallel=True, enable_eplb=True,
-        eplb_config=eplb | more, **grid,
-    )  # fmt: skip
+        folder,
+        dtype="float32",
+        num_kv_blocks=64,
+        block_size=4,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        eplb_config=eplb | more,
+        **grid,
+    )
     said: list[str] = []
     for batch in batches:
         found = greedy(llm, batch, 24)

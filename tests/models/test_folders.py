@@ -1,4 +1,5 @@
-"""Model folders as users have them: stored in another way than save_pretrained does today, and read as transformers reads them."""
+"""Model folders as users have them: stored in another way than save_pretrained does today, and read
+as transformers reads them."""
 
 from __future__ import annotations
 
@@ -46,20 +47,30 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathl
 
 
 def rewritten(
-    source: pathlib.Path, folder: pathlib.Path, change: Change = dict, config: dict[str, Any] | None = None
+    source: pathlib.Path,
+    folder: pathlib.Path,
+    change: Change = dict,
+    config: dict[str, Any] | None = None,
 ) -> pathlib.Path:
     """A copy of a checkpoint with other tensors and other values in config.json."""
     shutil.copytree(source, folder)
     tensors = change(load_file(folder / WHOLE))
     # A file cannot have two names for one memory.
-    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, folder / WHOLE, {"format": "pt"})
+    save_file(
+        {name: t.contiguous().clone() for name, t in tensors.items()},
+        folder / WHOLE,
+        {"format": "pt"},
+    )
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
     return folder
 
 
-def check_equal(folder: pathlib.Path, reference: pathlib.Path | None = None, **options: Any) -> list[list[int]]:
-    """12 greedy tokens after each prompt are those of transformers, which reads the same folder or the reference."""
+def check_equal(
+    folder: pathlib.Path, reference: pathlib.Path | None = None, **options: Any
+) -> list[list[int]]:
+    """12 greedy tokens after each prompt are those of transformers, which reads the same folder or
+    the reference."""
     found = greedy(LLM(str(folder), dtype="float32", num_kv_blocks=64, **options), PROMPTS, 12)
     assert found == [reference_tokens(str(reference or folder), prompt, 12) for prompt in PROMPTS]
     return found
@@ -92,11 +103,14 @@ def late_difference(tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("change", [dict, same_head, head_alone, late_difference], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "change", [dict, same_head, head_alone, late_difference], ids=lambda each: each.__name__
+)
 def test_a_tied_configuration_with_a_head_in_the_file(
     originals: Any, tmp_path: pathlib.Path, change: Change, ranks: str
 ) -> None:
-    """A head of its own is used; the same one is not; one that is stored alone is the embedding, too."""
+    """A head of its own is used; the same one is not; one that is stored alone is the embedding,
+    too."""
     folder = rewritten(originals("llama"), tmp_path / "model", change, TIED)
     check_equal(folder, **RANKS[ranks])
     model = load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
@@ -112,9 +126,13 @@ def test_a_head_of_its_own_matters(originals: Any, tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "qwen2", "mixtral", "deepseek-v3"])
-def test_an_own_head_of_another_architecture(originals: Any, tmp_path: pathlib.Path, variant: str) -> None:
+def test_an_own_head_of_another_architecture(
+    originals: Any, tmp_path: pathlib.Path, variant: str
+) -> None:
     def add_head(tensors: Tensors) -> Tensors:
-        head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1))
+        head = torch.randn(
+            tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1)
+        )
         return tensors | {"lm_head.weight": head / 8}
 
     check_equal(rewritten(originals(variant), tmp_path / "model", add_head, TIED))
@@ -134,7 +152,9 @@ def test_a_tied_configuration_of_several_shards(tmp_path: pathlib.Path, change: 
 
 
 @pytest.mark.parametrize("change", [dict, head_alone], ids=lambda each: each.__name__)
-def test_a_tied_configuration_with_quantized_matrices(originals: Any, tmp_path: pathlib.Path, change: Change) -> None:
+def test_a_tied_configuration_with_quantized_matrices(
+    originals: Any, tmp_path: pathlib.Path, change: Change
+) -> None:
     source = rewritten(originals("llama"), tmp_path / "source", change, TIED)
     folder, plain = quantize_checkpoint(source, tmp_path, W4A16)
     check_equal(folder, reference=plain)
@@ -173,9 +193,13 @@ def test_a_head_that_is_quantized_is_its_own(originals: Any, tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("missing", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_an_untied_configuration_needs_both(originals: Any, tmp_path: pathlib.Path, missing: str) -> None:
+def test_an_untied_configuration_needs_both(
+    originals: Any, tmp_path: pathlib.Path, missing: str
+) -> None:
     folder = rewritten(
-        originals("llama"), tmp_path / "model", lambda tensors: {n: t for n, t in tensors.items() if n != missing}
+        originals("llama"),
+        tmp_path / "model",
+        lambda tensors: {n: t for n, t in tensors.items() if n != missing},
     )
     with pytest.raises(ValueError, match=f"lacks {missing}"):
         load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
@@ -190,7 +214,10 @@ def without_prefix(tensors: Tensors) -> Tensors:
 
 def text_part(tensors: Tensors) -> Tensors:
     """As transformers 4.52 and later save the text part of a model that sees."""
-    return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    return {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def old_text_part(tensors: Tensors) -> Tensors:
@@ -202,13 +229,17 @@ NAMES: list[Change] = [without_prefix, text_part, old_text_part]
 
 @pytest.mark.parametrize("variant", ["llama", "llama-mha-tied", "gemma2", "mixtral", "deepseek-v3"])
 @pytest.mark.parametrize("change", NAMES, ids=lambda each: each.__name__)
-def test_names_with_another_prefix(originals: Any, tmp_path: pathlib.Path, change: Change, variant: str) -> None:
+def test_names_with_another_prefix(
+    originals: Any, tmp_path: pathlib.Path, change: Change, variant: str
+) -> None:
     folder = rewritten(originals(variant), tmp_path / "model", change)
     # transformers knows the first of these ways alone; it reads the original.
     check_equal(folder, reference=folder if change is without_prefix else originals(variant))
 
 
-def test_a_base_model_that_was_saved_without_its_head(tmp_path: pathlib.Path, originals: Any) -> None:
+def test_a_base_model_that_was_saved_without_its_head(
+    tmp_path: pathlib.Path, originals: Any
+) -> None:
     """`LlamaModel.save_pretrained` of a tied model, and the base model's class in config.json."""
     import transformers
 
@@ -220,25 +251,32 @@ def test_a_base_model_that_was_saved_without_its_head(tmp_path: pathlib.Path, or
     assert "embed_tokens.weight" in load_file(folder / WHOLE)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaModel"]
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
+    )
     check_equal(folder, reference=source)
 
 
 @pytest.mark.parametrize("kind", [W4A16, "awq", "gptq 4 bits, groups of 16, version 1", "w8a8"])
-def test_quantized_tensors_with_another_prefix(originals: Any, tmp_path: pathlib.Path, kind: str) -> None:
+def test_quantized_tensors_with_another_prefix(
+    originals: Any, tmp_path: pathlib.Path, kind: str
+) -> None:
     folder, plain = quantize_checkpoint(originals("llama"), tmp_path, kind)
     renamed = rewritten(folder, tmp_path / "renamed", text_part)
     if kind != "w8a8":  # its inputs are rounded, too
         check_equal(renamed, reference=plain)
         return
     found, expected = (
-        greedy(LLM(str(each), dtype="float32", num_kv_blocks=64), PROMPTS, 12) for each in (renamed, folder)
+        greedy(LLM(str(each), dtype="float32", num_kv_blocks=64), PROMPTS, 12)
+        for each in (renamed, folder)
     )
     assert found == expected
 
 
 @pytest.mark.parametrize("change", NAMES, ids=lambda each: each.__name__)
-def test_quantize_writes_standard_names(originals: Any, tmp_path: pathlib.Path, change: Change) -> None:
+def test_quantize_writes_standard_names(
+    originals: Any, tmp_path: pathlib.Path, change: Change
+) -> None:
     pytest.importorskip("compressed_tensors")
     source = rewritten(originals("llama"), tmp_path / "source", change)
     recipe = Recipe(method="rtn", group_size=32)
@@ -249,7 +287,12 @@ def test_quantize_writes_standard_names(originals: Any, tmp_path: pathlib.Path, 
 
 
 def test_standard_names_stay_as_they_are() -> None:
-    for name in ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight", "midlayer.fc.weight"):
+    for name in (
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "midlayer.fc.weight",
+    ):
         assert standard_name(name) == name
 
 
@@ -265,11 +308,19 @@ def test_a_part_that_sees_is_refused(originals: Any, tmp_path: pathlib.Path) -> 
 # ---------------------------------------------------------------- experts in one tensor
 
 
-FUSED = ["mixtral", "qwen3-moe", "qwen3-moe-normed", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3"]
+FUSED = [
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-normed",
+    "deepseek-v2",
+    "deepseek-v2-groups",
+    "deepseek-v3",
+]
 
 
 def save_fused(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """The checkpoint as transformers 5 keeps it in memory, with all experts of a layer in one tensor."""
+    """The checkpoint as transformers 5 keeps it in memory, with all experts of a layer in one
+    tensor."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -283,7 +334,9 @@ def save_fused(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 @pytest.mark.parametrize("variant", FUSED)
 def test_experts_in_one_tensor(originals: Any, tmp_path: pathlib.Path, variant: str) -> None:
     folder = save_fused(originals(variant), tmp_path / "fused")
-    assert check_equal(folder) == [reference_tokens(str(originals(variant)), prompt, 12) for prompt in PROMPTS]
+    assert check_equal(folder) == [
+        reference_tokens(str(originals(variant)), prompt, 12) for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "deepseek-v3"])
@@ -303,7 +356,9 @@ def test_experts_in_one_tensor_are_divided(
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe", "deepseek-v3"])
-def test_experts_in_one_tensor_are_quantized(originals: Any, tmp_path: pathlib.Path, variant: str) -> None:
+def test_experts_in_one_tensor_are_quantized(
+    originals: Any, tmp_path: pathlib.Path, variant: str
+) -> None:
     """`nanovllm quantize` writes what it writes of the usual form, up to Mixtral's names."""
     fused = save_fused(originals(variant), tmp_path / "fused")
     recipe = Recipe(method="rtn", group_size=8)
@@ -311,14 +366,21 @@ def test_experts_in_one_tensor_are_quantized(originals: Any, tmp_path: pathlib.P
         load_file(quantize(str(source), tmp_path / name, recipe) / WHOLE)
         for name, source in (("a", fused), ("b", originals(variant)))
     )
-    names = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    names = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
     for old, new in names.items():
         usual = {name.replace(old, new): tensor for name, tensor in usual.items()}
     assert found.keys() == usual.keys()
     assert all(torch.equal(found[name], usual[name]) for name in found)
 
 
-def test_experts_in_one_tensor_are_quantized_while_they_are_loaded(originals: Any, tmp_path: pathlib.Path) -> None:
+def test_experts_in_one_tensor_are_quantized_while_they_are_loaded(
+    originals: Any, tmp_path: pathlib.Path
+) -> None:
     fused = save_fused(originals("mixtral"), tmp_path / "fused")
     found, expected = (
         greedy(LLM(str(each), dtype="float32", num_kv_blocks=64, quantization="w8a8"), PROMPTS, 12)
@@ -347,7 +409,9 @@ def wrong_weights(folder: pathlib.Path) -> Tensors:
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("names", ["of a model", "of something else"])
-def test_other_files_beside_the_weights(originals: Any, tmp_path: pathlib.Path, name: str, names: str) -> None:
+def test_other_files_beside_the_weights(
+    originals: Any, tmp_path: pathlib.Path, name: str, names: str
+) -> None:
     folder = rewritten(originals("llama"), tmp_path / "model")
     digest = weights_digest(folder)
     others = wrong_weights(folder) if names == "of a model" else {"state.exp_avg": torch.zeros(3)}
@@ -357,13 +421,20 @@ def test_other_files_beside_the_weights(originals: Any, tmp_path: pathlib.Path, 
 
 
 @pytest.mark.parametrize("shards", ["are there", "are gone"])
-def test_a_whole_file_beside_a_stale_index(originals: Any, tmp_path: pathlib.Path, shards: str) -> None:
+def test_a_whole_file_beside_a_stale_index(
+    originals: Any, tmp_path: pathlib.Path, shards: str
+) -> None:
     folder = rewritten(originals("llama"), tmp_path / "model")
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     weights = wrong_weights(folder)
-    (folder / INDEX).write_text(json.dumps({"weight_map": {name: names[i % 2] for i, name in enumerate(weights)}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {name: names[i % 2] for i, name in enumerate(weights)}})
+    )
     for i in range(2 if shards == "are there" else 0):
-        save_file({name: t for j, (name, t) in enumerate(weights.items()) if j % 2 == i}, folder / names[i])
+        save_file(
+            {name: t for j, (name, t) in enumerate(weights.items()) if j % 2 == i},
+            folder / names[i],
+        )
     check_equal(folder)
 
 
@@ -395,7 +466,10 @@ def test_shards_without_an_index(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=f"the folder lacks {second.name}"):
         weight_files(folder)
     shutil.copy(first, folder / "other.safetensors")
-    with pytest.raises(ValueError, match=r"the choice between its \d+ files \(.*other\.safetensors.*\) is ambiguous"):
+    with pytest.raises(
+        ValueError,
+        match=r"the choice between its \d+ files \(.*other\.safetensors.*\) is ambiguous",
+    ):
         weight_files(folder)
 
 
@@ -403,8 +477,14 @@ def test_shards_without_an_index(tmp_path: pathlib.Path) -> None:
     ("names", "words"),
     [
         ([], r"has no \*\.safetensors file; convert"),
-        (["adapter_model.safetensors"], "adapter_model.safetensors is a LoRA adapter: merge it into its base model"),
-        (["consolidated.safetensors"], "consolidated.safetensors is in Mistral's own format: download"),
+        (
+            ["adapter_model.safetensors"],
+            "adapter_model.safetensors is a LoRA adapter: merge it into its base model",
+        ),
+        (
+            ["consolidated.safetensors"],
+            "consolidated.safetensors is in Mistral's own format: download",
+        ),
         (["optimizer.safetensors"], "optimizer.safetensors contains the state of an optimizer"),
         (
             ["model.fp16.safetensors", "model.bf16.safetensors"],
@@ -433,7 +513,13 @@ def test_folders_without_a_choice_are_refused(
     "sparsity",
     [
         {"format": "dense"},
-        {"format": "dense", "sparsity_structure": "unstructured", "global_sparsity": 0.1, "ignore": [], "targets": []},
+        {
+            "format": "dense",
+            "sparsity_structure": "unstructured",
+            "global_sparsity": 0.1,
+            "ignore": [],
+            "targets": [],
+        },
         {},
         None,
     ],
@@ -443,10 +529,15 @@ def test_a_dense_sparsity_config_means_nothing(
     originals: Any, tmp_path: pathlib.Path, kind: str, sparsity: dict[str, Any] | None
 ) -> None:
     folder, plain = quantize_checkpoint(originals("llama"), tmp_path, kind)
-    nothing = {"transform_config": {"config_groups": {}} if sparsity else {}, "kv_cache_scheme": None}
+    nothing = {
+        "transform_config": {"config_groups": {}} if sparsity else {},
+        "kv_cache_scheme": None,
+    }
     settings = FORMATS[kind][4] | nothing | {"sparsity_config": sparsity}
     (folder / "config.json").write_text(
-        json.dumps(json.loads((folder / "config.json").read_text()) | {"quantization_config": settings})
+        json.dumps(
+            json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+        )
     )
     check_equal(folder, reference=plain)
 
@@ -454,8 +545,13 @@ def test_a_dense_sparsity_config_means_nothing(
 @pytest.mark.parametrize("form", ["sparse-24-bitmask", "sparse-bitmask"])
 def test_another_sparsity_config_is_refused(originals: Any, form: str) -> None:
     settings = FORMATS[W4A16][4] | {"sparsity_config": {"format": form}}
-    raw = json.loads((originals("llama") / "config.json").read_text()) | {"quantization_config": settings}
-    with pytest.raises(ValueError, match=f"sparsity_config of format '{form}' is not supported; save the weights in"):
+    raw = json.loads((originals("llama") / "config.json").read_text()) | {
+        "quantization_config": settings
+    }
+    with pytest.raises(
+        ValueError,
+        match=f"sparsity_config of format '{form}' is not supported; save the weights in",
+    ):
         ModelConfig.from_dict(raw)
 
 
@@ -468,7 +564,9 @@ def test_another_sparsity_config_is_refused(originals: Any, form: str) -> None:
     ],
     ids=str,
 )
-def test_quantized_caches_and_transforms_are_refused(originals: Any, settings: dict[str, Any]) -> None:
+def test_quantized_caches_and_transforms_are_refused(
+    originals: Any, settings: dict[str, Any]
+) -> None:
     raw = json.loads((originals("llama") / "config.json").read_text())
     with pytest.raises(ValueError, match=f"{next(iter(settings))} is not supported; remove it"):
         ModelConfig.from_dict(raw | {"quantization_config": FORMATS[W4A16][4] | settings})

@@ -1,5 +1,5 @@
-"""All layers in one call of C++ compute, to the last bit, what they compute one by one; what C++ cannot compute, or a learner has
-changed, runs one by one."""
+"""All layers in one call of C++ compute, to the last bit, what they compute one by one; what C++
+cannot compute, or a learner has changed, runs one by one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,27 @@ from tests.oracle import make_checkpoint
 from tests.pairwise import half_by_day
 from tests.quantized import quantize_checkpoint
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="plain torch has no call for several layers")
+pytestmark = pytest.mark.skipif(
+    not native.is_available(), reason="plain torch has no call for several layers"
+)
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 90)), [9], list(range(20, 70))]
 
 
 def generate(folder: pathlib.Path, dtype: str, **options: Any) -> tuple[bool, list[Any]]:
     """Whether the layers are fused, and tokens with their log-probabilities, greedy and drawn."""
-    llm = LLM(str(folder), dtype=dtype, num_kv_blocks=100, max_num_batched_tokens=64, max_num_seqs=8, **options)
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, logprobs=1) for i in range(4)]
+    llm = LLM(
+        str(folder),
+        dtype=dtype,
+        num_kv_blocks=100,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        **options,
+    )
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, logprobs=1)
+        for i in range(4)
+    ]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     fused = bool(llm.engine.core.runner.model.model.fused)
     return fused, [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
@@ -35,9 +47,20 @@ def generate(folder: pathlib.Path, dtype: str, **options: Any) -> tuple[bool, li
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "variant", ["llama", "llama-mha-tied", "llama-biased", "llama-head-dim", "qwen2-window", "qwen3", "mistral-window"]
+    "variant",
+    [
+        "llama",
+        "llama-mha-tied",
+        "llama-biased",
+        "llama-head-dim",
+        "qwen2-window",
+        "qwen3",
+        "mistral-window",
+    ],
 )
-def test_the_bits_are_those_of_layers_one_by_one(variant: str, dtype: str, tmp_path: pathlib.Path) -> None:
+def test_the_bits_are_those_of_layers_one_by_one(
+    variant: str, dtype: str, tmp_path: pathlib.Path
+) -> None:
     folder = make_checkpoint(tmp_path, variant)
     one_by_one, expected = generate(folder, dtype, enforce_eager=True)
     fused, values = generate(folder, dtype)
@@ -55,7 +78,8 @@ QUANTIZED = ["w8a8", "w4a16", "w4a8"]
 def test_the_bits_of_quantized_layers_are_those_of_layers_one_by_one(
     kind: str, variant: str, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixed: each matrix of a layer is of another kind, or of none, and those of the next layer are others."""
+    """Mixed: each matrix of a layer is of another kind, or of none, and those of the next layer are
+    others."""
     original, kinds = quantization._scheme, iter([*QUANTIZED, None] * 9)
 
     def next_scheme(config: Any, stored: Any, name: str, shape: Any) -> Any:
@@ -79,7 +103,9 @@ def test_the_bits_of_quantized_layers_are_those_of_layers_one_by_one(
     assert values == expected
 
 
-@pytest.mark.parametrize("kind", ["asymmetric 4 bits, groups of 16", "w4a8 in words, asymmetric", "w8a16"])
+@pytest.mark.parametrize(
+    "kind", ["asymmetric 4 bits, groups of 16", "w4a8 in words, asymmetric", "w8a16"]
+)
 def test_checkpoints_with_zero_points_are_fused_and_so_are_those_that_are_dequantized(
     kind: str, tmp_path: pathlib.Path
 ) -> None:
@@ -93,7 +119,9 @@ def test_other_layers_run_one_by_one(variant: str, tmp_path: pathlib.Path) -> No
     assert generate(make_checkpoint(tmp_path, variant), "float32")[0] is False
 
 
-def test_a_learners_class_is_called(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learners_class_is_called(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     class MyMLP(llama.MLP):
@@ -116,7 +144,9 @@ def test_a_hook_is_called(tiny_model: pathlib.Path) -> None:
     assert calls == [4, 1, 1]
 
 
-def test_a_connector_hears_of_each_layer(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_hears_of_each_layer(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step whose layers are saved as they come runs them one by one, although they are fused."""
     _, expected = generate(tiny_model, "float32")
     saved: list[int] = []

@@ -1,4 +1,5 @@
-"""Parts of the Llama model and of its loader, one by one; `test_against_transformers` has the whole."""
+"""Parts of the Llama model and of its loader, one by one; `test_against_transformers` has the
+whole."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ ROTARY = {"plain": TINY, "linear": LINEAR, "llama3": SHAPES["Llama-3.2-1B"]}
 def test_rotary_frequencies_are_on_the_cpu(kind: str) -> None:
     with torch.device("meta"):  # as when the loader builds the model
         found = rotary_frequencies(ModelConfig.from_dict(ROTARY[kind]))
-    assert found.device.type == "cpu", 'pass `device="cpu"`: the model is built where torch\'s default device is "meta"'
+    assert found.device.type == "cpu", (
+        'pass `device="cpu"`: the model is built where torch\'s default device is "meta"'
+    )
 
 
 @pytest.mark.parametrize("kind", ROTARY)
@@ -38,7 +41,9 @@ def test_the_rotary_table_has_cosines_then_sines() -> None:
     config = ModelConfig.from_dict(TINY)
     table, frequencies = rotary_table(config, 7), rotary_frequencies(config)
     assert table.shape == (7, config.head_dim) and table.dtype == torch.float32
-    torch.testing.assert_close(table[5], torch.cat([(5 * frequencies).cos(), (5 * frequencies).sin()]))
+    torch.testing.assert_close(
+        table[5], torch.cat([(5 * frequencies).cos(), (5 * frequencies).sin()])
+    )
 
 
 def test_every_tensor_of_the_file_gets_to_its_place(tmp_path: pathlib.Path) -> None:
@@ -55,11 +60,16 @@ def test_every_tensor_of_the_file_gets_to_its_place(tmp_path: pathlib.Path) -> N
     [
         (lambda t: t | {"model.norm.weight": torch.zeros(3)}, r"model.norm.weight has shape \[3\]"),
         (lambda t: t | {"model.norm.bias": torch.zeros(3)}, "no place for 'model.norm.bias'"),
-        (lambda t: {n: x for n, x in t.items() if n != "model.norm.weight"}, "lacks model.norm.weight"),
+        (
+            lambda t: {n: x for n, x in t.items() if n != "model.norm.weight"},
+            "lacks model.norm.weight",
+        ),
     ],
     ids=["another shape", "no place", "missing"],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(change: Any, words: str, tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    change: Any, words: str, tmp_path: pathlib.Path
+) -> None:
     folder = make_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         load_weights(

@@ -1,4 +1,5 @@
-"""Models of 1 to 2 billion parameters that README names: the configuration as it is published, with random weights."""
+"""Models of 1 to 2 billion parameters that README names: the configuration as it is published, with
+random weights."""
 
 from __future__ import annotations
 
@@ -78,10 +79,17 @@ QWEN3_1_7B: dict[str, Any] = {
 }
 PUBLISHED = {"Llama-3.2-1B-Instruct": LLAMA_1B, "Qwen3-1.7B": QWEN3_1_7B}
 # By day two layers and few tokens, of the published width.
-REDUCED: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": [2, 3]}
+REDUCED: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "vocab_size": 1000,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
 
 
-def random_folder(folder: pathlib.Path, published: dict[str, Any], changes: dict[str, Any]) -> pathlib.Path:
+def random_folder(
+    folder: pathlib.Path, published: dict[str, Any], changes: dict[str, Any]
+) -> pathlib.Path:
     """A checkpoint in bfloat16, whose config.json has exactly the published keys."""
     import transformers
 
@@ -102,13 +110,18 @@ def random_folder(folder: pathlib.Path, published: dict[str, Any], changes: dict
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(published | changes))
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return folder
 
 
 @torch.inference_mode()
-def choices(folder: pathlib.Path, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
-    """What transformers prefers in the place of each token, see `tests.oracle.greedy_choices`; its model is not kept."""
+def choices(
+    folder: pathlib.Path, prompts: list[list[int]], continuations: list[list[int]]
+) -> list[list[int]]:
+    """What transformers prefers in the place of each token, see `tests.oracle.greedy_choices`; its
+    model is not kept."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -122,16 +135,24 @@ def choices(folder: pathlib.Path, prompts: list[list[int]], continuations: list[
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param(REDUCED, id="two layers"), pytest.param({}, id="whole", marks=pytest.mark.nightly)]
+    "changes",
+    [
+        pytest.param(REDUCED, id="two layers"),
+        pytest.param({}, id="whole", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.timeout(3600)  # a whole model takes minutes on a busy machine
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_configuration(tmp_path: pathlib.Path, name: str, changes: dict[str, Any]) -> None:
+def test_a_published_configuration(
+    tmp_path: pathlib.Path, name: str, changes: dict[str, Any]
+) -> None:
     """The two models are in memory one after the other: a whole one in float32 takes 5 to 7 GB."""
     folder = random_folder(tmp_path / "model", PUBLISHED[name], changes)
     config = ModelConfig.from_pretrained(folder)
     draw = random.Random(name)
-    prompts = [[draw.randrange(4, config.vocab_size) for _ in range(length)] for length in (1, 9, 200)]
+    prompts = [
+        [draw.randrange(4, config.vocab_size) for _ in range(length)] for length in (1, 9, 200)
+    ]
     llm = LLM(str(folder), dtype="float32", max_model_len=512, num_kv_blocks=64)
     found = greedy(llm, prompts, 12)
     del llm
@@ -141,7 +162,9 @@ def test_a_published_configuration(tmp_path: pathlib.Path, name: str, changes: d
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("Llama-3.2-1B-Instruct", 1.236), ("Qwen3-1.7B", 1.721)], ids=lambda value: str(value)
+    ("name", "billions"),
+    [("Llama-3.2-1B-Instruct", 1.236), ("Qwen3-1.7B", 1.721)],
+    ids=lambda value: str(value),
 )
 def test_the_published_number_of_parameters(name: str, billions: float) -> None:
     """Of the model that is built, with one matrix for embedding and head."""

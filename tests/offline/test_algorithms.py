@@ -1,4 +1,5 @@
-"""GPTQ against a search that inverts the Hessian of what is left anew for each column, grids against compressed-tensors, and AWQ's searches."""
+"""GPTQ against a search that inverts the Hessian of what is left anew for each column, grids
+against compressed-tensors, and AWQ's searches."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.offline.algorithms import Format, Grid, awq_factors, clip_outliers, gptq, hessian_of, output_error, rtn
+from nanovllm.offline.algorithms import (
+    Format,
+    Grid,
+    awq_factors,
+    clip_outliers,
+    gptq,
+    hessian_of,
+    output_error,
+    rtn,
+)
 
 FORMATS = [
     Format(4, 16),
@@ -17,24 +27,35 @@ FORMATS = [
 ]
 
 
-def layer(outputs: int = 24, inputs: int = 64, tokens: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A matrix, and inputs that depend on each other and are of different sizes, as those of a trained model."""
+def layer(
+    outputs: int = 24, inputs: int = 64, tokens: int = 400, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """A matrix, and inputs that depend on each other and are of different sizes, as those of a
+    trained model."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, inputs // 4, generator=generator) @ torch.randn(
         inputs // 4, inputs, generator=generator
     )
-    x = (hidden + torch.randn(tokens, inputs, generator=generator)) * torch.rand(inputs, generator=generator) ** 2
+    x = (hidden + torch.randn(tokens, inputs, generator=generator)) * torch.rand(
+        inputs, generator=generator
+    ) ** 2
     return torch.randn(outputs, inputs, generator=generator) * 0.05, x
 
 
-def brute_force(weight: Tensor, hessian: Tensor, form: Format, act_order: bool, damping: float = 0.05) -> Tensor:
-    """Optimal Brain Quantization in a fixed order: round a column, change all later ones for the least error, and invert the
-    Hessian of the later ones from scratch. In float64."""
+def brute_force(
+    weight: Tensor, hessian: Tensor, form: Format, act_order: bool, damping: float = 0.05
+) -> Tensor:
+    """Optimal Brain Quantization in a fixed order: round a column, change all later ones for the
+    least error, and invert the Hessian of the later ones from scratch. In float64."""
     size = form.group_size or weight.shape[1]
-    damped = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(len(hessian))
+    damped = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(
+        len(hessian)
+    )
     left, q = weight.double(), torch.empty_like(weight.double())
     waiting = (
-        sorted(range(len(hessian)), key=lambda i: -hessian[i, i].item()) if act_order else list(range(len(hessian)))
+        sorted(range(len(hessian)), key=lambda i: -hessian[i, i].item())
+        if act_order
+        else list(range(len(hessian)))
     )
     while waiting:
         i, first = waiting[0], waiting[0] // size * size
@@ -73,7 +94,11 @@ def test_gptq_errs_less_than_rounding_to_nearest(form: Format, act_order: bool) 
 
     assert error(by_gptq.dequantize()) < 0.5 * error(by_rtn.dequantize())
     low, high = (0, 15) if form.bits == 4 else (-127, 127)
-    assert by_gptq.q.min() >= low and by_gptq.q.max() <= high and torch.equal(by_gptq.q, by_gptq.q.round())
+    assert (
+        by_gptq.q.min() >= low
+        and by_gptq.q.max() <= high
+        and torch.equal(by_gptq.q, by_gptq.q.round())
+    )
 
 
 def test_inputs_that_are_always_zero_do_no_harm() -> None:
@@ -81,7 +106,9 @@ def test_inputs_that_are_always_zero_do_no_harm() -> None:
     x[:, 5] = 0
     found = gptq(weight, hessian_of(x), Format(4, 16))
     assert found.dequantize().isfinite().all()
-    assert ((found.dequantize() - weight)[:, 5].abs() <= 0.51 * found.grid.scales[:, 0]).all(), "it is just rounded"
+    assert ((found.dequantize() - weight)[:, 5].abs() <= 0.51 * found.grid.scales[:, 0]).all(), (
+        "it is just rounded"
+    )
 
 
 def test_the_hessian_says_what_an_error_does_to_the_output() -> None:
@@ -98,7 +125,9 @@ def test_grids_are_those_of_compressed_tensors(symmetric: bool) -> None:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     weight, size = layer()[0], 16
-    arguments = quantization.QuantizationArgs(num_bits=4, symmetric=symmetric, strategy="group", group_size=size)
+    arguments = quantization.QuantizationArgs(
+        num_bits=4, symmetric=symmetric, strategy="group", group_size=size
+    )
     grouped = weight.unflatten(1, (-1, size))
     scales, zeros = calculate_qparams(grouped.amin(-1), grouped.amax(-1), arguments)
     found = rtn(weight, Format(4, size, symmetric))

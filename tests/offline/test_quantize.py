@@ -1,4 +1,5 @@
-"""Quantized checkpoints that `nanovllm quantize` writes: transformers and this engine read the same model from them, and it is a good one."""
+"""Quantized checkpoints that `nanovllm quantize` writes: transformers and this engine read the same
+model from them, and it is a good one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from nanovllm.ops.reference_quantized import dequantize, unpack
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, quantize_checkpoint
 
-PROMPTS = [[5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11], [12], [66, 67, 68] * 7]
+PROMPTS = [
+    [5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11],
+    [12],
+    [66, 67, 68] * 7,
+]
 FEW = {"num_samples": 4, "sample_length": 48}
 
 
@@ -60,10 +65,15 @@ def round_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 def choices_of_transformers(
     folder: pathlib.Path, found: list[list[int]], dequantize: bool, w8a8: bool
 ) -> list[list[int]]:
-    """The token that transformers, with compressed-tensors, prefers in the place of each token that was found."""
+    """The token that transformers, with compressed-tensors, prefers in the place of each token that
+    was found."""
     import transformers
 
-    settings = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    settings = (
+        {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+        if dequantize
+        else {}
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", **settings
     ).eval()
@@ -82,8 +92,8 @@ def stored_names(folder: pathlib.Path) -> set[str]:
     return set(load_file(folder / "model.safetensors"))
 
 
-# variant, settings, and whether transformers shall dequantize: its own layers cannot load zero points (5.23), and it cannot dequantize
-# a model with two formats.
+# variant, settings, and whether transformers shall dequantize: its own layers cannot load zero
+# points (5.23), and it cannot dequantize a model with two formats.
 MADE: list[tuple[str, dict[str, Any], bool]] = [
     ("llama", {"method": "rtn"}, False),
     ("llama", {"method": "gptq"}, False),
@@ -119,8 +129,11 @@ def test_transformers_reads_the_same_model(
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-mha-tied"])
-def test_a_head_in_8_bits_beside_weights_in_4(originals: Any, tmp_path: pathlib.Path, variant: str) -> None:
-    """transformers takes the weights of both, but not how inputs of the head are rounded: it has a format for the whole model."""
+def test_a_head_in_8_bits_beside_weights_in_4(
+    originals: Any, tmp_path: pathlib.Path, variant: str
+) -> None:
+    """transformers takes the weights of both, but not how inputs of the head are rounded: it has a
+    format for the whole model."""
     pytest.importorskip("compressed_tensors")
     import transformers
 
@@ -132,10 +145,15 @@ def test_a_head_in_8_bits_beside_weights_in_4(originals: Any, tmp_path: pathlib.
     theirs(torch.tensor([[1, 2, 3]]))
     found = tokens(folder)
     choices = choices_of_transformers(folder, found, False, False)
-    assert sum(a == b for x, y in zip(found, choices, strict=True) for a, b in zip(x, y, strict=True)) >= 27
+    assert (
+        sum(a == b for x, y in zip(found, choices, strict=True) for a, b in zip(x, y, strict=True))
+        >= 27
+    )
     llm = LLM(str(folder), dtype="float32", num_kv_blocks=8)
     model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
-    assert model.lm_head.weight.scheme.quantizes_inputs and isinstance(model.model.embed_tokens.weight, torch.Tensor)
+    assert model.lm_head.weight.scheme.quantizes_inputs and isinstance(
+        model.model.embed_tokens.weight, torch.Tensor
+    )
 
 
 def test_w8a8_of_a_file_is_w8a8_while_loading(originals: Any, tmp_path: pathlib.Path) -> None:
@@ -143,26 +161,42 @@ def test_w8a8_of_a_file_is_w8a8_while_loading(originals: Any, tmp_path: pathlib.
     assert tokens(folder) == tokens(originals("llama"), quantization="w8a8")
 
 
-def test_written_matrices_are_those_that_compressed_tensors_unpacks(originals: Any, tmp_path: pathlib.Path) -> None:
+def test_written_matrices_are_those_that_compressed_tensors_unpacks(
+    originals: Any, tmp_path: pathlib.Path
+) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import BaseCompressor
 
-    folder = quantize(str(originals("llama")), tmp_path / "new", Recipe(asymmetric=True, group_size=32, **FEW))
+    folder = quantize(
+        str(originals("llama")), tmp_path / "new", Recipe(asymmetric=True, group_size=32, **FEW)
+    )
     config = quantization.QuantizationConfig.model_validate(
         json.loads((folder / "config.json").read_text())["quantization_config"]
     )
     name = "model.layers.1.mlp.down_proj."
-    stored = {n.removeprefix(name): t for n, t in load_file(folder / "model.safetensors").items() if n.startswith(name)}
+    stored = {
+        n.removeprefix(name): t
+        for n, t in load_file(folder / "model.safetensors").items()
+        if n.startswith(name)
+    }
     scheme = config.config_groups["group_0"]
-    theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, scheme)["weight"]
+    theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, scheme)[
+        "weight"
+    ]
     zeros = unpack(stored["weight_zero_point"].T.contiguous()).T
     ours = dequantize(stored["weight_packed"], stored["weight_scale"], zeros, torch.float32)
-    assert torch.equal(ours, theirs) and stored["weight_shape"].tolist() == list(ours.shape) == [64, 96]
+    assert torch.equal(ours, theirs) and stored["weight_shape"].tolist() == list(ours.shape) == [
+        64,
+        96,
+    ]
 
 
 def test_a_file_to_calibrate_on_and_the_command(originals: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "text").write_text(documentation()[:3000])
-    words = f"quantize {originals('llama')} --group-size 32 --calibration {tmp_path / 'text'} --num-samples 3 --out"
+    words = (
+        f"quantize {originals('llama')} --group-size 32 --calibration {tmp_path / 'text'} "
+        "--num-samples 3 --out"
+    )
     command = [sys.executable, "-m", "nanovllm", *words.split(), str(tmp_path / "new")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -172,14 +206,22 @@ def test_a_file_to_calibrate_on_and_the_command(originals: Any, tmp_path: pathli
     assert config["quantized_from"]["model"] == str(originals("llama"))
     assert "--group-size=32" in config["quantized_from"]["settings"]
     names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"} <= names
+    assert {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "model.safetensors",
+    } <= names
     assert tokens(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (SafetensorError("I/O error: No space left on device (os error 28)"), "free space on the disk"),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            "free space on the disk",
+        ),
         (SafetensorError("I/O error: Input/output error (os error 5)"), "OSError"),
         (
             PermissionError(13, "Permission denied", "there"),
@@ -242,7 +284,21 @@ def test_a_disk_that_is_full_is_that_of_the_new_folder(
         monkeypatch.setattr(shutil, "copyfile", copy)
     else:
         monkeypatch.setattr(pathlib.Path, "write_text", write)
-    assert main(["quantize", str(originals("llama")), "--group-size", "32", "--method", "rtn", "--out", str(new)]) == 1
+    assert (
+        main(
+            [
+                "quantize",
+                str(originals("llama")),
+                "--group-size",
+                "32",
+                "--method",
+                "rtn",
+                "--out",
+                str(new),
+            ]
+        )
+        == 1
+    )
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert f"error: {new}" in line and line.endswith(
         "No space left on device: free space on the disk, or name another one"
@@ -262,7 +318,9 @@ def test_pieces_are_spread_over_the_text(originals: Any) -> None:
     tokenizer = LLM(str(originals("llama")), num_kv_blocks=8).get_tokenizer()
     text = "".join(chr(65 + i % 26) for i in range(1000))
     found = pieces(text, tokenizer, 3, 100)
-    assert [tokenizer.decode(piece) for piece in found] == [text[i : i + 100] for i in (0, 450, 900)]
+    assert [tokenizer.decode(piece) for piece in found] == [
+        text[i : i + 100] for i in (0, 450, 900)
+    ]
     assert [len(piece) for piece in pieces(text[:50], tokenizer, 3, 100)] == [50]
     assert [len(piece) for piece in pieces(text[:250], tokenizer, 9, 100)] == [100, 100]
 
@@ -273,24 +331,71 @@ def test_pieces_are_spread_over_the_text(originals: Any) -> None:
 @pytest.mark.parametrize(
     ("variant", "words", "message"),
     [
-        ("llama", "--group-size 128", r"group_size 128 must be a multiple of 8 that divides the 64 inputs of .*q_proj.weight: use 32, 16, or -1"),
+        (
+            "llama",
+            "--group-size 128",
+            (
+                r"group_size 128 must be a multiple of 8 that divides the 64 inputs of"
+                r" .*q_proj.weight: use 32, 16, or -1"
+            ),
+        ),
         ("llama", "--group-size 12", "group_size 12 must be a multiple of 8"),
-        ("llama", "--scheme w8a8 --method awq", "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq"),
-        ("llama", "--scheme w8a8 --group-size 32", "group_size and asymmetric are for scheme 'w4a16': do not set them"),
-        ("llama", "--scheme w8a8 --asymmetric", "group_size and asymmetric are for scheme 'w4a16': do not set them"),
-        ("llama", "--calibration nowhere.txt", "there is no text in 'nowhere.txt' to calibrate on: name a text file"),
+        (
+            "llama",
+            "--scheme w8a8 --method awq",
+            "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq",
+        ),
+        (
+            "llama",
+            "--scheme w8a8 --group-size 32",
+            "group_size and asymmetric are for scheme 'w4a16': do not set them",
+        ),
+        (
+            "llama",
+            "--scheme w8a8 --asymmetric",
+            "group_size and asymmetric are for scheme 'w4a16': do not set them",
+        ),
+        (
+            "llama",
+            "--calibration nowhere.txt",
+            "there is no text in 'nowhere.txt' to calibrate on: name a text file",
+        ),
         ("llama", "--calibration /dev/null", "there is no text in '/dev/null' to calibrate on"),
-        ("llama", "--method rtn --calibration nowhere.txt", "calibration has no effect with method 'rtn': do not set it"),
+        (
+            "llama",
+            "--method rtn --calibration nowhere.txt",
+            "calibration has no effect with method 'rtn': do not set it",
+        ),
         ("llama", "--method best", "invalid choice: 'best'"),
         ("llama", "--num-samples 0", "num_samples must be an integer of at least 1, got 0"),
-        ("mixtral", "--group-size 32", "gptq is not supported for MixtralForCausalLM, with its experts or latent attention: use method rtn"),
-        ("deepseek-v2-dense", "--method awq --group-size 32", "awq is not supported for DeepseekV2ForCausalLM"),
+        (
+            "mixtral",
+            "--group-size 32",
+            (
+                "gptq is not supported for MixtralForCausalLM, with its experts or latent "
+                "attention: use method rtn"
+            ),
+        ),
+        (
+            "deepseek-v2-dense",
+            "--method awq --group-size 32",
+            "awq is not supported for DeepseekV2ForCausalLM",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_what_would_work(
-    originals: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], variant: str, words: str, message: str
+    originals: Any,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    variant: str,
+    words: str,
+    message: str,
 ) -> None:
-    refused(["quantize", str(originals(variant)), *words.split(), "--out", str(tmp_path / "new")], message, capsys)
+    refused(
+        ["quantize", str(originals(variant)), *words.split(), "--out", str(tmp_path / "new")],
+        message,
+        capsys,
+    )
     assert not (tmp_path / "new").exists()
 
 
@@ -307,21 +412,38 @@ def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) 
 def test_folders_that_are_not_empty_and_models_that_are_quantized_are_refused(
     originals: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["quantize", str(originals("llama")), "--method", "rtn", "--group-size", "32", "--out", str(tmp_path)]
+    words = [
+        "quantize",
+        str(originals("llama")),
+        "--method",
+        "rtn",
+        "--group-size",
+        "32",
+        "--out",
+        str(tmp_path),
+    ]
     (tmp_path / "mine").write_text("")
     refused(words, "exists and is not an empty folder: name a new one", capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     (tmp_path / "mine").unlink()
     assert main(words) == 0, "an empty folder is filled"
     words[1], words[-1] = str(tmp_path), str(tmp_path / "again")
-    refused(words, "this model is quantized already .compressed-tensors.: name the original checkpoint", capsys)
+    refused(
+        words,
+        "this model is quantized already .compressed-tensors.: name the original checkpoint",
+        capsys,
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "file", "left"),
     [
         ("gptq 4 bits, groups of 16, version 1", "quantize_config.json", {}),
-        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}),
+        (
+            "awq",
+            "quant_config.json",
+            {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
+        ),
     ],
 )
 def test_settings_in_a_file_of_their_own_are_read(
@@ -330,7 +452,9 @@ def test_settings_in_a_file_of_their_own_are_read(
     """As AutoGPTQ and AutoAWQ wrote them, which did not name themselves."""
     folder, plain = quantize_checkpoint(originals("llama"), tmp_path, kind)
     config = json.loads((folder / "config.json").read_text())
-    settings = left or {name: value for name, value in FORMATS[kind][4].items() if name != "quant_method"}
+    settings = left or {
+        name: value for name, value in FORMATS[kind][4].items() if name != "quant_method"
+    }
     (folder / file).write_text(json.dumps(settings))
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -389,10 +513,15 @@ def test_gptq_and_awq_are_nearer_to_the_original_on_text_that_they_have_not_seen
     assert errors["gptq"] < 0.7 * errors["rtn"] and errors["awq"] < 0.9 * errors["rtn"], errors
 
 
-# What a recipe may add to the perplexity of the course model on documentation, in percent: outside of it is an error, better ones too, since
-# then a layer was left alone. Its weights have been in 4 bits before, with another grid. GPTQ and AWQ see documentation of other topics.
+# What a recipe may add to the perplexity of the course model on documentation, in percent: outside
+# of it is an error, better ones too, since then a layer was left alone. Its weights have been in 4
+# bits before, with another grid. GPTQ and AWQ see documentation of other topics.
 RANGES = {
-    "w8a16": ({"scheme": "w8a8"}, -0.5, 1),  # as good as nothing: what W8A8 costs is the rounding of its inputs
+    "w8a16": (
+        {"scheme": "w8a8"},
+        -0.5,
+        1,
+    ),  # as good as nothing: what W8A8 costs is the rounding of its inputs
     "w8a8": ({"scheme": "w8a8"}, 1, 5),
     "rtn": ({"method": "rtn"}, 25, 50),
     "gptq": ({"method": "gptq"}, 15, 30),
@@ -402,10 +531,15 @@ RANGES = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RANGES)
-def test_the_course_model_loses_as_much_as_such_a_model_should(name: str, tmp_path: pathlib.Path) -> None:
+def test_the_course_model_loses_as_much_as_such_a_model_should(
+    name: str, tmp_path: pathlib.Path
+) -> None:
     from nanovllm.lab.bench.quality import quality
 
-    (settings, least, most), topics = RANGES[name], importlib.import_module("pydoc_data.topics").topics
+    (settings, least, most), topics = (
+        RANGES[name],
+        importlib.import_module("pydoc_data.topics").topics,
+    )
     (tmp_path / "text").write_text("\n\n".join(topics[name] for name in sorted(topics)[::2]))
     file = {"calibration": str(tmp_path / "text")} if name in ("gptq", "awq") else {}
     folder = quantize("smollm2-135m", tmp_path / "new", Recipe(**settings, **file))  # type: ignore[arg-type]

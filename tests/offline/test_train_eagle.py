@@ -1,5 +1,5 @@
-"""The training of EAGLE-3 heads: the head in training and the engine's are one function, drafting is judged as the engine would do it, and a few
-samples can be learned by heart."""
+"""The training of EAGLE-3 heads: the head in training and the engine's are one function, drafting
+is judged as the engine would do it, and a few samples can be learned by heart."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ def deep(folder: pathlib.Path, variant: str) -> pathlib.Path:
 
 
 def load(folder: pathlib.Path, aux: tuple[int, ...] = ()) -> LlamaForCausalLM:
-    target = load_model(folder, ModelConfig.from_pretrained(folder), torch.float32, max_positions=64)
+    target = load_model(
+        folder, ModelConfig.from_pretrained(folder), torch.float32, max_positions=64
+    )
     target.model.collect_hidden_states(aux)
     return target
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama3-rope", "qwen3", "gemma2"])
-def test_the_head_in_training_is_the_engine_s(variant: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Drafts from each position of a sample, in float32: one by one through the paged cache, and all at once."""
+def test_the_head_in_training_is_the_engine_s(
+    variant: str, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Drafts from each position of a sample, in float32: one by one through the paged cache, and
+    all at once."""
     folder = folder if variant == "llama" else deep(tmp_path / "model", variant)
     train_eagle(str(folder), tmp_path, TrainingRecipe(**RECIPE))
     target, plain = load(folder, (2, 4, 5)), load(folder)
@@ -75,9 +80,18 @@ def test_the_head_in_training_is_the_engine_s(variant: str, folder: pathlib.Path
             x, hidden = drafter(head.draft_to_target[logits.argmax(-1)], end + step, hidden[-1:])
 
 
-def test_a_few_samples_can_be_learned_by_heart(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_few_samples_can_be_learned_by_heart(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     recipe = TrainingRecipe(
-        **RECIPE | {"epochs": 150, "steps": 4, "draft_vocab_size": 320, "batch_size": 4, "learning_rate": 1e-2}
+        **RECIPE
+        | {
+            "epochs": 150,
+            "steps": 4,
+            "draft_vocab_size": 320,
+            "batch_size": 4,
+            "learning_rate": 1e-2,
+        }
     )
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (4, 6), generator=generator).tolist()
@@ -95,17 +109,24 @@ def test_a_few_samples_can_be_learned_by_heart(folder: pathlib.Path, tmp_path: p
 def test_the_walk_through_a_sample(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is right at some places: the tokens per step are those of decoding step by step."""
     pairs = [([1, 2], list(range(30, 50)), True), ([3], list(range(60, 75)), True)]
-    trainer = Trainer(load(folder, (2, 4, 5)), Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu"))
+    trainer = Trainer(
+        load(folder, (2, 4, 5)), Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu")
+    )
     trainer.held_out = torch.tensor([0, 1])
     ids = trainer.token_ids
 
     def drafts(numbers: torch.Tensor, steps: int, free: bool) -> Any:
-        rows = [(trainer.offsets[i] + at, trainer.offsets[i] + trainer.lengths[i]) for i in numbers.tolist()
-                for at in range(int(trainer.starts[i]) - 1, int(trainer.lengths[i]) - 2)]  # fmt: skip
+        rows = [
+            (trainer.offsets[i] + at, trainer.offsets[i] + trainer.lengths[i])
+            for i in numbers.tolist()
+            for at in range(int(trainer.starts[i]) - 1, int(trainer.lengths[i]) - 2)
+        ]
         for step in range(steps):
             places = torch.tensor([min(int(at) + 2 + step, len(ids) - 1) for at, _ in rows])
             there = torch.tensor([int(at) + 2 + step < int(end) for at, end in rows])
-            right = torch.tensor([int(at) % 3 >= 1 and (int(at) * 7 + step) % 5 != 0 for at, _ in rows])
+            right = torch.tensor(
+                [int(at) % 3 >= 1 and (int(at) * 7 + step) % 5 != 0 for at, _ in rows]
+            )
             target = torch.where(right, ids[places], (ids[places] + 1) % 300)
             numbers_of = {int(token): i for i, token in enumerate(trainer.draft_to_target.tolist())}
             logits = torch.zeros(len(rows), len(numbers_of))
@@ -117,7 +138,10 @@ def test_the_walk_through_a_sample(folder: pathlib.Path, monkeypatch: pytest.Mon
     trainer.draft_to_target = torch.arange(320)
     steps = tokens = 0
     for i in range(2):
-        at, end = int(trainer.offsets[i] + trainer.starts[i]) - 1, int(trainer.offsets[i] + trainer.lengths[i])
+        at, end = (
+            int(trainer.offsets[i] + trainer.starts[i]) - 1,
+            int(trainer.offsets[i] + trainer.lengths[i]),
+        )
         while at < end - 2:  # the target has computed position `at`, and chosen the token after it
             count = 0
             while count < 3 and at + 2 + count < end and at % 3 >= 1 and (at * 7 + count) % 5 != 0:
@@ -131,7 +155,11 @@ def test_the_command(
     folder: pathlib.Path, tmp_path: pathlib.Path, quantize: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chats = tmp_path / "chats.jsonl"
-    chats.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": text}]}) for text in "abcdef"))
+    chats.write_text(
+        "\n".join(
+            json.dumps({"messages": [{"role": "user", "content": text}]}) for text in "abcdef"
+        )
+    )
     data = [] if quantize == "none" else ["--data", str(chats)]
     if (
         data
@@ -148,7 +176,15 @@ def test_the_command(
         "--draft-vocab-size=64",
         "--device=cpu",
     ]
-    command = ["train-eagle", str(folder), "--out", str(tmp_path / "head"), *words, *data, f"--quantize={quantize}"]
+    command = [
+        "train-eagle",
+        str(folder),
+        "--out",
+        str(tmp_path / "head"),
+        *words,
+        *data,
+        f"--quantize={quantize}",
+    ]
     assert main(command) == 0
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     trained = config["trained"]
@@ -164,16 +200,20 @@ def test_the_command(
     assert again["batches"] == trained["batches"] and again["held_out"] == trained["held_out"]
     assert main([*command, "--epochs=3"]) == 0
     assert (
-        json.loads((tmp_path / "head" / "config.json").read_text())["trained"]["batches"] == trained["batches"] * 3 // 2
+        json.loads((tmp_path / "head" / "config.json").read_text())["trained"]["batches"]
+        == trained["batches"] * 3 // 2
     )
     capsys.readouterr()
     assert main([*command, "--draft-vocab-size=32"]) == 2
     assert (
-        "has the head of a run with other flags: use these settings, or name another folder" in capsys.readouterr().err
+        "has the head of a run with other flags: use these settings, or name another folder"
+        in capsys.readouterr().err
     )
 
 
-def test_bad_flags(tmp_path: pathlib.Path, tiny_model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags(
+    tmp_path: pathlib.Path, tiny_model: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words, message in (
         (["--data", "no/such/file"], "'no/such/file' has nothing to train on"),
         (["--steps", "0"], "steps must be an integer of at least 1"),

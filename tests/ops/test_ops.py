@@ -1,4 +1,5 @@
-"""Every operator against the same formula in float64, in every layout the engine uses, and the ways to do without."""
+"""Every operator against the same formula in float64, in every layout the engine uses, and the ways
+to do without."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from nanovllm.ops.native_library import find_compiler
 from tests.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of float32 sums, and one bfloat16 rounding
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 2**-7,
+}  # of float32 sums, and one bfloat16 rounding
 EPS = 1e-5
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason="no compiled kernels here")
@@ -38,13 +42,17 @@ def assert_matches(actual: Tensor, oracle: Tensor, dtype: torch.dtype, roundings
     torch.testing.assert_close(actual.double(), oracle, rtol=tolerance, atol=tolerance)
 
 
-def projection(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+def projection(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> list[Tensor]:
     """q, k and v as the model has them: strided views of one fused projection."""
     fused = random(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    return list(fused.view(tokens, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1))
+    return list(
+        fused.view(tokens, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    )
 
 
-# ------------------------------------------------------------------------------------------------- elementwise
+# -------------------------------------------------------------------------------------- elementwise
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,7 +70,9 @@ def test_rms_norm_of_heads_inside_a_fused_projection(dtype):
     for heads in (q, k):
         result = ops.rms_norm(heads, weight, EPS)
         assert result.is_contiguous()
-        assert_matches(result, reference.rms_norm(heads.double(), weight.double(), EPS), dtype, roundings=2)
+        assert_matches(
+            result, reference.rms_norm(heads.double(), weight.double(), EPS), dtype, roundings=2
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,7 +84,9 @@ def test_add_rms_norm_adds_in_place(shape, dtype):
     normed, new_residual = ops.add_rms_norm(x, residual, weight, EPS)
     assert new_residual is residual
     assert torch.equal(residual, total)
-    assert_matches(normed, reference.rms_norm(total.double(), weight.double(), EPS), dtype, roundings=2)
+    assert_matches(
+        normed, reference.rms_norm(total.double(), weight.double(), EPS), dtype, roundings=2
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +134,9 @@ def test_bfloat16_rounds_where_torch_does():
         ),
     ]
     for actual, expected in pairs:
-        assert (actual != expected).float().mean() < 1e-4  # a float32 sum may fall on the other side of a tie
+        assert (
+            actual != expected
+        ).float().mean() < 1e-4  # a float32 sum may fall on the other side of a tie
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +144,9 @@ def test_bfloat16_rounds_where_torch_does():
 def test_write_kv_cache_writes_its_slots_and_nothing_else(block_size, dtype):
     tokens, kv_heads, head_dim = 9, 3, 40
     _, k, v = projection(tokens, 6, kv_heads, head_dim, dtype)
-    cache = torch.full((64 // block_size, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    cache = torch.full(
+        (64 // block_size, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype
+    )
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:tokens]
     slots[4] = -1
     ops.write_kv_cache(k, v, cache, slots)
@@ -143,7 +159,7 @@ def test_write_kv_cache_writes_its_slots_and_nothing_else(block_size, dtype):
     assert by_slot[untouched].isnan().all()
 
 
-# ------------------------------------------------------------------------------------------------------ linear
+# ------------------------------------------------------------------------------------------- linear
 
 
 @settings(max_examples=examples(40))
@@ -172,7 +188,8 @@ def test_linear(tokens, inner, outputs, with_bias, dtype):
     dtype=st.sampled_from(DTYPES),
 )
 def test_linear_with_a_packed_weight(tokens, steps, groups, with_bias, dtype):
-    """Whole and partial tiles of tokens, odd numbers of groups, and inner dimensions in one part or several."""
+    """Whole and partial tiles of tokens, odd numbers of groups, and inner dimensions in one part or
+    several."""
     x = random(tokens, 32 * steps, dtype=dtype)
     weight = random(16 * groups, 32 * steps, dtype=dtype, seed=1) / (32 * steps) ** 0.5
     bias = random(16 * groups, dtype=dtype, seed=2) if with_bias else None
@@ -185,7 +202,9 @@ def test_linear_with_a_packed_weight(tokens, steps, groups, with_bias, dtype):
         assert_matches(reference.linear(x, packed, bias), oracle, dtype)
         token_ids = torch.tensor([0, 3, 3])
         assert torch.equal(reference.embedding(token_ids, packed), weight[token_ids])
-        assert torch.equal(ops.linear(x.mT.contiguous().mT, packed, bias), ops.linear(x, packed, bias))
+        assert torch.equal(
+            ops.linear(x.mT.contiguous().mT, packed, bias), ops.linear(x, packed, bias)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,17 +235,27 @@ def test_widened_numbers_stay_the_same(shape, dtype):
 
 def test_weights_lie_one_behind_the_other_in_large_pages():
     take = device.weight_memory("cpu")
-    shapes = [((700, 2000), torch.float32), ((3,), torch.bfloat16), ((0, 4), torch.float32), ((5,), torch.int8)]
+    shapes = [
+        ((700, 2000), torch.float32),
+        ((3,), torch.bfloat16),
+        ((0, 4), torch.float32),
+        ((5,), torch.int8),
+    ]
     tensors = [take(shape, dtype) for shape, dtype in shapes]
     for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, shapes, strict=True)):
         assert tensor.shape == shape and tensor.dtype == dtype and tensor.data_ptr() % 64 == 0
         tensor.fill_(number)
     assert all((tensor == number).all() for number, tensor in enumerate(tensors))
-    assert take((1 << 29, 5), torch.int8).numel() == 5 << 29, "more than all others: untouched memory costs nothing"
+    assert take((1 << 29, 5), torch.int8).numel() == 5 << 29, (
+        "more than all others: untouched memory costs nothing"
+    )
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         begin = tensors[0].data_ptr()
         regions = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-        spans = {tuple(int(end, 16) for end in region.split(maxsplit=1)[0].split("-")): region for region in regions}
+        spans = {
+            tuple(int(end, 16) for end in region.split(maxsplit=1)[0].split("-")): region
+            for region in regions
+        }
         [region] = [region for (first, end), region in spans.items() if first <= begin < end]
         assert " hg" in region[region.index("VmFlags") :], "Linux was not asked for large pages"
 
@@ -243,9 +272,14 @@ def test_argmax_takes_the_first_of_the_largest():
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs", [512, 503])  # 503 is no multiple of a group: it cannot be packed
+@pytest.mark.parametrize(
+    "outputs", [512, 503]
+)  # 503 is no multiple of a group: it cannot be packed
 def test_a_tokens_projection_does_not_depend_on_the_batch_or_the_threads(outputs, dtype):
-    x, weight = random(600, 576, dtype=dtype), ops.pack_weight(random(outputs, 576, dtype=dtype, seed=1))
+    x, weight = (
+        random(600, 576, dtype=dtype),
+        ops.pack_weight(random(outputs, 576, dtype=dtype, seed=1)),
+    )
     batch = ops.linear(x, weight)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -261,7 +295,9 @@ def test_linear_takes_what_the_kernel_does_not(shape):
     """Inner sizes that are no multiple of 32, strided rows, and float64."""
     x, weight = random(shape[0], 2 * shape[1])[:, : shape[1]], random(7, shape[1], seed=1)
     torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
-    torch.testing.assert_close(ops.linear(x.double(), weight.double()), x.double() @ weight.double().T)
+    torch.testing.assert_close(
+        ops.linear(x.double(), weight.double()), x.double() @ weight.double().T
+    )
 
 
 def test_operators_are_differentiable():
@@ -277,7 +313,9 @@ def test_operators_are_differentiable():
         lambda: ops.linear(random(2, 64), random(8, 32)),
         lambda: ops.linear(random(2, 64).bfloat16(), ops.pack_weight(random(16, 32).bfloat16())),
         lambda: ops.rms_norm(random(2, 64), random(32), EPS),
-        lambda: ops.apply_rope(*projection(3, 2, 1, 64, torch.float32)[:2], torch.arange(2), random(9, 64)),
+        lambda: ops.apply_rope(
+            *projection(3, 2, 1, 64, torch.float32)[:2], torch.arange(2), random(9, 64)
+        ),
     ],
 )
 def test_shapes_that_do_not_agree_are_refused(call):
@@ -285,11 +323,14 @@ def test_shapes_that_do_not_agree_are_refused(call):
         call()
 
 
-# --------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
-def paged_batch(lengths, query_counts, heads, kv_heads, head_dim, block_size, dtype, *, spare_columns=0):
-    """A batch whose sequences lie in shuffled blocks; every slot that no token was written to is NaN."""
+def paged_batch(
+    lengths, query_counts, heads, kv_heads, head_dim, block_size, dtype, *, spare_columns=0
+):
+    """A batch whose sequences lie in shuffled blocks; every slot that no token was written to is
+    NaN."""
     blocks = [-(-length // block_size) for length in lengths]
     generator = torch.Generator().manual_seed(5)
     order = torch.randperm(sum(blocks) + 3, generator=generator).int()
@@ -312,12 +353,15 @@ def check_attention(batch, dtype, sliding_window=0, soft_cap=0.0):
     q, cache, *metadata = batch
     scale = q.shape[-1] ** -0.5
     actual = ops.paged_attention(q, cache, *metadata, scale, sliding_window, soft_cap)
-    expected = reference.paged_attention(q.double(), cache.double(), *metadata, scale, sliding_window, soft_cap)
+    expected = reference.paged_attention(
+        q.double(), cache.double(), *metadata, scale, sliding_window, soft_cap
+    )
     assert actual.shape == q.shape
     assert_matches(actual, expected, dtype)
 
 
-# A whole prompt, a prompt after a prefix hit, a chunk, three speculated tokens, decoding, and nobody's turn.
+# A whole prompt, a prompt after a prefix hit, a chunk, three speculated tokens, decoding, and
+# nobody's turn.
 MIXED_LENGTHS = [150, 130, 300, 90, 600, 1, 65, 40]
 MIXED_QUERIES = [150, 30, 64, 3, 1, 1, 1, 0]
 
@@ -325,7 +369,14 @@ MIXED_QUERIES = [150, 30, 64, 3, 1, 1, 1, 0]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
-    [(9, 3, 64, 16), (8, 8, 128, 32), (4, 1, 80, 1), (4, 2, 256, 256), (20, 1, 24, 16), (2, 2, 8, 7)],
+    [
+        (9, 3, 64, 16),
+        (8, 8, 128, 32),
+        (4, 1, 80, 1),
+        (4, 2, 256, 256),
+        (20, 1, 24, 16),
+        (2, 2, 8, 7),
+    ],
 )
 def test_paged_attention_of_a_mixed_batch(heads, kv_heads, head_dim, block_size, dtype):
     batch = paged_batch(MIXED_LENGTHS, MIXED_QUERIES, heads, kv_heads, head_dim, block_size, dtype)
@@ -333,7 +384,9 @@ def test_paged_attention_of_a_mixed_batch(heads, kv_heads, head_dim, block_size,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(1, 0.0), (50, 0.0), (300, 0.0), (0, 5.0), (70, 2.0)])
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap"), [(1, 0.0), (50, 0.0), (300, 0.0), (0, 5.0), (70, 2.0)]
+)
 def test_paged_attention_with_window_and_soft_cap(sliding_window, soft_cap, dtype):
     batch = paged_batch(MIXED_LENGTHS, MIXED_QUERIES, 9, 3, 64, 16, dtype)
     check_attention(batch, dtype, sliding_window, soft_cap)
@@ -342,7 +395,9 @@ def test_paged_attention_with_window_and_soft_cap(sliding_window, soft_cap, dtyp
 @settings(max_examples=25)
 @given(data=st.data())
 def test_paged_attention_of_any_batch(data):
-    sequences = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=5))
+    sequences = data.draw(
+        st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=5)
+    )
     lengths = [length for length, _ in sequences]
     queries = [min(length, count) for length, count in sequences]
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 32)]))
@@ -350,7 +405,9 @@ def test_paged_attention_of_any_batch(data):
     block_size = data.draw(st.sampled_from([1, 5, 16, 256]))
     window = data.draw(st.sampled_from([0, 0, 3, 64, 200]))
     dtype = data.draw(st.sampled_from(DTYPES))
-    batch = paged_batch(lengths, queries, kv_heads * group, kv_heads, head_dim, block_size, dtype, spare_columns=2)
+    batch = paged_batch(
+        lengths, queries, kv_heads * group, kv_heads, head_dim, block_size, dtype, spare_columns=2
+    )
     check_attention(batch, dtype, window)
 
 
@@ -359,7 +416,9 @@ def test_paged_attention_ignores_blocks_that_left_the_window():
     q, cache, tables, lengths, starts = paged_batch([300], [2], 9, 3, 64, 16, torch.float32)
     expected = reference.paged_attention(q, cache, tables, lengths, starts, 0.125, 40)
     cache[tables[0, : (298 - 40) // 16].long()] = float("nan")
-    torch.testing.assert_close(ops.paged_attention(q, cache, tables, lengths, starts, 0.125, 40), expected)
+    torch.testing.assert_close(
+        ops.paged_attention(q, cache, tables, lengths, starts, 0.125, 40), expected
+    )
 
 
 def test_paged_attention_reads_one_layer_of_a_cache_that_holds_all_layers_of_a_block():
@@ -378,7 +437,9 @@ def test_paged_attention_reads_one_layer_of_a_cache_that_holds_all_layers_of_a_b
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequences_attention_does_not_depend_on_the_batch_or_the_threads(dtype):
-    q, cache, tables, lengths, starts = paged_batch(MIXED_LENGTHS, MIXED_QUERIES, 9, 3, 64, 16, dtype)
+    q, cache, tables, lengths, starts = paged_batch(
+        MIXED_LENGTHS, MIXED_QUERIES, 9, 3, 64, 16, dtype
+    )
     batch = ops.paged_attention(q, cache, tables, lengths, starts, 0.125)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -386,7 +447,9 @@ def test_a_sequences_attention_does_not_depend_on_the_batch_or_the_threads(dtype
         for row, (start, end) in enumerate(pairwise(starts.tolist())):
             one = slice(row, row + 1)
             own_start = torch.tensor([0, end - start], dtype=torch.int32)
-            alone = ops.paged_attention(q[start:end], cache, tables[one], lengths[one], own_start, 0.125)
+            alone = ops.paged_attention(
+                q[start:end], cache, tables[one], lengths[one], own_start, 0.125
+            )
             assert torch.equal(alone, batch[start:end])
     finally:
         torch.set_num_threads(threads)
@@ -401,18 +464,27 @@ def test_a_queries_attention_does_not_depend_on_the_chunk(data):
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, length), max_size=4))), length]
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (3, 3), (2, 7)]))
     head_dim = data.draw(st.sampled_from([16, 64, 72]))
-    window, soft_cap = data.draw(st.sampled_from([0, 0, 3, 100, 300])), data.draw(st.sampled_from([0.0, 5.0]))
+    window, soft_cap = (
+        data.draw(st.sampled_from([0, 0, 3, 100, 300])),
+        data.draw(st.sampled_from([0.0, 5.0])),
+    )
     dtype = data.draw(st.sampled_from(DTYPES))
-    q, cache, tables, *_ = paged_batch([length], [length], kv_heads * group, kv_heads, head_dim, 16, dtype)
+    q, cache, tables, *_ = paged_batch(
+        [length], [length], kv_heads * group, kv_heads, head_dim, 16, dtype
+    )
 
     def attention(start: int, end: int) -> Tensor:
         lengths, starts = torch.tensor([end]).int(), torch.tensor([0, end - start]).int()
-        return ops.paged_attention(q[start:end], cache, tables, lengths, starts, 0.125, window, soft_cap)
+        return ops.paged_attention(
+            q[start:end], cache, tables, lengths, starts, 0.125, window, soft_cap
+        )
 
-    assert torch.equal(torch.cat([attention(start, end) for start, end in pairwise(cuts)]), attention(0, length))
+    assert torch.equal(
+        torch.cat([attention(start, end) for start, end in pairwise(cuts)]), attention(0, length)
+    )
 
 
-# --------------------------------------------------------------------------------------- indices out of bounds
+# ---------------------------------------------------------------------------- indices out of bounds
 
 
 def test_positions_beyond_the_table_are_refused():
@@ -428,7 +500,9 @@ def test_slots_beyond_the_cache_are_refused():
 
 
 @needs_native
-@pytest.mark.parametrize("fault", ["block", "unset block", "short table", "more queries than tokens"])
+@pytest.mark.parametrize(
+    "fault", ["block", "unset block", "short table", "more queries than tokens"]
+)
 def test_block_tables_that_point_nowhere_are_refused(fault):
     q, cache, tables, lengths, starts = paged_batch([40, 20], [1, 1], 2, 1, 64, 16, torch.float32)
     if fault == "block":
@@ -443,21 +517,27 @@ def test_block_tables_that_point_nowhere_are_refused(fault):
         ops.paged_attention(q, cache, tables, lengths, starts, 0.125)
 
 
-# ----------------------------------------------------------------------------------------- building and doing without
+# ----------------------------------------------------------------------- building and doing without
 
 
 def run_python(code: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "NANOVLLM_HOME": str(home), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300
+    )
 
 
 def run_oracle_tests(native_kernels: bool, **environment: str) -> subprocess.CompletedProcess[str]:
-    """This file's comparisons with the oracle in a process of their own, which exits with 9 if it has not the kernels that
-    it should have. What it compiles is kept in the user's cache."""
+    """This file's comparisons with the oracle in a process of their own, which exits with 9 if it
+    has not the kernels that it should have. What it compiles is kept in the user's cache."""
     chosen = (
-        "(rms_norm or silu or rope or write or linear or embedding or mixed or window) and not any and not building"
+        "(rms_norm or silu or rope or write or linear or embedding or mixed or window) and not any "
+        "and not building"
     )
-    code = f"import pytest, sys; from nanovllm.ops import native; native.is_available() is {native_kernels} or sys.exit(9); "
+    code = (
+        "import pytest, sys; from nanovllm.ops import native; native.is_available() is "
+        f"{native_kernels} or sys.exit(9); "
+    )
     code += "sys.exit(pytest.main())"
     command = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -516,7 +596,8 @@ def test_building_on_a_full_disk_names_the_folder_and_leaves_nothing(tmp_path, s
     assert list((home / "native").iterdir()) == list(elsewhere.iterdir()) == []
 
 
-# Compiles nothing, and "links" a library that is there already, as soon as the other process has come so far, too.
+# Compiles nothing, and "links" a library that is there already, as soon as the other process has
+# come so far, too.
 COMPILER = """#!/bin/sh
 case "$*" in
 *-dM*) exec "{compiler}" "$@" ;;
@@ -532,14 +613,20 @@ esac
 @needs_native
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_building_in_two_processes_at_once(tmp_path, compiles):
-    variables, log = {**os.environ, "NANOVLLM_HOME": str(tmp_path), "CXXFLAGS": "-O0"}, tmp_path / "log"
+    variables, log = (
+        {**os.environ, "NANOVLLM_HOME": str(tmp_path), "CXXFLAGS": "-O0"},
+        tmp_path / "log",
+    )
     if not compiles:
         compiler, library = tmp_path / "compiler", native._library()._name
         compiler.write_text(COMPILER.format(compiler=find_compiler(), log=log, library=library))
         compiler.chmod(0o755)
         variables["CXX"] = str(compiler)
     command = [sys.executable, "-c", REPORT]
-    builders = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    builders = [
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     assert [builder.communicate(timeout=300)[0] for builder in builders] == ["native\n"] * 2
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
     assert compiles or log.read_text() == "\n\n", "each has built, not one"
@@ -548,7 +635,11 @@ def test_building_in_two_processes_at_once(tmp_path, compiles):
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 architecture")
 @pytest.mark.parametrize(
-    "flags", ["-march=x86-64 -O1", pytest.param("-mno-amx-tile -mno-amx-bf16 -O1", marks=pytest.mark.nightly)]
+    "flags",
+    [
+        "-march=x86-64 -O1",
+        pytest.param("-mno-amx-tile -mno-amx-bf16 -O1", marks=pytest.mark.nightly),
+    ],
 )
 def test_building_without_vectors_or_tiles(flags):
     result = run_oracle_tests(True, CXXFLAGS=flags)
@@ -586,12 +677,15 @@ print(differences, os.waitstatus_to_exitcode(status))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.started
 def test_loops_of_several_threads_and_of_a_forked_child():
-    result = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120
+    )
     assert result.stdout == "[] 0\n", result
 
 
 def test_compiled_products_do_not_pile_up(tmp_path):
-    """oneDNN compiles a kernel for every number of rows. Without a bound, 300 of them for two matrices take 300 MB."""
+    """oneDNN compiles a kernel for every number of rows. Without a bound, 300 of them for two
+    matrices take 300 MB."""
     code = """
 import psutil, torch
 from nanovllm import ops
@@ -605,4 +699,6 @@ for rows in range(1, 301):
 print(memory[-1] - memory[149])
 """
     result = run_python(code, tmp_path)
-    assert int(result.stdout) < 40 * 2**20, f"150 more row counts took {int(result.stdout) / 2**20:.0f} MB"
+    assert int(result.stdout) < 40 * 2**20, (
+        f"150 more row counts took {int(result.stdout) / 2**20:.0f} MB"
+    )

@@ -1,4 +1,5 @@
-"""The CPU kernels for quantized weights against plain torch, to the last bit, with the instructions of this machine and of older ones."""
+"""The CPU kernels for quantized weights against plain torch, to the last bit, with the instructions
+of this machine and of older ones."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="no compiled k
 
 FLOAT = torch.float32
 DTYPES = [FLOAT, torch.bfloat16]
-# (outputs, inputs): a single word, sizes of the course model, inputs that fill no vector, many groups, an odd number of groups.
+# (outputs, inputs): a single word, sizes of the course model, inputs that fill no vector, many
+# groups, an odd number of groups.
 SIZES = [(16, 4), (64, 36), (48, 100), (576, 1536), (96, 576), (80, 192)]
 
 
@@ -49,7 +51,10 @@ def activations(tokens: int, inner: int, dtype: torch.dtype) -> Tensor:
 
 
 def weight_w8a8(outputs: int, inner: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(-128, 128, (outputs, inner), dtype=torch.int8), torch.rand(outputs, 1) / 100
+    return (
+        torch.randint(-128, 128, (outputs, inner), dtype=torch.int8),
+        torch.rand(outputs, 1) / 100,
+    )
 
 
 @pytest.mark.usefixtures("kernels_alone")
@@ -69,7 +74,8 @@ def test_w8a8_is_the_reference(outputs: int, inner: int, dtype: torch.dtype) -> 
 
 @pytest.mark.usefixtures("kernels_alone")
 def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
-    """The largest integers of both signs, more of them than a float32 can add exactly: no step may saturate."""
+    """The largest integers of both signs, more of them than a float32 can add exactly: no step may
+    saturate."""
     inner = 16384
     values = torch.tensor([-128, 127], dtype=torch.int8)[torch.randint(0, 2, (32, inner))]
     values[0], values[1] = -128, 127
@@ -86,10 +92,14 @@ def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["w8a8", "w4a8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_integer_products_of_what_is_no_number_are_none(value: float, kind: str, dtype: torch.dtype) -> None:
+def test_integer_products_of_what_is_no_number_are_none(
+    value: float, kind: str, dtype: torch.dtype
+) -> None:
     values, scales = weight_w8a8(32, 96)
     weight = (
-        [quantized.pack_values(values), scales] if kind == "w8a8" else packed_w4(*weight_w4(32, 96, 3, FLOAT, True))
+        [quantized.pack_values(values), scales]
+        if kind == "w8a8"
+        else packed_w4(*weight_w4(32, 96, 3, FLOAT, True))
     )
     product = getattr(quantized, f"linear_{kind}")
     x = activations(3, 96, dtype)
@@ -109,7 +119,9 @@ def test_a_row_of_an_integer_product_does_not_depend_on_its_company_or_the_threa
 ) -> None:
     values, scales = weight_w8a8(96, 576)
     weight = (
-        [quantized.pack_values(values), scales] if kind == "w8a8" else packed_w4(*weight_w4(96, 576, 9, FLOAT, True))
+        [quantized.pack_values(values), scales]
+        if kind == "w8a8"
+        else packed_w4(*weight_w4(96, 576, 9, FLOAT, True))
     )
     product, x = getattr(quantized, f"linear_{kind}"), activations(70, 576, dtype)
     alone = torch.cat([product(row, *weight) for row in x.split(1)])
@@ -125,11 +137,14 @@ def test_a_row_of_an_integer_product_does_not_depend_on_its_company_or_the_threa
 
 # ---------------------------------------------------------------- 4-bit weights
 
-# (outputs, inputs, groups): one group, groups of 8, 32 and 64 inputs, groups of 96, whose ends are no ends of parts.
+# (outputs, inputs, groups): one group, groups of 8, 32 and 64 inputs, groups of 96, whose ends are
+# no ends of parts.
 SIZES_W4 = [(16, 32, 1), (48, 96, 12), (96, 576, 9), (64, 1536, 48), (80, 960, 10), (32, 224, 1)]
 
 
-def weight_w4(outputs: int, inner: int, groups: int, dtype: torch.dtype, has_zeros: bool) -> list[Any]:
+def weight_w4(
+    outputs: int, inner: int, groups: int, dtype: torch.dtype, has_zeros: bool
+) -> list[Any]:
     words = torch.randint(-(2**31), 2**31, (outputs, inner // 8)).to(torch.int32)
     zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if has_zeros else None
     return [words, (torch.rand(outputs, groups) / 100).to(dtype), zeros]
@@ -156,14 +171,18 @@ def test_w4a16_is_the_product_with_the_dequantized_weight(
     for tokens in (0, 1, 2, 3, 5, 11, 12, 13, 25, 33, 70, 300):
         x = activations(tokens, inner, dtype) if tokens else torch.empty(0, inner, dtype=dtype)
         for added in (None, bias):
-            assert torch.equal(quantized.linear_w4a16(x, *packed, added), ops.linear(x, weight, added))
+            assert torch.equal(
+                quantized.linear_w4a16(x, *packed, added), ops.linear(x, weight, added)
+            )
 
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("outputs", "inner", "groups"), SIZES_W4)
-def test_w4a8_is_the_reference(outputs: int, inner: int, groups: int, has_zeros: bool, dtype: torch.dtype) -> None:
+def test_w4a8_is_the_reference(
+    outputs: int, inner: int, groups: int, has_zeros: bool, dtype: torch.dtype
+) -> None:
     nibbles, scales, zeros = weight_w4(outputs, inner, groups, torch.float32, has_zeros)
     packed = packed_w4(nibbles, scales, zeros)
     assert packed[0].ndim == 3, "the kernel is not used"
@@ -180,7 +199,10 @@ def test_the_reference_of_w4a8_is_the_product_of_integers() -> None:
     nibbles, scales, zeros = weight_w4(48, 96, 3, torch.float32, True)
     x = activations(7, 96, torch.float32)
     numbers, row_scales = reference_quantized.quantize_rows(x)
-    weight = reference_quantized.unpack(nibbles).numpy().reshape(48, 3, 32).astype(int) - zeros.numpy()[..., None]
+    weight = (
+        reference_quantized.unpack(nibbles).numpy().reshape(48, 3, 32).astype(int)
+        - zeros.numpy()[..., None]
+    )
     sums = np.einsum("tgk,ogk->tog", numbers.numpy().reshape(7, 3, 32).astype(int), weight)
     exact = (sums * scales.double().numpy()).sum(-1) * row_scales.double().numpy()
     found = reference_quantized.linear_w4a8(x, nibbles, scales, zeros)
@@ -192,7 +214,8 @@ def test_the_reference_of_w4a8_is_the_product_of_integers() -> None:
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("groups", [1, 256])
 def test_w4a8_sums_are_exact_where_they_are_largest(groups: int) -> None:
-    """The largest integers of both signs, in one group more of them than a float32 can add exactly: no step may saturate."""
+    """The largest integers of both signs, in one group more of them than a float32 can add exactly:
+    no step may saturate."""
     inner = 16384
     numbers = torch.tensor([0, 15])[torch.randint(0, 2, (32, inner))]
     numbers[0], numbers[1] = 0, 15
@@ -200,7 +223,9 @@ def test_w4a8_sums_are_exact_where_they_are_largest(groups: int) -> None:
     x[0], x[1] = 1, -1
     for zero in (None, 0, 15):
         zeros = None if zero is None else torch.full((32, groups), zero, dtype=torch.uint8)
-        packed = packed_w4(reference_quantized.pack(numbers), torch.full((32, groups), 127.0), zeros)
+        packed = packed_w4(
+            reference_quantized.pack(numbers), torch.full((32, groups), 127.0), zeros
+        )
         sums = (x.double() * 127) @ (numbers - (8 if zero is None else zero)).double().T
         assert groups > 1 or zero is None or sums.abs().max() == 15 * 127 * inner > 2**24
         expected = reference_quantized.linear_w4a8(
@@ -225,7 +250,10 @@ def test_a_row_of_w4a16_does_not_depend_on_its_company(dtype: torch.dtype) -> No
 @pytest.mark.parametrize(("outputs", "inner"), [(40, 64), (16, 48)])
 def test_4_bit_weights_that_fill_no_groups_are_left_to_torch(outputs: int, inner: int) -> None:
     nibbles, scales, zeros = weight_w4(outputs, inner, 2, torch.float32, True)
-    assert all(a is b for a, b in zip(packed_w4(nibbles, scales, zeros), (nibbles, scales, zeros), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(packed_w4(nibbles, scales, zeros), (nibbles, scales, zeros), strict=True)
+    )
     x = activations(4, inner, torch.float32)
     for product in ("linear_w4a16", "linear_w4a8"):
         expected = getattr(reference_quantized, product)(x, nibbles, scales, zeros)
@@ -252,7 +280,9 @@ def test_sizes_that_fill_no_words_are_left_to_torch(outputs: int, inner: int) ->
     values, scales = weight_w8a8(outputs, inner)
     assert quantized.pack_values(values) is values
     x = activations(4, inner, torch.float32)
-    assert torch.equal(quantized.linear_w8a8(x, values, scales), reference_quantized.linear_w8a8(x, values, scales))
+    assert torch.equal(
+        quantized.linear_w8a8(x, values, scales), reference_quantized.linear_w8a8(x, values, scales)
+    )
 
 
 def test_inputs_that_no_kernel_takes_are_left_to_torch() -> None:
@@ -302,20 +332,28 @@ print(engine_tokens(*sys.argv[1:]))
 
 
 def engine_tokens(folder: str, quantization: str) -> list[list[int]]:
-    llm = LLM(folder, dtype="float32", num_kv_blocks=64, quantization=quantization, quantize_head=True)
+    llm = LLM(
+        folder, dtype="float32", num_kv_blocks=64, quantization=quantization, quantize_head=True
+    )
     return greedy(llm, [[1, 2, 3], list(range(5, 60)), [7] * 17], 24)
 
 
 def run(code: str, *arguments: str, **environment: str) -> str:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=variables, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code, *arguments],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_greedy_tokens_are_the_same_with_and_without_kernels(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_are_the_same_with_and_without_kernels(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = []
     multiply = native_quantized.linear_w8a8
 
@@ -330,8 +368,12 @@ def test_greedy_tokens_are_the_same_with_and_without_kernels(tiny_model: Path, m
 
 
 def run_this_file(flags: str, after: str = "status") -> None:
-    """Its tests, with kernels that are compiled with these flags; then the Python expression `after` must be 0."""
-    code = "import ctypes, pytest, sys; from nanovllm.ops import native, native_quantized; native.is_available() or sys.exit(9); "
+    """Its tests, with kernels that are compiled with these flags; then the Python expression
+    `after` must be 0."""
+    code = (
+        "import ctypes, pytest, sys; from nanovllm.ops import native, native_quantized; "
+        "native.is_available() or sys.exit(9); "
+    )
     code += f"status = pytest.main(sys.argv[1:]); sys.exit({after})"
     chosen = "not older and not emulated and not greedy"
     report = run(code, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen, CXXFLAGS=flags)
@@ -342,7 +384,11 @@ def run_this_file(flags: str, after: str = "status") -> None:
 @pytest.mark.parametrize(
     "flags",
     # By day all of this file runs as with AVX2, too.
-    ["-mno-avx512vnni -O1", pytest.param("-mno-avx512f -O1", marks=pytest.mark.nightly), "-march=x86-64 -O1"],
+    [
+        "-mno-avx512vnni -O1",
+        pytest.param("-mno-avx512f -O1", marks=pytest.mark.nightly),
+        "-march=x86-64 -O1",
+    ],
 )
 def test_older_machines_compute_the_same(flags: str) -> None:
     run_this_file(flags)

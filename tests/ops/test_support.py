@@ -1,4 +1,5 @@
-"""When Triton cannot run: an error that names the alternative for who asked for it, a fallback that is logged for others."""
+"""When Triton cannot run: an error that names the alternative for who asked for it, a fallback that
+is logged for others."""
 
 from __future__ import annotations
 

@@ -29,7 +29,12 @@ from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access, bind
 
-PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [3, 1], "remote_port": 7}
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_block_ids": [3, 1],
+    "remote_port": 7,
+}
 PREFILLED = json.dumps({"id": "x", "choices": [], "kv_transfer_params": PARAMS}).encode()
 PROMPT = {"prompt": "abc", "max_tokens": 9}
 LONG = "once upon a time " * 100
@@ -74,9 +79,13 @@ Behaviour = Callable[[Exchange], Awaitable[None]]
 class FakeServer:
     """A server on a socket that notes what it is asked, and answers as `act` does."""
 
-    def __init__(self, act: Behaviour, kv_role: str | None = None, kv_port: int | None = None) -> None:
+    def __init__(
+        self, act: Behaviour, kv_role: str | None = None, kv_port: int | None = None
+    ) -> None:
         self.act = act
-        self.kv: Any = {"engines": [{"kv_role": kv_role, "kv_host": "127.0.0.1", "kv_port": kv_port}]}
+        self.kv: Any = {
+            "engines": [{"kv_role": kv_role, "kv_host": "127.0.0.1", "kv_port": kv_port}]
+        }
         if kv_role is None:
             self.kv = {"engines": []}
         self.kv_status = 200
@@ -121,8 +130,12 @@ class FakeServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ")
-        headers = [(name, value) for name, _, value in (line.partition(": ") for line in head[1:] if line)]
-        length = int(dict((name.lower(), value) for name, value in headers).get("content-length", 0))
+        headers = [
+            (name, value) for name, _, value in (line.partition(": ") for line in head[1:] if line)
+        ]
+        length = int(
+            dict((name.lower(), value) for name, value in headers).get("content-length", 0)
+        )
         exchange = Exchange(method, path, headers, await reader.readexactly(length), reader, writer)
         if path == "/health":
             await self.health(exchange)
@@ -181,7 +194,10 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet_of(
-    prefill: list[FakeServer], decode: list[FakeServer], health_check_interval: float = 0.05, **config: Any
+    prefill: list[FakeServer],
+    decode: list[FakeServer],
+    health_check_interval: float = 0.05,
+    **config: Any,
 ) -> AsyncIterator[Fleet]:
     """A router of the servers; without any for prefill, the others do all of it."""
     for server in prefill + decode:
@@ -220,7 +236,11 @@ def consumer(act: Behaviour | None = None) -> FakeServer:
 
 async def test_prefill_first() -> None:
     answer = b'{"id":"y",  "choices": [] }\n'
-    decode = consumer(answering(answer, 200, "Content-Type: application/json", "X-Kept: 1", "Keep-Alive: timeout=5"))
+    decode = consumer(
+        answering(
+            answer, 200, "Content-Type: application/json", "X-Kept: 1", "Keep-Alive: timeout=5"
+        )
+    )
     body = PROMPT | {
         "stream_options": {"include_usage": True},
         "stream": False,
@@ -236,7 +256,9 @@ async def test_prefill_first() -> None:
         response = await fleet.client.post("/v1/completions?x=%2F1", json=body, headers=headers)
         metrics = await fleet.metrics()
     assert (response.status_code, response.content) == (200, answer)
-    assert response.headers["content-type"] == "application/json" and response.headers["x-kept"] == "1"
+    assert (
+        response.headers["content-type"] == "application/json" and response.headers["x-kept"] == "1"
+    )
     assert "keep-alive" not in response.headers
     (first,), (second,) = fleet.prefill[0].seen, decode.seen
     assert first.json == {
@@ -258,10 +280,14 @@ async def test_prefill_first() -> None:
 
 
 async def test_decode_first() -> None:
-    async with fleet_of([producer(port=7), producer(port=8)], [consumer()], kv_order="decode_first") as fleet:
+    async with fleet_of(
+        [producer(port=7), producer(port=8)], [consumer()], kv_order="decode_first"
+    ) as fleet:
         for _ in range(2):
             assert (await fleet.complete(n=2)).json() == {"id": "y"}
-    assert not fleet.prefill[0].seen and not fleet.prefill[1].seen, "the decode server asks them itself"
+    assert not fleet.prefill[0].seen and not fleet.prefill[1].seen, (
+        "the decode server asks them itself"
+    )
     assert [body["kv_transfer_params"] for body in fleet.decode[0].bodies] == [
         {
             "do_remote_prefill": True,
@@ -274,7 +300,14 @@ async def test_decode_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"n": 2}, {"echo": True}, {"prompt_logprobs": 0}]
+    "body",
+    [
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"n": 2},
+        {"echo": True},
+        {"prompt_logprobs": 0},
+    ],
 )
 async def test_what_cannot_be_handed_over_goes_to_decode_as_it_is(body: dict[str, Any]) -> None:
     async with fleet_of([producer()], [consumer()]) as fleet:
@@ -294,7 +327,9 @@ async def test_one_prompt_however_written_is_handed_over(prompt: Any) -> None:
 
 
 async def test_a_prefill_server_that_holds_nothing() -> None:
-    async with fleet_of([producer(answering(b'{"kv_transfer_params": null}'))], [consumer()]) as fleet:
+    async with fleet_of(
+        [producer(answering(b'{"kv_transfer_params": null}'))], [consumer()]
+    ) as fleet:
         await fleet.complete()
     assert fleet.decode[0].bodies == [PROMPT]
 
@@ -310,7 +345,10 @@ async def test_servers_that_do_all_of_it_get_the_bytes_of_the_client() -> None:
 async def test_clients_do_not_say_where_kv_comes_from() -> None:
     async with fleet_of([producer()], [consumer()]) as fleet:
         response = await fleet.complete(kv_transfer_params=PARAMS)
-        assert response.status_code == 400 and response.json()["error"]["param"] == "kv_transfer_params"
+        assert (
+            response.status_code == 400
+            and response.json()["error"]["param"] == "kv_transfer_params"
+        )
     assert not fleet.prefill[0].seen and not fleet.decode[0].seen
 
 
@@ -319,7 +357,12 @@ async def test_clients_do_not_say_where_kv_comes_from() -> None:
 
 async def test_a_stream_is_passed_on_byte_for_byte_and_at_once() -> None:
     seen = asyncio.Event()
-    pieces = [b'data: {"a": "\xc3\xa9"}\n\n', b": comment\r\n\r\ndata: 2\n", b"\n", b"data: [DONE]\n\n"]
+    pieces = [
+        b'data: {"a": "\xc3\xa9"}\n\n',
+        b": comment\r\n\r\ndata: 2\n",
+        b"\n",
+        b"data: [DONE]\n\n",
+    ]
 
     async def act(exchange: Exchange) -> None:
         await exchange.begin_stream()
@@ -331,14 +374,19 @@ async def test_a_stream_is_passed_on_byte_for_byte_and_at_once() -> None:
 
     async with fleet_of([producer()], [consumer(act)]) as fleet:
         received = b""
-        async with fleet.client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as response:
+        async with fleet.client.stream(
+            "POST", "/v1/completions", json=PROMPT | {"stream": True}
+        ) as response:
             assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
             async for chunk in response.aiter_raw():
                 received += chunk
                 if received == pieces[0]:
                     seen.set()
     assert received == b"".join(pieces)
-    assert fleet.prefill[0].bodies[0]["stream"] is False and fleet.decode[0].bodies[0]["stream"] is True
+    assert (
+        fleet.prefill[0].bodies[0]["stream"] is False
+        and fleet.decode[0].bodies[0]["stream"] is True
+    )
 
 
 async def test_a_stream_that_is_cut_off_ends_with_an_error() -> None:
@@ -377,7 +425,9 @@ async def test_a_broken_prefill_server_is_replaced(fault: str) -> None:
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_without_any_prefill_server(policy: str, order: str) -> None:
-    async with fleet_of([producer(), producer()], [consumer()], kv_load_failure_policy=policy, kv_order=order) as fleet:
+    async with fleet_of(
+        [producer(), producer()], [consumer()], kv_load_failure_policy=policy, kv_order=order
+    ) as fleet:
         for server in fleet.prefill:
             await server.stop()
         await until(lambda: not any(b.is_healthy for b in fleet.backends[:2]))
@@ -389,11 +439,15 @@ async def test_without_any_prefill_server(policy: str, order: str) -> None:
     else:
         assert response.status_code == health.status_code == 503 and not fleet.decode[0].seen
         error = response.json()["error"]
-        assert error["code"] == "backend_lost" and all(server.url in error["message"] for server in fleet.prefill)
+        assert error["code"] == "backend_lost" and all(
+            server.url in error["message"] for server in fleet.prefill
+        )
 
 
 async def test_a_prefill_server_that_dies_unnoticed() -> None:
-    async with fleet_of([producer(), producer()], [consumer()], health_check_interval=1000) as fleet:
+    async with fleet_of(
+        [producer(), producer()], [consumer()], health_check_interval=1000
+    ) as fleet:
         await fleet.prefill[0].stop()
         for _ in range(2):
             assert (await fleet.complete()).status_code == 200
@@ -403,7 +457,9 @@ async def test_a_prefill_server_that_dies_unnoticed() -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
 async def test_a_refusal_is_passed_on(status: int) -> None:
-    refusal = answering(b'{"error": "no"}', status, "Retry-After: 1", "Content-Type: application/json")
+    refusal = answering(
+        b'{"error": "no"}', status, "Retry-After: 1", "Content-Type: application/json"
+    )
     async with fleet_of([producer(refusal)], [consumer(refusal)]) as fleet:
         first = await fleet.complete()
         second = await fleet.complete(n=2)
@@ -417,7 +473,9 @@ async def test_a_refusal_is_passed_on(status: int) -> None:
 
 
 async def test_a_decode_server_that_cannot_be_reached_is_replaced() -> None:
-    async with fleet_of([producer()], [consumer(), consumer()], health_check_interval=1000) as fleet:
+    async with fleet_of(
+        [producer()], [consumer(), consumer()], health_check_interval=1000
+    ) as fleet:
         await fleet.decode[0].stop()
         assert (await fleet.complete()).status_code == 200
         assert (await fleet.metrics())["retries_total"] == 1
@@ -426,7 +484,9 @@ async def test_a_decode_server_that_cannot_be_reached_is_replaced() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", ["at once", "in the answer"])
-async def test_a_decode_server_that_is_lost_before_it_has_said_anything(fault: str, stream: bool) -> None:
+async def test_a_decode_server_that_is_lost_before_it_has_said_anything(
+    fault: str, stream: bool
+) -> None:
     async def act(exchange: Exchange) -> None:
         if fault == "in the answer":
             if stream:
@@ -474,7 +534,9 @@ async def test_when_all_are_down_and_up_again() -> None:
         assert (await fleet.client.get("/health")).status_code == 200
 
 
-async def test_a_server_that_hangs_is_given_up_with_those_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_hangs_is_given_up_with_those_who_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backends, "HEALTH_SECONDS", 0.1)
 
     async def act(exchange: Exchange) -> None:
@@ -497,7 +559,9 @@ async def test_servers_with_the_wrong_role_get_no_requests() -> None:
     async with fleet_of([consumer(), vllms, plain], [consumer()]) as fleet:
         for _ in range(3):
             await fleet.complete()
-        assert "--kv-role none: a prefill server needs" in fleet.backends[2].problem and not plain.seen
+        assert (
+            "--kv-role none: a prefill server needs" in fleet.backends[2].problem and not plain.seen
+        )
         assert "--kv-role kv_consumer: a prefill server needs" in fleet.backends[0].problem
     assert not fleet.prefill[0].seen and len(fleet.prefill[1].seen) == 3
 
@@ -522,7 +586,9 @@ def holder() -> FakeServer:
 
     async def act(exchange: Exchange) -> None:
         is_release = exchange.path == "/kv_transfer/release"
-        await exchange.answer(b"" if is_release else json.dumps({"kv_transfer_params": HELD}).encode())
+        await exchange.answer(
+            b"" if is_release else json.dumps({"kv_transfer_params": HELD}).encode()
+        )
 
     return producer(act)
 
@@ -539,7 +605,9 @@ async def test_a_prefill_server_hears_that_its_kv_is_not_wanted(status: int) -> 
         held = [] if status == 200 else [{"remote_request_id": "held-1"}]
         await until(lambda: releases(fleet.prefill[1]) == held)
     assert not releases(fleet.prefill[0]), "it holds nothing"
-    assert all(dict(e.headers)["authorization"] == "Bearer own-key" for e in fleet.prefill[1].seen[1:])
+    assert all(
+        dict(e.headers)["authorization"] == "Bearer own-key" for e in fleet.prefill[1].seen[1:]
+    )
 
 
 async def test_kv_is_released_when_no_decode_server_can_be_reached() -> None:
@@ -613,14 +681,23 @@ async def test_other_routes() -> None:
     async with fleet_of([producer()], [consumer(answering(b"[1]"))]) as fleet:
         get, post = fleet.client.get, fleet.client.post
         assert (await get("/v1/models")).text == (await get("/v1/models/a/b")).text == "[1]"
-        assert (await post("/tokenize", content=b"{bad")).text == (await post("/detokenize")).text == "[1]"
+        assert (
+            (await post("/tokenize", content=b"{bad")).text
+            == (await post("/detokenize")).text
+            == "[1]"
+        )
         assert (await get("/version")).json().keys() == {"version"}
         assert (await get("/nowhere")).json()["error"]["type"] == "not_found_error"
         assert (await get("/v1/completions")).status_code == 405
         too_large = await post("/v1/completions", content=b" " * (11 * 2**20))
         assert too_large.status_code == 413
         metrics, text = await fleet.metrics(), (await get("/metrics")).text
-    assert [e.path for e in fleet.decode[0].seen] == ["/v1/models", "/v1/models/a/b", "/tokenize", "/detokenize"]
+    assert [e.path for e in fleet.decode[0].seen] == [
+        "/v1/models",
+        "/v1/models/a/b",
+        "/tokenize",
+        "/detokenize",
+    ]
     assert fleet.decode[0].seen[2].body == b"{bad" and not fleet.prefill[0].seen
     assert metrics["worker_health"] == 2 and metrics["requests_total"] == 4
     assert "a/b" not in text, "clients could make up names without end"
@@ -630,7 +707,9 @@ async def test_other_routes() -> None:
 async def test_a_body_that_is_no_request_is_left_to_a_server(body: bytes) -> None:
     refusal = answering(b'{"error": "what?"}', 400)
     async with fleet_of([producer(refusal)], [consumer(refusal)], policy="prefix_aware") as fleet:
-        assert (await fleet.client.post("/v1/completions", content=body)).text == '{"error": "what?"}'
+        assert (
+            await fleet.client.post("/v1/completions", content=body)
+        ).text == '{"error": "what?"}'
     assert not fleet.prefill[0].seen and fleet.decode[0].seen[0].body == body
 
 
@@ -673,8 +752,12 @@ async def test_the_router_checks_from_which_page_a_request_comes_and_the_servers
     async with fleet_of([], [server]) as fleet:
         own = {"Origin": str(fleet.client.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
         for headers, status in ((own, 200), (own | {"Origin": "http://evil.com"}, 403)):
-            assert (await fleet.client.post("/v1/completions", json=PROMPT, headers=headers)).status_code == status
-        assert (await fleet.client.get("/", headers={"Sec-Fetch-Site": "cross-site"})).status_code == 403
+            assert (
+                await fleet.client.post("/v1/completions", json=PROMPT, headers=headers)
+            ).status_code == status
+        assert (
+            await fleet.client.get("/", headers={"Sec-Fetch-Site": "cross-site"})
+        ).status_code == 403
     (passed_on,) = server.seen
     assert not {"origin", "sec-fetch-site"} & {name.lower() for name, _ in passed_on.headers}
 
@@ -727,7 +810,10 @@ async def test_a_server_that_has_been_away_has_forgotten() -> None:
 
 
 def candidates(loads: list[int]) -> list[Any]:
-    return [SimpleNamespace(index=i, num_running=load, turn=0, sent=OrderedDict()) for i, load in enumerate(loads)]
+    return [
+        SimpleNamespace(index=i, num_running=load, turn=0, sent=OrderedDict())
+        for i, load in enumerate(loads)
+    ]
 
 
 @given(st.integers(1, 8), st.data())
@@ -740,7 +826,10 @@ def test_round_robin_is_fair(size: int, data: st.DataObject) -> None:
     assert all(chosen.count(i) == 3 for i in range(size))
 
 
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.lists(st.sampled_from("abc"), max_size=20))
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=6),
+    st.lists(st.sampled_from("abc"), max_size=20),
+)
 def test_prefix_aware_weighs_prefixes_against_load(loads: list[int], stories: list[str]) -> None:
     servers = candidates(loads)
     for story in stories:
@@ -755,12 +844,21 @@ def test_prefix_aware_weighs_prefixes_against_load(loads: list[int], stories: li
         assert short.num_running == min(loads), "without a prefix only the load counts"
 
 
-@given(st.text("ab\u00e9", max_size=30), st.text("ab\u00e9", max_size=30), st.text("ab\u00e9", max_size=30))
+@given(
+    st.text("ab\u00e9", max_size=30),
+    st.text("ab\u00e9", max_size=30),
+    st.text("ab\u00e9", max_size=30),
+)
 def test_names_of_pieces_tell_prefixes(start: str, one: str, other: str) -> None:
     texts = [(start + end) * 40 + end for end in (one, other)]
     names = [prefix_names({"prompt": text}) for text in texts]
-    raw = [json.dumps([None, None, None, text], ensure_ascii=False, separators=(",", ":")).encode() for text in texts]
-    same = next((i for i, (x, y) in enumerate(zip(*raw, strict=False)) if x != y), min(map(len, raw)))
+    raw = [
+        json.dumps([None, None, None, text], ensure_ascii=False, separators=(",", ":")).encode()
+        for text in texts
+    ]
+    same = next(
+        (i for i, (x, y) in enumerate(zip(*raw, strict=False)) if x != y), min(map(len, raw))
+    )
     agreeing = [x == y for x, y in zip(*names, strict=False)]
     assert agreeing == [i < same // PIECE_BYTES for i in range(len(agreeing))]
     assert list(map(len, names)) == [len(text) // PIECE_BYTES for text in raw]
@@ -785,11 +883,16 @@ def test_long_prompts_are_looked_at_only_in_their_beginning() -> None:
         (["--worker-urls", "a:1"], "'a:1' is not the address of a server"),
         (["--worker-urls", "http://a:1/v1"], "is not the address of a server"),
         (["--prefill", "http://a:1", "--decode", "http://a:1/"], "listed twice"),
-        (["--worker-urls", "http://a:1", "--prefill-timeout", "0"], "prefill_timeout must be a finite number above 0"),
+        (
+            ["--worker-urls", "http://a:1", "--prefill-timeout", "0"],
+            "prefill_timeout must be a finite number above 0",
+        ),
         (["--worker-urls", "http://a:1", "--policy", "best"], "invalid choice"),
     ],
 )
-def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_on_the_command_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from nanovllm.cli.main import main
 
     with contextlib.suppress(SystemExit):
@@ -803,11 +906,23 @@ async def test_the_command(tmp_path: Any) -> None:
         closed.bind(("127.0.0.1", 0))
         down = f"http://127.0.0.1:{closed.getsockname()[1]}"
     output = tmp_path / "output.txt"
-    command = [sys.executable, "-m", "nanovllm", "router", "--port", "0", "--worker-urls", server.url, down]
+    command = [
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "router",
+        "--port",
+        "0",
+        "--worker-urls",
+        server.url,
+        down,
+    ]
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
-        await until(lambda: "/v1, to 2 regular servers" in output.read_text() or process.poll() is not None)
+        await until(
+            lambda: "/v1, to 2 regular servers" in output.read_text() or process.poll() is not None
+        )
         text = output.read_text()
         assert f"Still missing: {down} cannot be reached" in text
         (url,) = re.findall(r"routed at (\S+)/v1", text)

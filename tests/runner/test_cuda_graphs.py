@@ -1,4 +1,5 @@
-"""CUDA graphs without a GPU: a double that repeats recorded work on the very same addresses, and refuses any other."""
+"""CUDA graphs without a GPU: a double that repeats recorded work on the very same addresses, and
+refuses any other."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ class Rows:
     """Of a runner what graphs need: a step of some rows computes as many zeros."""
 
     def __init__(self, make_graph: Any, sizes: int, noted: list[Any]) -> None:
-        self.config, self.make_graph, self.noted = EngineConfig(max_num_seqs=sizes), make_graph, noted
+        self.config, self.make_graph, self.noted = (
+            EngineConfig(max_num_seqs=sizes),
+            make_graph,
+            noted,
+        )
         self.speculator = None
         self.config.settle(64, 32)
 
@@ -78,7 +83,9 @@ class Rows:
     def _pad(self, first: int, end: int) -> None:
         self.noted.append(("padding", first, end))
 
-    def _inputs(self, num_seqs: int, num_tokens: int, *longest: int, upload: bool = False) -> tuple[int]:
+    def _inputs(
+        self, num_seqs: int, num_tokens: int, *longest: int, upload: bool = False
+    ) -> tuple[int]:
         if upload:
             self.noted.append(("upload", num_seqs, num_tokens))
         return (num_seqs,)
@@ -101,30 +108,53 @@ def test_the_smallest_that_is_large_enough() -> None:
 
     noted: list[Any] = []
     graphs: DecodeGraphs = capture_graphs(Rows(Listed, 13, noted))  # type: ignore[arg-type]
-    assert recorded == [(13, None), *((n, "pool") for n in (8, 4, 2, 1))], "all share the memory of the first"
-    assert noted == [("padding", 0, 13), ("upload", 13, 13), *(f"work {n}" for n in (13, 8, 4, 2, 1))]
+    assert recorded == [(13, None), *((n, "pool") for n in (8, 4, 2, 1))], (
+        "all share the memory of the first"
+    )
+    assert noted == [
+        ("padding", 0, 13),
+        ("upload", 13, 13),
+        *(f"work {n}" for n in (13, 8, 4, 2, 1)),
+    ]
     assert [graphs.size_for(n) for n in (1, 3, 4, 5, 8, 9, 13)] == [1, 4, 4, 8, 8, 13, 13]
     out = graphs.replay(SimpleNamespace(num_scheduled=np.ones(5), input_ids=[0] * 8), None)  # type: ignore[arg-type]
     assert recorded[-1] == "replayed" and len(out) == 5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_a_replay_returns_the_rows_of_the_requests(monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+def test_a_replay_returns_the_rows_of_the_requests(
+    monkeypatch: pytest.MonkeyPatch, is_last: bool
+) -> None:
     group = SimpleNamespace(is_last=is_last)
     monkeypatch.setattr(nanovllm.runner.cuda_graphs, "get_pp_group", lambda: group, raising=False)
     graphs: Any = object.__new__(DecodeGraphs)
-    graphs.sizes, graphs._out, graphs._received, replayed = [4, 8], torch.zeros(8, 2), torch.zeros(8, 2), []
+    graphs.sizes, graphs._out, graphs._received, replayed = (
+        [4, 8],
+        torch.zeros(8, 2),
+        torch.zeros(8, 2),
+        [],
+    )
     for size in (4, 8):
         graphs._graphs = getattr(graphs, "_graphs", {}) | {
-            size: SimpleNamespace(replay=lambda size=size: replayed.append((size, graphs._received.clone())))
+            size: SimpleNamespace(
+                replay=lambda size=size: replayed.append((size, graphs._received.clone()))
+            )
         }
     received = torch.ones(3, 2)
-    out = graphs.replay(SimpleNamespace(num_scheduled=np.array([1, 2]), input_ids=[0] * 4), received)
-    assert [size for size, _ in replayed] == [4], "the graph of the size to which the batch was padded"
-    assert torch.equal(replayed[0][1][:3], received), "what the graph reads is in its buffer before the replay"
+    out = graphs.replay(
+        SimpleNamespace(num_scheduled=np.array([1, 2]), input_ids=[0] * 4), received
+    )
+    assert [size for size, _ in replayed] == [4], (
+        "the graph of the size to which the batch was padded"
+    )
+    assert torch.equal(replayed[0][1][:3], received), (
+        "what the graph reads is in its buffer before the replay"
+    )
     assert out.shape == (3, 2), "the requests' rows, without those of the padding"
     graphs._out.fill_(7)
-    assert bool((out == 7).all()) == is_last, "the next replay must not change what is still to be sent"
+    assert bool((out == 7).all()) == is_last, (
+        "the next replay must not change what is still to be sent"
+    )
     graphs.replay(SimpleNamespace(num_scheduled=np.ones(8), input_ids=[0] * 8), None)
     assert replayed[1][0] == 8
 
@@ -133,16 +163,28 @@ def test_a_replay_returns_the_rows_of_the_requests(monkeypatch: pytest.MonkeyPat
 
 
 class Watched:
-    """A backend that a graph may record, since what it reads of lengths it reads when it runs. It notes all that a GPU's
-    kernels would be given: addresses, shapes and strides."""
+    """A backend that a graph may record, since what it reads of lengths it reads when it runs. It
+    notes all that a GPU's kernels would be given: addresses, shapes and strides."""
 
     supports_graphs = True
     launches: list[Any]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, *rest: Any, **options: Any
-    ) -> Tensor:  # fmt: skip
-        inputs = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, metadata.slot_mapping)
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        inputs = (
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            metadata.slot_mapping,
+        )
         for tensor in (kv_cache, *inputs):
             self.launches.append((tensor.data_ptr(), tensor.shape, tensor.stride()))
         self.launches.append((metadata.max_query_len, metadata.max_seq_len))
@@ -158,7 +200,8 @@ class WatchedCpu(Watched, CpuBackend):
 
 
 class Recording:
-    """A graph on the CPU. Between its replays its result is spoiled, so that nobody lives on an old one."""
+    """A graph on the CPU. Between its replays its result is spoiled, so that nobody lives on an old
+    one."""
 
     made: list[Recording]
     launches: list[Any]
@@ -191,8 +234,12 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     monkeypatch.setattr(Watched, "launches", [], raising=False)
     monkeypatch.setattr(Recording, "launches", Watched.launches, raising=False)
     monkeypatch.setattr(Recording, "made", [], raising=False)
-    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *arguments, **options: request.param())
-    monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda _, __, eager: None if eager else Recording)
+    monkeypatch.setattr(
+        nanovllm.runner.runner, "get_backend", lambda *arguments, **options: request.param()
+    )
+    monkeypatch.setattr(
+        nanovllm.runner.runner, "graph_maker", lambda _, __, eager: None if eager else Recording
+    )
     return Recording
 
 
@@ -210,15 +257,23 @@ def watch_inputs(runner: ModelRunner) -> None:
 def make_llm(folder: pathlib.Path, **options: Any) -> LLM:
     llm = LLM(
         str(folder),
-        **{"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 13, "max_model_len": 64}
-        | {"num_kv_blocks": 256, "check_invariants": True} | options,
-    )  # fmt: skip
+        **{
+            "dtype": "float32",
+            "block_size": 4,
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 13,
+            "max_model_len": 64,
+        }
+        | {"num_kv_blocks": 256, "check_invariants": True}
+        | options,
+    )
     return llm
 
 
 def make_prompts(count: int, shared: int = 0) -> list[list[int]]:
     return [
-        [7 * i % 300 + 3 for i in range(shared)] + [(i * i + 11 * n) % 300 + 3 for i in range(1 + 5 * n % 17)]
+        [7 * i % 300 + 3 for i in range(shared)]
+        + [(i * i + 11 * n) % 300 + 3 for i in range(1 + 5 * n % 17)]
         for n in range(count)
     ]
 
@@ -228,7 +283,8 @@ def serve(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list
 
 
 def same_caches(llm: LLM, other: LLM) -> bool:
-    """Whether both have computed the same keys and values into the same slots, and nothing anywhere else."""
+    """Whether both have computed the same keys and values into the same slots, and nothing anywhere
+    else."""
     caches, others = llm.engine.core.runner.kv_caches, other.engine.core.runner.kv_caches
     return all(torch.allclose(a, b, atol=1e-4) for a, b in zip(caches, others, strict=True))
 
@@ -240,7 +296,10 @@ def same_caches(llm: LLM, other: LLM) -> bool:
 def test_same_tokens_and_same_cache_as_without(folder, graphs, count) -> None:
     """With batches of every size, as requests come and end; 13 is no rung but the last."""
     prompts = make_prompts(count)
-    params = [SamplingParams(temperature=0, max_tokens=3 + 4 * n % 19, ignore_eos=True) for n in range(count)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3 + 4 * n % 19, ignore_eos=True)
+        for n in range(count)
+    ]
     eager, llm = make_llm(folder, enforce_eager=True), make_llm(folder)
     assert serve(llm, prompts, params) == serve(eager, prompts, params)
     assert same_caches(llm, eager)
@@ -260,7 +319,8 @@ def test_same_tokens_and_same_cache_as_without(folder, graphs, count) -> None:
     ],
 )
 def test_preemption_prefix_hits_and_policies(folder, graphs, options) -> None:
-    """Twice the same prompts, which begin alike: the second time, most of them is found in the cache."""
+    """Twice the same prompts, which begin alike: the second time, most of them is found in the
+    cache."""
     eager, llm = make_llm(folder, enforce_eager=True, **options), make_llm(folder, **options)
     prompts = make_prompts(11, shared=9)
     for _ in range(2):
@@ -273,16 +333,21 @@ def test_preemption_prefix_hits_and_policies(folder, graphs, options) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
 def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, method) -> None:
-    """With and without graphs the same drafts, although a head reads hidden states of the replayed step; and tokens as without drafts."""
+    """With and without graphs the same drafts, although a head reads hidden states of the replayed
+    step; and tokens as without drafts."""
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     drafts["num_speculative_tokens_per_batch_size"] = [[1, 256, 3]]
-    drafts |= {"draft_model": {"model": str(folder)}, "ngram": {"prompt_lookup_min": 1}}.get(method, {})
+    drafts |= {"draft_model": {"model": str(folder)}, "ngram": {"prompt_lookup_min": 1}}.get(
+        method, {}
+    )
     if method == "eagle3":
         drafts["model"] = str(write(tmp_path, random_head(), CONFIG))
     few = {token: 60.0 for token in (70, 71, 72)}  # so that the text repeats itself
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True, logit_bias=few)
     plain = make_llm(folder, enforce_eager=True)
-    made = [make_llm(folder, enforce_eager=eager, speculative_config=drafts) for eager in (True, False)]
+    made = [
+        make_llm(folder, enforce_eager=eager, speculative_config=drafts) for eager in (True, False)
+    ]
     noted: list[list[Any]] = [[], []]
     for llm, notes in zip(made, noted, strict=True):
         step = llm.engine.core.runner.launch
@@ -302,7 +367,9 @@ def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, m
     expected = serve(plain, prompts, params)
     assert [serve(llm, prompts, params) for llm in made] == [expected] * 2
     assert noted[0] == noted[1] and sum(len(drafted) for *_, drafted in noted[1]) > 30
-    assert made[1].engine.core.runner.graphs.sizes[-1] == 24, "as many rows as the step's budget, for up to 52 tokens"
+    assert made[1].engine.core.runner.graphs.sizes[-1] == 24, (
+        "as many rows as the step's budget, for up to 52 tokens"
+    )
 
 
 def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) -> None:
@@ -320,7 +387,9 @@ def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) ->
         assert len(hidden) == batch.num_scheduled.sum() and hidden.isfinite().all()
         return hidden
 
-    monkeypatch.setattr(runner, "prepare_inputs", lambda schedule: steps.append(build(schedule)) or steps[-1])
+    monkeypatch.setattr(
+        runner, "prepare_inputs", lambda schedule: steps.append(build(schedule)) or steps[-1]
+    )
     monkeypatch.setattr(runner, "_forward", noted)
     params = [SamplingParams(temperature=0, max_tokens=12 + n, ignore_eos=True) for n in range(13)]
     serve(llm, make_prompts(13), params)
@@ -339,7 +408,9 @@ def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) ->
 
 def test_other_outputs_of_a_step(folder, graphs) -> None:
     """Log-probabilities, and prompts of one token, which are read by a decode step."""
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True
+    )
     prompts = [[5], [6], [7, 8, 9], [10]]
     both = [
         make_llm(folder, **options).generate(prompts, params, use_tqdm=False)
@@ -382,10 +453,17 @@ def step(runner: ModelRunner, *parts: tuple[str, int, list[int], list[int]]) -> 
     known = runner.rows.row_of
     return SchedulerOutput(
         [
-            ScheduledRequest(name, start, len(tokens), tokens, blocks, *(() if name in known else (GREEDY, len(tokens))))
+            ScheduledRequest(
+                name,
+                start,
+                len(tokens),
+                tokens,
+                blocks,
+                *(() if name in known else (GREEDY, len(tokens))),
+            )
             for name, start, tokens, blocks in parts
         ]
-    )  # fmt: skip
+    )
 
 
 def test_padding_after_a_larger_step(folder, graphs) -> None:
@@ -475,11 +553,14 @@ def test_no_graphs(device, backend, eager) -> None:
 def test_backends_that_say_so() -> None:
     triton = pytest.importorskip("nanovllm.attention.triton")
     assert triton.TritonBackend.supports_graphs
-    assert not hasattr(TorchBackend, "supports_graphs") and not hasattr(CpuBackend, "supports_graphs")
+    assert not hasattr(TorchBackend, "supports_graphs") and not hasattr(
+        CpuBackend, "supports_graphs"
+    )
 
 
 def test_what_is_asked_of_cuda(monkeypatch) -> None:
-    """Work is done once on the stream that records, and then recorded, in the memory of the first graph."""
+    """Work is done once on the stream that records, and then recorded, in the memory of the first
+    graph."""
     events: list[Any] = []
 
     class Stream:
@@ -518,11 +599,15 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
     graphs.replay(SimpleNamespace(num_scheduled=np.ones(2), input_ids=[0, 1]), None)  # type: ignore[arg-type]
     rounds = [
         [
-            "cuda waits for main", "on cuda", f"work {size}", "main waits for cuda",
-            f"record on cuda in {pool}", f"work {size}",
+            "cuda waits for main",
+            "on cuda",
+            f"work {size}",
+            "main waits for cuda",
+            f"record on cuda in {pool}",
+            f"work {size}",
         ]
         for size, pool in ((2, None), (1, "pool"))
-    ]  # fmt: skip
+    ]
     assert events == [*rounds[0], *rounds[1], "replay"]
     assert isinstance(make_graph(), CudaGraph)
 
@@ -552,7 +637,9 @@ def lecture(tmp_path: pathlib.Path) -> pathlib.Path:
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "pyproject.toml").touch()
     sources = ("x = 1", "raise SystemError('no GPU')", "print(x + 1)")
-    cells = [v4.new_code_cell(source, execution_count=i) for i, source in enumerate(sources, start=1)]
+    cells = [
+        v4.new_code_cell(source, execution_count=i) for i, source in enumerate(sources, start=1)
+    ]
     cells[1].metadata["tags"] = ["gpu"]
     for cell, text in zip(cells[1:], ("42 kernels\n", "2\n"), strict=True):
         cell.outputs = [v4.new_output("stream", text=text)]
@@ -579,12 +666,31 @@ def test_gpu_cells_are_reported_as_skipped(lecture, available) -> None:
     course = pathlib.Path(nanovllm.__file__).parents[1] / "notebooks/conftest.py"
     # What the real conftest does, with another answer to its question.
     answer = f"import torch\n\ntorch.cuda.is_available = lambda: {available}\n"
-    (lecture.parent / "conftest.py").write_text(course.read_text().replace("import torch\n", answer))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", "-rs"]
+    (lecture.parent / "conftest.py").write_text(
+        course.read_text().replace("import torch\n", answer)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--nbval",
+        "--nbval-current-env",
+        "-rs",
+    ]
     environment = os.environ | {"PYTEST_ADDOPTS": ""}
-    done = subprocess.run([*command, str(lecture)], capture_output=True, text=True, cwd=lecture.parent, env=environment)
+    done = subprocess.run(
+        [*command, str(lecture)],
+        capture_output=True,
+        text=True,
+        cwd=lecture.parent,
+        env=environment,
+    )
     if available:
-        assert done.returncode == 1 and "1 failed, 2 passed" in done.stdout and "no GPU" in done.stdout
+        assert (
+            done.returncode == 1 and "1 failed, 2 passed" in done.stdout and "no GPU" in done.stdout
+        )
     else:
         assert done.returncode == 0, done.stdout
         assert "2 passed, 1 skipped" in done.stdout and "needs a GPU" in done.stdout
@@ -602,10 +708,12 @@ class Forgetful:
 
 
 def test_an_engine_with_graphs_gives_its_memory_back_at_once(folder, monkeypatch) -> None:
-    """A cycle through the graphs would keep a GPU full until the garbage collector comes by, which the next engine
-    does not wait for."""
+    """A cycle through the graphs would keep a GPU full until the garbage collector comes by, which
+    the next engine does not wait for."""
     monkeypatch.setattr(Watched, "launches", [], raising=False)
-    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch())
+    monkeypatch.setattr(
+        nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch()
+    )
     monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *arguments: Forgetful)
     llm = make_llm(folder)
     runner = weakref.ref(llm.engine.core.runner)

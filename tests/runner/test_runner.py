@@ -1,4 +1,5 @@
-"""The runner's tensors against a slow builder, its copies, its prompt log-probabilities, its memory, its refusals."""
+"""The runner's tensors against a slow builder, its copies, its prompt log-probabilities, its
+memory, its refusals."""
 
 from __future__ import annotations
 
@@ -14,11 +15,21 @@ from hypothesis import strategies as st
 
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionMetadata,
+    ForwardContext,
+    forward_context,
+    kv_cache_shape,
+)
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.schedule import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
@@ -48,7 +59,9 @@ class BareRunner(ModelRunner):
 
 
 def bare_runner(max_tokens: int = 40, num_blocks: int = 10, **options: Any) -> BareRunner:
-    config = EngineConfig(**({"max_num_seqs": 3, "block_size": 4, "max_num_batched_tokens": 16} | options))
+    config = EngineConfig(
+        **({"max_num_seqs": 3, "block_size": 4, "max_num_batched_tokens": 16} | options)
+    )
     config.settle(max_tokens, num_blocks)
     runner = BareRunner(config)
     runner.allocate(num_blocks)
@@ -93,7 +106,9 @@ def check_batch(batch: Batch, plan: SchedulerOutput, scheduler: Scheduler) -> No
     assert metadata.max_query_len == max(r.num_tokens for r in plan.requests)
     assert metadata.max_seq_len == max(seq_lens)
     assert len(set(metadata.slot_mapping.tolist())) == first, "two tokens in one slot"
-    assert [t.dtype for t in (batch.input_ids, batch.positions, metadata.slot_mapping)] == [torch.int64] * 3
+    assert [t.dtype for t in (batch.input_ids, batch.positions, metadata.slot_mapping)] == [
+        torch.int64
+    ] * 3
     for tensor in (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables):
         assert tensor.dtype == torch.int32
 
@@ -108,8 +123,11 @@ def check_batch(batch: Batch, plan: SchedulerOutput, scheduler: Scheduler) -> No
     mode=st.sampled_from(["recompute", "swap"]),
     caching=st.booleans(),
 )
-def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_budget, mode, caching) -> None:
-    """Rows change hands, requests are preempted, come back and are aborted: every tensor of every step is right."""
+def test_batches_of_random_schedules(
+    data, prompts, block_size, num_seqs, extra_budget, mode, caching
+) -> None:
+    """Rows change hands, requests are preempted, come back and are aborted: every tensor of every
+    step is right."""
     num_blocks = -(-30 // block_size)
     config = EngineConfig(
         block_size=block_size,
@@ -121,7 +139,9 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
     runner = BareRunner(config)
     runner.allocate(num_blocks)
     addresses = None
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size, caching, 8 if mode == "swap" else 0))
+    scheduler = Scheduler(
+        config, KVCacheManager(num_blocks, block_size, caching, 8 if mode == "swap" else 0)
+    )
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 9)), ignore_eos=True)
         scheduler.add_request(Request(EngineRequest(f"r{i}", prompt, params), i))
@@ -132,11 +152,17 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
         check_batch(batch, plan, scheduler)
         assert runner.rows.row_of.keys() == {request.request_id for request in scheduler.running}
         assert len(set(runner.rows.row_of.values())) == len(runner.rows.row_of)
-        now = [t.data_ptr() for t in (batch.input_ids, batch.positions, batch.metadata.block_tables)]
+        now = [
+            t.data_ptr() for t in (batch.input_ids, batch.positions, batch.metadata.block_tables)
+        ]
         assert addresses in (None, now), "a buffer moved"
         addresses = now
         ends = {r.request_id: r.start + r.num_tokens for r in plan.requests}
-        due = [r for r in plan.requests if ends[r.request_id] == scheduler.requests[r.request_id].num_tokens]
+        due = [
+            r
+            for r in plan.requests
+            if ends[r.request_id] == scheduler.requests[r.request_id].num_tokens
+        ]
         caught_up = [
             r.request_id
             for r, row in zip(plan.requests, batch.rows, strict=True)
@@ -144,7 +170,10 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
         ]
         assert caught_up == [r.request_id for r in due], "runner and scheduler disagree who samples"
         scheduler.update_from_output(
-            plan, ModelRunnerOutput({r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due})
+            plan,
+            ModelRunnerOutput(
+                {r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due}
+            ),
         )
         if scheduler.requests and data.draw(st.integers(0, 9)) == 0:
             scheduler.abort_request(data.draw(st.sampled_from(sorted(scheduler.requests))))
@@ -153,7 +182,9 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
 
 def test_slots_beyond_32_bits() -> None:
     runner = bare_runner(block_size=16)
-    batch = runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
+    batch = runner.prepare_inputs(
+        SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)])
+    )
     assert batch.metadata.slot_mapping.tolist() == [3_200_000_000, 3_200_000_001]
 
 
@@ -161,7 +192,12 @@ def test_longest_request_and_full_budget() -> None:
     """Every buffer is filled to its last entry."""
     runner = bare_runner(max_tokens=16, num_blocks=12, max_num_batched_tokens=48)
     plan = SchedulerOutput(
-        [ScheduledRequest(f"r{i}", 0, 16, list(range(16)), [4 * i + j for j in range(4)], GREEDY, 16) for i in range(3)]
+        [
+            ScheduledRequest(
+                f"r{i}", 0, 16, list(range(16)), [4 * i + j for j in range(4)], GREEDY, 16
+            )
+            for i in range(3)
+        ]
     )
     batch = runner.prepare_inputs(plan)
     assert batch.metadata.slot_mapping.tolist() == list(range(48))
@@ -174,7 +210,9 @@ def test_wider_step_leaves_nothing_behind_that_is_read() -> None:
     long = ScheduledRequest("long", 0, 16, list(range(16)), [9, 8, 7, 6], GREEDY, 16)
     runner.prepare_inputs(SchedulerOutput([long]))
     runner.rows.remove("long")
-    batch = runner.prepare_inputs(SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
+    batch = runner.prepare_inputs(
+        SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)])
+    )
     assert batch.metadata.block_tables[0, :2].tolist() == [2, 3]
     assert batch.metadata.slot_mapping.tolist() == [8, 9, 10, 11, 12]
 
@@ -196,7 +234,9 @@ def test_host_buffers_wait_for_their_uploads() -> None:
     """On a GPU the copies are asynchronous: the next step may not write before they were made."""
     runner = bare_runner()
     runner._uploaded = event = FakeEvent(runner)  # type: ignore[assignment]
-    runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
+    runner.prepare_inputs(
+        SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)])
+    )
     runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 2, 2, [], [])]))
     assert event.calls == [("wait", [0, 0]), ("mark", [5, 6]), ("wait", [5, 6]), ("mark", [7, 8])]
 
@@ -214,7 +254,9 @@ def test_rows_are_reused_from_the_beginning() -> None:
     rows.remove("A")
     row = rows.update(admission("B", [9], [7]))
     counts = (row, rows.num_tokens[0], rows.num_blocks[0], rows.num_prompt_tokens[0])
-    assert counts == (0, 1, 1, 1), "row, tokens, blocks and prompt tokens of B, which has A's row now"
+    assert counts == (0, 1, 1, 1), (
+        "row, tokens, blocks and prompt tokens of B, which has A's row now"
+    )
     assert rows.token_ids[0, 0] == 9 and rows.block_tables[0, 0] == 7 and list(rows.params) == ["B"]
 
 
@@ -233,11 +275,14 @@ def test_lost_schedule() -> None:
 
 
 def test_removed_and_admitted_in_the_same_step(folder) -> None:
-    """A name that ends and comes again, or a request that is thrown out and let in at once, starts afresh."""
+    """A name that ends and comes again, or a request that is thrown out and let in at once, starts
+    afresh."""
     runner = real_runner(folder)
     prompt = [5, 6, 7, 8, 9]
     runner.execute_model(SchedulerOutput([admission("A", [50, 51, 52], [0])]))
-    again = runner.execute_model(SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"]))
+    again = runner.execute_model(
+        SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"])
+    )
     assert again.sampled["A"].token_id == int(full_logits(runner.model, prompt)[-1].argmax())
     assert runner.rows.row_of == {"A": 0}
 
@@ -254,12 +299,15 @@ def test_empty_schedule_is_refused_and_changes_nothing(folder) -> None:
 
 
 def test_swap_copies_come_first_and_out_before_in(folder) -> None:
-    """Block 3 is rescued, filled with what comes back, and block 5 is rescued before the step writes to it."""
+    """Block 3 is rescued, filled with what comes back, and block 5 is rescued before the step
+    writes to it."""
     runner = real_runner(folder, num_blocks=8, num_host_blocks=4)
     torch.manual_seed(0)
     for cache in runner.kv_caches + runner.host_caches:
         cache.copy_(torch.randn(cache.shape))
-    device, host = ([cache.clone() for cache in caches] for caches in (runner.kv_caches, runner.host_caches))
+    device, host = (
+        [cache.clone() for cache in caches] for caches in (runner.kv_caches, runner.host_caches)
+    )
     runner.execute_model(
         SchedulerOutput(
             [admission("A", [4, 5, 6, 7], [5])],
@@ -301,17 +349,31 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("budget", [3, 16, 512])
 @pytest.mark.parametrize(
-    "preemption", [{}, {"num_kv_blocks": 18}, {"num_kv_blocks": 18, "preemption_mode": "swap", "swap_space": 0.001}]
+    "preemption",
+    [
+        {},
+        {"num_kv_blocks": 18},
+        {"num_kv_blocks": 18, "preemption_mode": "swap", "swap_space": 0.001},
+    ],
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
     monkeypatch.setattr(nanovllm.runner.runner, "LOGPROB_ROWS", 7)
     llm = LLM(
-        str(folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=budget, block_size=4, check_invariants=True,
-        max_model_len=64, **preemption,
-    )  # fmt: skip
+        str(folder),
+        dtype="float32",
+        max_num_seqs=3,
+        max_num_batched_tokens=budget,
+        block_size=4,
+        check_invariants=True,
+        max_model_len=64,
+        **preemption,
+    )
     prompts = [[(i * i + 7 * n) % 300 + 3 for i in range(n)] for n in (1, 2, 30, 8)]
-    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=k) for k in (2, 0, 3, 1)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=k)
+        for k in (2, 0, 3, 1)
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     if preemption:
         assert llm.engine.core.stats.num_preemptions > 0
@@ -333,7 +395,9 @@ def test_only_last_rows_become_logits(folder, monkeypatch) -> None:
     llm = LLM(str(folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=16)
     model, rows = llm.engine.core.runner.model, []
     inside = model.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda hidden: rows.append(len(hidden)) or inside(hidden))
+    monkeypatch.setattr(
+        model, "compute_logits", lambda hidden: rows.append(len(hidden)) or inside(hidden)
+    )
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate([[9] * 40, [8] * 5, [7]], params, use_tqdm=False)
     assert sum(rows) == 3 * 4 and max(rows) <= 3
@@ -345,7 +409,9 @@ def test_only_last_rows_become_logits(folder, monkeypatch) -> None:
 def test_bytes_per_block_are_the_bytes_that_are_held() -> None:
     runner = bare_runner(num_blocks=10)
     assert sum(cache.nbytes for cache in runner.kv_caches) == 10 * runner.bytes_per_block
-    assert runner.bytes_per_block == 2 * 3 * 2 * 16 * 4 * 4  # K and V, layers, KV heads, channels, tokens, bytes
+    assert (
+        runner.bytes_per_block == 2 * 3 * 2 * 16 * 4 * 4
+    )  # K and V, layers, KV heads, channels, tokens, bytes
 
 
 def test_number_of_blocks_as_told() -> None:
@@ -353,7 +419,12 @@ def test_number_of_blocks_as_told() -> None:
     assert num_blocks_that_fit(BareRunner(EngineConfig(num_kv_blocks=7, kv_cache_memory="1"))) == 7
     assert num_blocks_that_fit(BareRunner(EngineConfig(kv_cache_memory=str(3 * size - 1)))) == 2
     # More than one request of 256 tokens can fill: the rest is room for the prefix cache.
-    assert num_blocks_that_fit(BareRunner(EngineConfig(max_num_seqs=1, kv_cache_memory=str(100 * size)))) == 100
+    assert (
+        num_blocks_that_fit(
+            BareRunner(EngineConfig(max_num_seqs=1, kv_cache_memory=str(100 * size)))
+        )
+        == 100
+    )
 
 
 def test_number_of_blocks_by_default(monkeypatch) -> None:
@@ -385,14 +456,18 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
     assert with_use(60) == 150 - 60 - 8 - 2
     config.max_num_seqs = 1
     assert with_use(60) == 256 // config.block_size, "no more than one request can fill"
-    with pytest.raises(ValueError, match="into 0 bytes: raise kv_cache_memory or gpu_memory_utilization"):
+    with pytest.raises(
+        ValueError, match="into 0 bytes: raise kv_cache_memory or gpu_memory_utilization"
+    ):
         with_use(140)
 
 
 @pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
 def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
     runner = BareRunner(EngineConfig(**told), "cuda")
-    monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: pytest.fail("measured, though it was told"))
+    monkeypatch.setattr(
+        gpu_memory, "profile_run", lambda runner: pytest.fail("measured, though it was told")
+    )
     assert num_blocks_that_fit(runner) > 0
 
 
@@ -403,9 +478,9 @@ def test_where_the_memory_went(monkeypatch, caplog) -> None:
     with caplog.at_level(logging.INFO):
         assert gpu_memory.free_memory(runner) == 24 * gib
     assert (
-        "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs 1.00 GiB, "
-        "other 4.00 GiB; that leaves 24.00 GiB for the KV pool"
-    ) in caplog.text
+        "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs"
+        " 1.00 GiB, other 4.00 GiB; that leaves 24.00 GiB for the KV pool" in caplog.text
+    )
 
 
 def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None:
@@ -414,15 +489,20 @@ def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None
 
     runner = BareRunner(EngineConfig(), "cuda")
     monkeypatch.setattr(gpu_memory, "profile_run", fail)
-    with pytest.raises(ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"):
+    with pytest.raises(
+        ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"
+    ):
         num_blocks_that_fit(runner)
     monkeypatch.setattr(nanovllm.runner.runner, "zeros", fail)
-    with pytest.raises(ValueError, match="KV cache: lower num_kv_blocks, kv_cache_memory or gpu_memory"):
+    with pytest.raises(
+        ValueError, match="KV cache: lower num_kv_blocks, kv_cache_memory or gpu_memory"
+    ):
         runner.allocate(10**9)
 
 
 class FakeMemory:
-    """Stands for torch's and CUDA's counters. Free memory falls by what each call of `graphs` is to take."""
+    """Stands for torch's and CUDA's counters. Free memory falls by what each call of `graphs` is to
+    take."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: list[int]) -> None:
         self.free, self.allocated = list(free), [700, 750]
@@ -449,21 +529,32 @@ class NoGraph:
     ("options", "tokens", "rows"),
     [
         ({"max_num_seqs": 3, "max_num_batched_tokens": 16}, 16, 3),  # 6, 5 and 5
-        ({"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 4}, 12, 3),  # no longer than allowed
+        (
+            {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 4},
+            12,
+            3,
+        ),  # no longer than allowed
         ({"max_num_seqs": 1, "max_num_batched_tokens": 999}, 256, 1),
         ({"max_num_seqs": 2, "enable_chunked_prefill": False, "max_model_len": 100}, 200, 2),
     ],
 )
 def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
-    """The profile's step is as large as a step can be, is a step that a backend accepts, and is accounted for."""
+    """The profile's step is as large as a step can be, is a step that a backend accepts, and is
+    accounted for."""
     config = EngineConfig(dtype="float32", block_size=4, **options)
     runner = ModelRunner(config, ModelConfig.from_pretrained(folder), folder)
     runner.backend, runner.make_graph = TorchBackend(), NoGraph
     shapes: list[int] = []
     forward, compute_logits = runner.model.forward, runner.model.compute_logits
-    monkeypatch.setattr(runner.model, "forward", lambda ids, *others: shapes.append(len(ids)) or forward(ids, *others))
     monkeypatch.setattr(
-        runner.model, "compute_logits", lambda hidden: shapes.append(len(hidden)) or compute_logits(hidden)
+        runner.model,
+        "forward",
+        lambda ids, *others: shapes.append(len(ids)) or forward(ids, *others),
+    )
+    monkeypatch.setattr(
+        runner.model,
+        "compute_logits",
+        lambda hidden: shapes.append(len(hidden)) or compute_logits(hidden),
     )
     # After the step; before the graphs; after the largest; after the next.
     FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
@@ -490,10 +581,15 @@ def test_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: check that `nvidia-smi`.*use --device cpu"):
+    with pytest.raises(
+        ValueError, match=r"torch \S+ sees no CUDA GPU: check that `nvidia-smi`.*use --device cpu"
+    ):
         choose_device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: it is built without CUDA; .*use --device cpu"):
+    with pytest.raises(
+        ValueError,
+        match=r"torch \S+ sees no CUDA GPU: it is built without CUDA; .*use --device cpu",
+    ):
         choose_device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -524,7 +620,11 @@ def test_dtype_of_a_cpu(monkeypatch, capabilities, expected) -> None:
 
 def test_dtype_of_a_gpu_that_only_emulates_bfloat16(monkeypatch) -> None:
     emulates = {True: True, False: False}  # what torch answers for a T4
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulates[including_emulation])
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: emulates[including_emulation],
+    )
     assert choose_dtype("auto", torch.device("cuda")) is torch.float16
     emulates[False] = True
     assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
@@ -532,11 +632,19 @@ def test_dtype_of_a_gpu_that_only_emulates_bfloat16(monkeypatch) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_bfloat16_on_an_old_gpu(monkeypatch, native) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: native or including_emulation,
+    )
     gpu = torch.device("cuda")
-    assert choose_dtype("half", gpu) is torch.float16 and choose_dtype("float", gpu) is torch.float32
+    assert (
+        choose_dtype("half", gpu) is torch.float16 and choose_dtype("float", gpu) is torch.float32
+    )
     if native:
         assert choose_dtype("bfloat16", gpu) is torch.bfloat16
     else:
-        with pytest.raises(ValueError, match=r"cannot multiply bfloat16, which needs .* 8.0: use --dtype half"):
+        with pytest.raises(
+            ValueError, match=r"cannot multiply bfloat16, which needs .* 8.0: use --dtype half"
+        ):
             choose_dtype("bfloat16", gpu)

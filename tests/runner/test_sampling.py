@@ -1,4 +1,5 @@
-"""Each sampling option against a slow float64 reference; draws against their distribution; bad values refused."""
+"""Each sampling option against a slow float64 reference; draws against their distribution; bad
+values refused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from tests.oracle import make_checkpoint
 VOCAB = 12
 NAN, INF = math.nan, math.inf
 
-# ---------------------------------------------------------------- the reference: one request, one token at a time
+# -------------------------------------------------- the reference: one request, one token at a time
 
 
 def reference_logits(logits: Sequence[float], row: SamplingRow) -> list[float]:
@@ -58,9 +59,13 @@ def reference_logits(logits: Sequence[float], row: SamplingRow) -> list[float]:
     for token in range(len(scores)):
         if token in tokens:
             x = scores[token]
-            scores[token] = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+            scores[token] = (
+                x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+            )
         if token in output:
-            scores[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+            scores[token] -= params.presence_penalty + params.frequency_penalty * output.count(
+                token
+            )
     return scores
 
 
@@ -99,7 +104,8 @@ def reference_distribution(logits: Sequence[float], row: SamplingRow) -> list[fl
     return softmax(scores)
 
 
-# Multiples of powers of two, which float32 adds, multiplies and divides without rounding: ties stay ties.
+# Multiples of powers of two, which float32 adds, multiplies and divides without rounding: ties stay
+# ties.
 LOGITS = st.lists(st.integers(-64, 64).map(lambda i: i / 8), min_size=VOCAB, max_size=VOCAB)
 TOKENS = st.integers(0, VOCAB - 1)
 POWERS = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])
@@ -127,7 +133,9 @@ def sampling_rows(draw_from: Any, greedy: bool | None = None) -> SamplingRow:
     )
     tokens = choose(st.lists(TOKENS, min_size=1, max_size=8))
     stop_ids = choose(st.lists(TOKENS, max_size=3))
-    return SamplingRow(params, np.array(tokens, dtype=np.int32), choose(st.integers(1, len(tokens))), stop_ids)
+    return SamplingRow(
+        params, np.array(tokens, dtype=np.int32), choose(st.integers(1, len(tokens))), stop_ids
+    )
 
 
 def sample(logits: Sequence[Sequence[float]], rows: Sequence[SamplingRow]) -> list[int]:
@@ -142,9 +150,16 @@ def test_greedy_takes_the_first_of_the_largest(logits: list[float], row: Samplin
 
 
 @settings(max_examples=examples(300))
-@given(LOGITS, sampling_rows(greedy=False), st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=8))
-def test_every_option_against_the_reference(logits: list[float], row: SamplingRow, us: list[float]) -> None:
-    """The draw inverts the distribution function, so a chosen u tells which token the reference would draw."""
+@given(
+    LOGITS,
+    sampling_rows(greedy=False),
+    st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=8),
+)
+def test_every_option_against_the_reference(
+    logits: list[float], row: SamplingRow, us: list[float]
+) -> None:
+    """The draw inverts the distribution function, so a chosen u tells which token the reference
+    would draw."""
     try:
         probabilities = reference_distribution(logits, row)
     except TooClose:
@@ -167,7 +182,9 @@ def test_warpers_of_transformers_keep_the_same_tokens() -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, 1000) * 4
     prompt = torch.randint(1000, (64, 30))
-    params = SamplingParams(temperature=0.7, top_k=200, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
+    params = SamplingParams(
+        temperature=0.7, top_k=200, top_p=0.9, min_p=0.02, repetition_penalty=1.3
+    )
     expected = logits
     for process in (
         hf.RepetitionPenaltyLogitsProcessor(1.3),
@@ -216,7 +233,7 @@ def kept(logits: Sequence[float], **options: Any) -> list[int]:
         ({"min_p": 1e-300}, [0, 1, 2, 3, 4]),
         ({"min_p": 0.01, "top_k": 4}, [0, 1, 2, 3]),
     ],
-)  # fmt: skip
+)
 def test_truncation_by_hand(options: dict[str, Any], expected: list[int]) -> None:
     assert kept([2.0, 3.0, 1.0, 3.0, -4.0], **options) == expected, (
         f"tokens that {options} leaves of logits 2, 3, 1, 3, -4"
@@ -224,7 +241,9 @@ def test_truncation_by_hand(options: dict[str, Any], expected: list[int]) -> Non
 
 
 @given(LOGITS, st.permutations(range(VOCAB)), sampling_rows(greedy=False))
-def test_order_of_the_vocabulary_does_not_matter(logits: list[float], order: list[int], row: SamplingRow) -> None:
+def test_order_of_the_vocabulary_does_not_matter(
+    logits: list[float], order: list[int], row: SamplingRow
+) -> None:
     p = row.params
     options = {"top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p}
     shuffled = kept([logits[i] for i in order], **options)
@@ -234,30 +253,48 @@ def test_order_of_the_vocabulary_does_not_matter(logits: list[float], order: lis
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"repetition_penalty": 2.0}, [1.0, -2.0, 3.0, -4.0]),  # tokens 0 and 1 were seen: 2 / 2 and -1 * 2
+        (
+            {"repetition_penalty": 2.0},
+            [1.0, -2.0, 3.0, -4.0],
+        ),  # tokens 0 and 1 were seen: 2 / 2 and -1 * 2
         ({"repetition_penalty": 0.5}, [4.0, -0.5, 3.0, -4.0]),
         ({"presence_penalty": 1.5}, [2.0, -2.5, 3.0, -4.0]),  # only token 1 is in the output
         ({"frequency_penalty": 0.5}, [2.0, -2.0, 3.0, -4.0]),  # twice
-        ({"frequency_penalty": -0.5, "presence_penalty": 1.0, "repetition_penalty": 2.0}, [1.0, -2.0, 3.0, -4.0]),
+        (
+            {"frequency_penalty": -0.5, "presence_penalty": 1.0, "repetition_penalty": 2.0},
+            [1.0, -2.0, 3.0, -4.0],
+        ),
         ({"logit_bias": {3: 10, 0: -0.5}}, [1.5, -1.0, 3.0, 6.0]),
         ({"min_tokens": 3}, [2.0, -1.0, -INF, -4.0]),
         ({"min_tokens": 3, "logit_bias": {2: 100}}, [2.0, -1.0, -INF, -4.0]),
         ({"min_tokens": 2}, [2.0, -1.0, 3.0, -4.0]),  # two tokens are out already
         ({"bad_words_token_ids": [[0]]}, [-INF, -1.0, 3.0, -4.0]),
         ({"bad_words_token_ids": [[1, 2], [1, 1, 3], [2, 0]]}, [2.0, -1.0, -INF, -INF]),
-        ({"bad_words_token_ids": [[0, 1, 1, 2]]}, [2.0, -1.0, 3.0, -4.0]),  # it would begin in the prompt
-        ({"bad_words_token_ids": [[0], [1], [2], [3]]}, [2.0, -1.0, 3.0, -4.0]),  # nothing would be left
-        ({"bad_words_token_ids": [[0], [1], [3]], "min_tokens": 3}, [2.0, -1.0, 3.0, -4.0]),  # the same
+        (
+            {"bad_words_token_ids": [[0, 1, 1, 2]]},
+            [2.0, -1.0, 3.0, -4.0],
+        ),  # it would begin in the prompt
+        (
+            {"bad_words_token_ids": [[0], [1], [2], [3]]},
+            [2.0, -1.0, 3.0, -4.0],
+        ),  # nothing would be left
+        (
+            {"bad_words_token_ids": [[0], [1], [3]], "min_tokens": 3},
+            [2.0, -1.0, 3.0, -4.0],
+        ),  # the same
         ({"bad_words_token_ids": [[3], [7]], "logit_bias": {3: 100}}, [2.0, -1.0, 3.0, -INF]),
     ],
-)  # fmt: skip
+)
 def test_formulas_by_hand(options: dict[str, Any], expected: list[float]) -> None:
     logits = torch.tensor([[2.0, -1.0, 3.0, -4.0]] * 2)
     plain = SamplingRow(SamplingParams(), [0, 1, 1], 1, [2])
     rows = [SamplingRow(SamplingParams(**options), [0, 1, 1], 1, [2]), plain]
     nanovllm.runner.sampling.apply_constraints(logits, rows)
     nanovllm.runner.sampling.apply_penalties(logits, rows)
-    texts = f"{options}; the prompt is token 0, the output token 1 twice; and a row without options, which stays"
+    texts = (
+        f"{options}; the prompt is token 0, the output token 1 twice; and a row without options, "
+        "which stays"
+    )
     assert logits.tolist() == [expected, [2.0, -1.0, 3.0, -4.0]], texts
 
 
@@ -270,12 +307,17 @@ def test_a_stop_id_outside_of_the_vocabulary_concerns_nobody() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-8, 1e-5])
 def test_a_very_low_temperature_is_greedy(temperature: float) -> None:
-    rows = [SamplingRow(SamplingParams(temperature=temperature, seed=seed), [0], 1) for seed in range(50)]
+    rows = [
+        SamplingRow(SamplingParams(temperature=temperature, seed=seed), [0], 1)
+        for seed in range(50)
+    ]
     assert set(sample([[30.0, -50.0, 30.5, 29.0]] * 50, rows)) == {2}
 
 
 @pytest.mark.parametrize("temperature", [1e5, 1e39, sys.float_info.max])
-def test_a_very_high_temperature_is_uniform_and_keeps_out_what_is_forbidden(temperature: float) -> None:
+def test_a_very_high_temperature_is_uniform_and_keeps_out_what_is_forbidden(
+    temperature: float,
+) -> None:
     params = SamplingParams(temperature=temperature, min_tokens=2)
     rows = [SamplingRow(params.clone(seed=seed), [0], 1, [1]) for seed in range(300)]
     tokens = sample([[9.0, 9.0, -9.0, 0.0]] * 300, rows)
@@ -308,7 +350,9 @@ def penalized_rows(draw_from: Any) -> SamplingRow:
     output = draw_from(st.lists(TOKENS, max_size=6)) * draw_from(st.sampled_from([1, 1, 3, 100]))
     tokens = prompt + output
     as_array = draw_from(st.booleans())
-    return SamplingRow(params, np.array(tokens, dtype=np.int32) if as_array else tokens, len(prompt))
+    return SamplingRow(
+        params, np.array(tokens, dtype=np.int32) if as_array else tokens, len(prompt)
+    )
 
 
 @settings(max_examples=examples(300))
@@ -318,7 +362,9 @@ def test_penalties_of_a_whole_batch_are_those_of_each_row(
 ) -> None:
     """Whatever the neighbours ask for; and who asks for nothing keeps every bit, be it a NaN's."""
     row_of_logits = st.lists(
-        st.floats(-60, 60, width=32) | st.sampled_from([0.0, -0.0, -INF]), min_size=VOCAB, max_size=VOCAB
+        st.floats(-60, 60, width=32) | st.sampled_from([0.0, -0.0, -INF]),
+        min_size=VOCAB,
+        max_size=VOCAB,
     )
     wide = torch.full((len(rows), VOCAB + padding), NAN)
     logits = wide[:, :VOCAB]  # not contiguous if there is padding
@@ -403,7 +449,9 @@ def test_nucleus_guess_and_full_sort_agree(spread: float) -> None:
     for row, p, ours in zip(logits, top_p, nucleus_threshold(logits, top_p).tolist(), strict=True):
         probabilities = row.double().softmax(dim=0)
         # At the boundary, float32 probabilities may count one token more or less; nowhere else.
-        at_boundary = min(abs(probabilities[kept].sum() - p) for kept in (row > ours, row >= ours)) < 1e-5
+        at_boundary = (
+            min(abs(probabilities[kept].sum() - p) for kept in (row > ours, row >= ours)) < 1e-5
+        )
         assert ours == full_sort_threshold(row, p) or at_boundary
 
 
@@ -421,7 +469,8 @@ def test_thresholds_at_the_edges_of_the_guess(vocab_size: int) -> None:
 
 
 def test_only_wide_rows_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request with a flat distribution, or a huge k, must not make the whole batch sort its vocabulary."""
+    """One request with a flat distribution, or a huge k, must not make the whole batch sort its
+    vocabulary."""
     searched: dict[str, list[tuple[int, int]]] = {"top_k_threshold": [], "nucleus_threshold": []}
     for name in searched:
         original = getattr(nanovllm.runner.sampling, name)
@@ -447,7 +496,11 @@ def test_only_wide_rows_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 @settings(max_examples=examples(200))
 @given(
-    st.lists(st.floats(-30, 30, width=32) | st.sampled_from([0.0, -0.0, -INF, 1.5]), min_size=1, max_size=40),
+    st.lists(
+        st.floats(-30, 30, width=32) | st.sampled_from([0.0, -0.0, -INF, 1.5]),
+        min_size=1,
+        max_size=40,
+    ),
     st.floats(0, 1, exclude_min=True, exclude_max=True),
 )
 def test_both_searches_find_the_same_nucleus(logits: list[float], top_p: float) -> None:
@@ -469,7 +522,11 @@ def test_the_search_by_digits_in_a_large_vocabulary(spread: float) -> None:
     assert torch.isin(ours, logits).all()
     for row, p, threshold in zip(logits, top_p.tolist(), ours.tolist(), strict=True):
         probabilities = row.double().softmax(dim=0)
-        assert probabilities[row >= threshold].sum() > p - 1e-5 > probabilities[row > threshold].sum() - 2e-5
+        assert (
+            probabilities[row >= threshold].sum()
+            > p - 1e-5
+            > probabilities[row > threshold].sum() - 2e-5
+        )
 
 
 @pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1 - 2.0**-53])
@@ -481,8 +538,11 @@ def test_the_search_by_digits_at_its_ends(top_p: float) -> None:
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.tuples(LOGITS, sampling_rows()), max_size=6))
-def test_a_gpu_gets_the_tokens_that_a_cpu_gets(pairs: list[tuple[list[float], SamplingRow]]) -> None:
-    """What runs for an asynchronous device, run here: it must agree, unless float32 decides at a border."""
+def test_a_gpu_gets_the_tokens_that_a_cpu_gets(
+    pairs: list[tuple[list[float], SamplingRow]],
+) -> None:
+    """What runs for an asynchronous device, run here: it must agree, unless float32 decides at a
+    border."""
     try:
         for logits, row in pairs:
             if not row.params.greedy:
@@ -498,9 +558,10 @@ def test_a_gpu_gets_the_tokens_that_a_cpu_gets(pairs: list[tuple[list[float], Sa
 
 
 class NeverWaits(TorchDispatchMode):
-    """Refuses what would make the host wait for a GPU. The device is "meta": its tensors have no numbers, so that
-    whoever asks for one gets an error from torch. This class finds copies that wait: those that do not say
-    `non_blocking`, and those that torch makes by itself, of lists and of operands on the host."""
+    """Refuses what would make the host wait for a GPU. The device is "meta": its tensors have no
+    numbers, so that whoever asks for one gets an error from torch. This class finds copies that
+    wait: those that do not say `non_blocking`, and those that torch makes by itself, of lists and
+    of operands on the host."""
 
     def __init__(self, *on_device: torch.Tensor) -> None:
         super().__init__()
@@ -513,12 +574,15 @@ class NeverWaits(TorchDispatchMode):
         known = {id(tensor) for tensor in self.known}
         for tensor in operands:
             assert tensor.device.type == "cpu" or id(tensor) in known, (
-                "a list or a tensor of the host went to the device by itself: use `upload` or `pick`"
+                "a list or a tensor of the host went to the device by itself: use `upload` or "
+                "`pick`"
             )
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.known += results
         if len({tensor.device.type for tensor in operands + results if tensor.ndim > 0}) > 1:
-            assert function is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"), f"{function}"
+            assert function is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"), (
+                f"{function}"
+            )
         return result
 
 
@@ -564,7 +628,9 @@ ASKING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "names", [*([name] for name in ASKING), list(ASKING)], ids=lambda names: names[0] * (len(names) == 1) or "mixed"
+    "names",
+    [*([name] for name in ASKING), list(ASKING)],
+    ids=lambda names: names[0] * (len(names) == 1) or "mixed",
 )
 @pytest.mark.parametrize("with_others", [False, True])
 def test_the_host_does_not_wait_for_the_device(names: list[str], with_others: bool) -> None:
@@ -590,7 +656,9 @@ def chi_square(counts: Sequence[float], expected: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2, "temperature": 2.0}], ids=str
+    "options",
+    [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2, "temperature": 2.0}],
+    ids=str,
 )
 @pytest.mark.parametrize("by", ["seed", "token index"])
 def test_draws_follow_the_distribution(options: dict[str, Any], by: str) -> None:
@@ -610,11 +678,15 @@ def test_draws_follow_the_distribution(options: dict[str, Any], by: str) -> None
     assert chi_square(counts[likely], probabilities[likely] * count) < quantile
 
 
-@pytest.mark.parametrize("numbers", [
-    [uniform(seed, 0) for seed in range(10_000)],
-    [uniform(42, index) for index in range(10_000)],
-    [uniform(-(2**63) + seed, 2**40 + seed) for seed in range(10_000)],
-], ids=["seeds", "indices", "both"])  # fmt: skip
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [uniform(seed, 0) for seed in range(10_000)],
+        [uniform(42, index) for index in range(10_000)],
+        [uniform(-(2**63) + seed, 2**40 + seed) for seed in range(10_000)],
+    ],
+    ids=["seeds", "indices", "both"],
+)
 def test_uniform_numbers(numbers: list[float]) -> None:
     assert all(0 <= u < 1 for u in numbers) and len(set(numbers)) == len(numbers)
     counts = np.bincount((np.array(numbers) * 100).astype(int), minlength=100)
@@ -633,7 +705,8 @@ FROZEN = {(0, 0): 0.056466399, (0, 1): 0.44008326622, (-1, 5): 0.931810758037}
 
 
 @given(
-    st.lists(st.floats(-30, 30, width=32) | st.just(-INF), min_size=2, max_size=40), st.floats(0, 1, exclude_max=True)
+    st.lists(st.floats(-30, 30, width=32) | st.just(-INF), min_size=2, max_size=40),
+    st.floats(0, 1, exclude_max=True),
 )
 def test_draw_never_takes_an_impossible_token(logits: list[float], u: float) -> None:
     assume(max(logits) > -INF)
@@ -643,8 +716,13 @@ def test_draw_never_takes_an_impossible_token(logits: list[float], u: float) -> 
 
 
 @settings(max_examples=examples(200))
-@given(st.lists(st.tuples(LOGITS, sampling_rows()), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_neither_the_batch_nor_its_order_matters(pairs: list[tuple[list[float], SamplingRow]], shuffle: Any) -> None:
+@given(
+    st.lists(st.tuples(LOGITS, sampling_rows()), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_neither_the_batch_nor_its_order_matters(
+    pairs: list[tuple[list[float], SamplingRow]], shuffle: Any
+) -> None:
     def outcome(chosen: list[tuple[list[float], SamplingRow]]) -> list[tuple[int, Any]]:
         logits = torch.tensor([logits for logits, _ in chosen])
         return list(zip(*Sampler().sample(logits, [row for _, row in chosen]), strict=True))
@@ -665,7 +743,9 @@ def test_a_batch_of_nobody() -> None:
 
 @settings(max_examples=examples(200))
 @given(LOGITS, sampling_rows(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_logprobs_are_those_of_the_model(logits: list[float], row: SamplingRow, dtype: torch.dtype) -> None:
+def test_logprobs_are_those_of_the_model(
+    logits: list[float], row: SamplingRow, dtype: torch.dtype
+) -> None:
     given_logits = torch.tensor([logits], dtype=dtype)
     expected = given_logits.double().log_softmax(dim=1)[0].tolist()
     [token], [entry] = Sampler().sample(given_logits, [row])
@@ -678,7 +758,9 @@ def test_logprobs_are_those_of_the_model(logits: list[float], row: SamplingRow, 
     assert entry.rank == 1 + sum(x > expected[token] + 1e-9 for x in expected)
     top = entry.token_ids[1:]
     assert len(set(top)) == count
-    assert sorted((expected[t] for t in top), reverse=True) == sorted(expected, reverse=True)[:count]
+    assert (
+        sorted((expected[t] for t in top), reverse=True) == sorted(expected, reverse=True)[:count]
+    )
     assert [expected[t] for t in top] == sorted((expected[t] for t in top), reverse=True)
 
 
@@ -693,7 +775,9 @@ def test_different_counts_in_one_batch_and_more_than_the_vocabulary() -> None:
 
 def test_forbidden_tokens_are_not_among_the_likeliest() -> None:
     forbidden = float("-inf")
-    logits = torch.tensor([[0.0, forbidden, 2.0, forbidden], [forbidden] * 3 + [1.0], [3.0, 2.0, 1.0, 0.0]])
+    logits = torch.tensor(
+        [[0.0, forbidden, 2.0, forbidden], [forbidden] * 3 + [1.0], [3.0, 2.0, 1.0, 0.0]]
+    )
     entries = start_logprobs(logits, torch.tensor([0, 3, 1]), [3, 3, 3])()
     assert [entry.token_ids for entry in entries] == [[0, 2, 0], [3, 3], [1, 0, 1, 2]]
     assert [len(entry.logprobs) for entry in entries] == [3, 2, 4] and entries[1].logprobs == [0, 0]
@@ -710,11 +794,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_alone_in_a_batch_and_preempted_gives_the_same_tokens(checkpoint: str) -> None:
     prompts = [[3 + (7 * i + j) % 300 for j in range(20 + i)] for i in range(8)]
     params = [
-        SamplingParams(temperature=1.0 + i / 8, top_p=0.95, seed=i % 3, max_tokens=24, ignore_eos=True, logprobs=2)
+        SamplingParams(
+            temperature=1.0 + i / 8,
+            top_p=0.95,
+            seed=i % 3,
+            max_tokens=24,
+            ignore_eos=True,
+            logprobs=2,
+        )
         for i in range(8)
     ]
     roomy = LLM(checkpoint, dtype="float64")
-    alone = [roomy.generate([p], s, use_tqdm=False)[0].outputs[0] for p, s in zip(prompts, params, strict=True)]
+    alone = [
+        roomy.generate([p], s, use_tqdm=False)[0].outputs[0]
+        for p, s in zip(prompts, params, strict=True)
+    ]
     assert len({tuple(o.token_ids) for o in alone}) == 8
     tight = LLM(checkpoint, dtype="float64", num_kv_blocks=12, check_invariants=True)
     for llm in (roomy, tight):
@@ -733,7 +827,9 @@ def test_alone_in_a_batch_and_preempted_gives_the_same_tokens(checkpoint: str) -
 def test_a_request_that_forbids_everything_does_not_stop_the_engine(checkpoint: str) -> None:
     llm = LLM(checkpoint, dtype="float32")
     everything = list(range(320))
-    hostile = SamplingParams(min_tokens=4, max_tokens=8, stop_token_ids=everything, top_p=0.9, seed=1)
+    hostile = SamplingParams(
+        min_tokens=4, max_tokens=8, stop_token_ids=everything, top_p=0.9, seed=1
+    )
     calm = SamplingParams(max_tokens=8, seed=2, ignore_eos=True)
     alone = llm.generate([[5, 6, 7]], calm, use_tqdm=False)[0].outputs[0].token_ids
     first, second = llm.generate([[3, 4, 5], [5, 6, 7]], [hostile, calm], use_tqdm=False)
@@ -746,9 +842,13 @@ def test_min_tokens_and_stop_tokens_in_the_engine(checkpoint: str) -> None:
     free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     tokens = llm.generate([[5, 6, 7]], free, use_tqdm=False)[0].outputs[0].token_ids
     stop = tokens[1]
-    early = llm.generate([[5, 6, 7]], free.clone(stop_token_ids=[stop]), use_tqdm=False)[0].outputs[0]
+    early = llm.generate([[5, 6, 7]], free.clone(stop_token_ids=[stop]), use_tqdm=False)[0].outputs[
+        0
+    ]
     assert early.token_ids == tokens[: tokens.index(stop) + 1] and early.stop_reason == stop
-    late = llm.generate([[5, 6, 7]], free.clone(stop_token_ids=[stop], min_tokens=8), use_tqdm=False)[0].outputs[0]
+    late = llm.generate(
+        [[5, 6, 7]], free.clone(stop_token_ids=[stop], min_tokens=8), use_tqdm=False
+    )[0].outputs[0]
     assert stop not in late.token_ids[:8] and len(late.token_ids) >= 8
 
 
@@ -767,14 +867,47 @@ BAD: dict[str, list[Any]] = {
     "presence_penalty": [-2.01, 2.01, *NOT_NUMBERS],
     "frequency_penalty": [-2.01, 2.01, *NOT_NUMBERS],
     "logit_bias": [
-        5, "x", [1], [(1, 2.0)], {"1": 1.0}, {True: 1.0}, {1.0: 1.0}, {None: 1.0}, {-1: 1.0}, {1: 100.5}, {1: -101},
+        5,
+        "x",
+        [1],
+        [(1, 2.0)],
+        {"1": 1.0},
+        {True: 1.0},
+        {1.0: 1.0},
+        {None: 1.0},
+        {-1: 1.0},
+        {1: 100.5},
+        {1: -101},
         *({1: bad} for bad in NOT_NUMBERS),
     ],
     "seed": [2**63, -(2**63) - 1, 10**400, *NOT_INTEGERS],
     "stop": [5, 1.5, True, b"x", {"a": 1}, "", [""], ["a", ""], ["a", 5], ["a", None], ["a"] * 17],
     "stop_token_ids": [5, "12", b"12", {1: 2}, [-1], [1.0], ["1"], [None], [True], [NAN]],
-    "bad_words": [5, True, "word", b"word", {"a": 1}, [""], ["a", ""], ["a", 5], [["a"]], ["a" * 257], ["a"] * 129],
-    "bad_words_token_ids": [5, "12", [5], [[]], [[5], []], [[-1]], [["5"]], [[1.0]], [[True]], [[[5]]]],
+    "bad_words": [
+        5,
+        True,
+        "word",
+        b"word",
+        {"a": 1},
+        [""],
+        ["a", ""],
+        ["a", 5],
+        [["a"]],
+        ["a" * 257],
+        ["a"] * 129,
+    ],
+    "bad_words_token_ids": [
+        5,
+        "12",
+        [5],
+        [[]],
+        [[5], []],
+        [[-1]],
+        [["5"]],
+        [[1.0]],
+        [[True]],
+        [[[5]]],
+    ],
     "include_stop_str_in_output": NOT_SWITCHES,
     "ignore_eos": NOT_SWITCHES,
     "skip_special_tokens": NOT_SWITCHES,
@@ -783,8 +916,17 @@ BAD: dict[str, list[Any]] = {
     "logprobs": [-1, 21, *NOT_INTEGERS],
     "prompt_logprobs": [-1, 21, *NOT_INTEGERS],
     "num_speculative_tokens": [-1, *NOT_INTEGERS],
-    "structured_outputs": [5, "x", [], True, {}, {"regex": None}, {"json": {}, "regex": "a"}, {"json_object": False}],
-}  # fmt: skip
+    "structured_outputs": [
+        5,
+        "x",
+        [],
+        True,
+        {},
+        {"regex": None},
+        {"json": {}, "regex": "a"},
+        {"json_object": False},
+    ],
+}
 GOOD: dict[str, list[Any]] = {
     "n": [1, 128],
     "temperature": [0, 0.0, 1e-300, 2, 1e300],
@@ -808,7 +950,12 @@ GOOD: dict[str, list[Any]] = {
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
     "num_speculative_tokens": [None, 0, 3],
-    "structured_outputs": [None, {"json": {}}, {"regex": "a"}, StructuredOutputsParams(json_object=True)],
+    "structured_outputs": [
+        None,
+        {"json": {}},
+        {"regex": "a"},
+        StructuredOutputsParams(json_object=True),
+    ],
 }
 
 
@@ -841,11 +988,13 @@ def test_names_are_normalised() -> None:
     assert (params.top_k, params.stop, params.stop_token_ids) == (0, ["end"], [3])
     assert isinstance(params.temperature, float) and not params.greedy and not params.looks_back
     assert SamplingParams(temperature=0).greedy
-    assert [SamplingParams(bad_words_token_ids=words).looks_back for words in ([[5], [6]], [[5], [6, 7]])] == [
-        False,
-        True,
-    ]
-    assert all(SamplingParams(**{name: 1.5}).looks_back for name in BAD if name.endswith("_penalty"))
+    assert [
+        SamplingParams(bad_words_token_ids=words).looks_back
+        for words in ([[5], [6]], [[5], [6, 7]])
+    ] == [False, True]
+    assert all(
+        SamplingParams(**{name: 1.5}).looks_back for name in BAD if name.endswith("_penalty")
+    )
     assert SamplingParams(max_tokens=None, min_tokens=10**9).min_tokens == 10**9
     shared = ["a"]
     copy = SamplingParams(stop=shared).clone(n=2)

@@ -1,4 +1,5 @@
-"""Structured output that ends in time: six schemas, many seeds, a small `max_tokens`, and the course model at temperature 1."""
+"""Structured output that ends in time: six schemas, many seeds, a small `max_tokens`, and the
+course model at temperature 1."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.outputs import CompletionOutput
 
-SCHEMAS: dict[str, dict[str, Any]] = json.loads((pathlib.Path(__file__).parent / "six_schemas.json").read_text("utf-8"))
+SCHEMAS: dict[str, dict[str, Any]] = json.loads(
+    (pathlib.Path(__file__).parent / "six_schemas.json").read_text("utf-8")
+)
 LIMIT = 200
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2-135m", dtype="float32", max_model_len=320, max_num_seqs=256, num_kv_blocks=4000)
+    return LLM(
+        "smollm2-135m", dtype="float32", max_model_len=320, max_num_seqs=256, num_kv_blocks=4000
+    )
 
 
 def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -28,7 +33,9 @@ def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def answers(llm: LLM, cases: list[tuple[dict[str, Any], int]], limit: int = LIMIT) -> list[CompletionOutput]:
+def answers(
+    llm: LLM, cases: list[tuple[dict[str, Any], int]], limit: int = LIMIT
+) -> list[CompletionOutput]:
     """Answers to one question, one per form and seed."""
     chat: Any = [{"role": "user", "content": "Give me an example, as JSON, with many details."}]
     params = [
@@ -82,5 +89,7 @@ def test_white_space_can_be_forbidden(llm: LLM) -> None:
     wanted = {"json": SCHEMAS["order"], "disable_any_whitespace": True}
     for answer in answers(llm, [(wanted, seed) for seed in range(4)]):
         value = json.loads(answer.text)
-        assert answer.text == json.dumps(value, separators=(",", ":"), ensure_ascii=False) or " " in str(value)
+        assert answer.text == json.dumps(
+            value, separators=(",", ":"), ensure_ascii=False
+        ) or " " in str(value)
         assert not answer.text.startswith(("{ ", "{\n"))

@@ -1,4 +1,5 @@
-"""Before it serves, an engine on a GPU has every attention kernel compiled that its batches will launch."""
+"""Before it serves, an engine on a GPU has every attention kernel compiled that its batches will
+launch."""
 
 from __future__ import annotations
 
@@ -29,9 +30,21 @@ class Noted(TritonBackend):
 
     seen: set[Any]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any, scale: float, rotary: Any = None, **options: Any) -> Tensor:  # fmt: skip
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        scale: float,
+        rotary: Any = None,
+        **options: Any,
+    ) -> Tensor:
         def launch() -> Tensor:
-            return super(Noted, self).forward(q, k, v, kv_cache, metadata, scale, rotary=rotary, **options)
+            return super(Noted, self).forward(
+                q, k, v, kv_cache, metadata, scale, rotary=rotary, **options
+            )
 
         for recorded in record_launches(launch):
             source, choices = specialise(recorded, TARGETS["sm_90"])
@@ -43,24 +56,38 @@ class Noted(TritonBackend):
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2"])
-def test_what_is_served_was_warmed_up(variant: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_served_was_warmed_up(
+    variant: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Noted, "seen", set(), raising=False)
     monkeypatch.setattr(attention, "SHORT_CONTEXT", 64)  # the tiny model has no long contexts
     backend = Noted(Hardware(6, 227 * 1024))
     monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *_, **__: backend)
     llm = LLM(
-        str(make_checkpoint(tmp_path, variant)), device="cpu", dtype="bfloat16", num_kv_blocks=512, max_num_seqs=13,
+        str(make_checkpoint(tmp_path, variant)),
+        device="cpu",
+        dtype="bfloat16",
+        num_kv_blocks=512,
+        max_num_seqs=13,
         max_num_batched_tokens=160,
-    )  # fmt: skip
+    )
     warm_up(llm.engine.core.runner)
     warm = set(Noted.seen)
     Noted.seen.clear()
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     for count in (1, 3, 13):
         lengths = [1, 2, 9, 17, 40, 150, 240, 3, 33, 65, 5, 100, 12][:count]
-        prompts = [{"prompt_token_ids": [3 + (i * 7 + j) % 300 for j in range(n)]} for i, n in enumerate(lengths)]
+        prompts = [
+            {"prompt_token_ids": [3 + (i * 7 + j) % 300 for j in range(n)]}
+            for i, n in enumerate(lengths)
+        ]
         llm.generate(prompts, params, use_tqdm=False)
     llm.generate({"prompt_token_ids": [5] * 245}, params, use_tqdm=False)
     names = {name for name, *_ in Noted.seen}
-    assert names == {"write_kv_kernel", "decode_attention_kernel", "combine_kernel", "mixed_attention_kernel"}
+    assert names == {
+        "write_kv_kernel",
+        "decode_attention_kernel",
+        "combine_kernel",
+        "mixed_attention_kernel",
+    }
     assert Noted.seen <= warm, f"{len(Noted.seen - warm)} kernels would be compiled in mid-serving"

@@ -1,4 +1,5 @@
-"""One step ahead: the next step is launched before the results of the running one are known, and no token changes."""
+"""One step ahead: the next step is launched before the results of the running one are known, and no
+token changes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from tests.oracle import make_checkpoint
 
-PROMPTS = [{"prompt_token_ids": [3 + (7 * i + j) % 300 for j in range(length)]} for i, length in enumerate((5, 40, 18))]
+PROMPTS = [
+    {"prompt_token_ids": [3 + (7 * i + j) % 300 for j in range(length)]}
+    for i, length in enumerate((5, 40, 18))
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +24,14 @@ def checkpoint(tmp_path_factory) -> str:
 
 def engine(checkpoint: str, overlap: bool = True, **options: Any) -> LLM:
     return LLM(
-        checkpoint, dtype="float32", device="cpu", num_kv_blocks=64, async_scheduling=overlap, check_invariants=True,
+        checkpoint,
+        dtype="float32",
+        device="cpu",
+        num_kv_blocks=64,
+        async_scheduling=overlap,
+        check_invariants=True,
         **options,
-    )  # fmt: skip
+    )
 
 
 def watch(llm: LLM) -> list[str]:
@@ -48,15 +57,28 @@ def watch(llm: LLM) -> list[str]:
 def test_a_step_is_launched_before_the_last_one_is_waited_for(checkpoint: str) -> None:
     llm = engine(checkpoint)
     events = watch(llm)
-    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False
+    )
     # The number of tokens is known from the start, so nothing is launched in vain.
-    assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
+    assert events == [
+        "launch 0",
+        "launch 1",
+        "wait 0",
+        "launch 2",
+        "wait 1",
+        "launch 3",
+        "wait 2",
+        "wait 3",
+    ]
 
 
 def test_without_it_each_step_is_waited_for(checkpoint: str) -> None:
     llm = engine(checkpoint, overlap=False)
     events = watch(llm)
-    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False
+    )
     assert events == ["launch 0", "wait 0", "launch 1", "wait 1"]
 
 
@@ -135,7 +157,9 @@ def test_an_aborted_id_is_free_although_its_last_step_is_in_flight(checkpoint: s
 def test_steps_of_a_trace_follow_one_another(checkpoint: str) -> None:
     """Although a step is launched before the last one has ended, it begins where that one ends."""
     llm = engine(checkpoint, trace=True)
-    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False
+    )
     steps = list(llm.trace or [])
     assert len(steps) == 6 and all(step.duration > 0 for step in steps)
     for before, after in pairwise(steps):
@@ -152,7 +176,11 @@ def test_an_end_is_told_although_no_step_follows(checkpoint: str) -> None:
     llm.engine.abort_request("b")
     llm.engine.step()  # takes what is under way: the last token of a
     assert not llm.engine.has_unfinished
-    ends = {request_id: reason for step in llm.trace or [] for request_id, reason in step.finished.items()}
+    ends = {
+        request_id: reason
+        for step in llm.trace or []
+        for request_id, reason in step.finished.items()
+    }
     assert ends == {"a": "length", "b": "abort"}
 
 
@@ -174,7 +202,9 @@ def test_an_abort_that_breaks_off_leaves_a_sound_engine(checkpoint: str) -> None
     with pytest.raises(KeyboardInterrupt):
         llm.engine.abort_request("a")
     llm.engine.core.runner.launch = launch  # type: ignore[method-assign]
-    llm.engine.add_request("a", PROMPTS[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    llm.engine.add_request(
+        "a", PROMPTS[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    )
     tokens = []
     while llm.engine.has_unfinished:
         for output in llm.engine.step():

@@ -21,7 +21,9 @@ def test_a_shared_block_is_free_when_its_last_holder_has_gone() -> None:
     table = pool.get_new_blocks(1)
     pool.touch(table)
     pool.free_blocks(table)
-    assert pool.ref_counts[0] == 1 and 0 not in pool.free_block_queue, "another table still holds it"
+    assert pool.ref_counts[0] == 1 and 0 not in pool.free_block_queue, (
+        "another table still holds it"
+    )
     pool.free_blocks(table)
     assert pool.ref_counts[0] == 0 and 0 in pool.free_block_queue
     with pytest.raises(InvariantError):

@@ -20,15 +20,23 @@ def test_a_prefix_is_found_block_by_block_up_to_the_first_difference() -> None:
     assert table == [0, 1, 2]
     first.num_computed_tokens = 5
     manager.cache_blocks(first, 2)
-    assert manager.get_computed_blocks(request("b", 1, 2, 3, 4, 9)) == [], "a block behind a missing one is of no use"
+    assert manager.get_computed_blocks(request("b", 1, 2, 3, 4, 9)) == [], (
+        "a block behind a missing one is of no use"
+    )
     manager.cache_blocks(first, 0)
     assert manager.get_computed_blocks(request("b", 1, 2, 3, 4, 9)) == [0, 1]
-    assert manager.get_computed_blocks(request("c", 1, 2, 9, 4, 5)) == [0], "the first two tokens only"
+    assert manager.get_computed_blocks(request("c", 1, 2, 9, 4, 5)) == [0], (
+        "the first two tokens only"
+    )
     assert manager.get_computed_blocks(request("d", 9, 2, 3, 4, 5)) == [], (
         "a block is the same only behind the same prefix"
     )
-    assert manager.get_computed_blocks(request("e", 1, 2, 3, 4)) == [0], "the last token has to be computed"
-    assert manager.get_computed_blocks(request("f", 1, 2, 3, 4, 9, prompt_logprobs=1)) == [], "all logits are needed"
+    assert manager.get_computed_blocks(request("e", 1, 2, 3, 4)) == [0], (
+        "the last token has to be computed"
+    )
+    assert manager.get_computed_blocks(request("f", 1, 2, 3, 4, 9, prompt_logprobs=1)) == [], (
+        "all logits are needed"
+    )
     manager.enable_prefix_caching = False
     assert manager.get_computed_blocks(request("g", 1, 2, 3, 4, 9)) == []
 

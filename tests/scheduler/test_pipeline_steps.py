@@ -24,7 +24,9 @@ from tests.scheduler.test_scheduler import scheduler_of
 def test_layers_are_divided_in_order(num_layers: int, stages: int, sizes: list[int]) -> None:
     ranges = [layer_range(num_layers, stages, stage) for stage in range(stages)]
     assert [len(layers) for layers in ranges] == sizes, "layers of each stage"
-    assert [layer for layers in ranges for layer in layers] == list(range(num_layers)), "each layer once, in order"
+    assert [layer for layers in ranges for layer in layers] == list(range(num_layers)), (
+        "each layer once, in order"
+    )
 
 
 def test_no_stage_is_without_layers() -> None:
@@ -36,10 +38,15 @@ def names(plan: SchedulerOutput) -> list[str]:
     return [share.request_id for share in plan.requests]
 
 
-def finish(scheduler: Scheduler, plan: SchedulerOutput, token: int = 99) -> list[tuple[str, list[int]]]:
+def finish(
+    scheduler: Scheduler, plan: SchedulerOutput, token: int = 99
+) -> list[tuple[str, list[int]]]:
     """The step comes back, with the same token for all of its requests; which outputs that makes."""
     result = ModelRunnerOutput({name: SampledToken(token) for name in names(plan)})
-    return [(output.request_id, output.new_token_ids) for output in scheduler.update_from_output(plan, result)]
+    return [
+        (output.request_id, output.new_token_ids)
+        for output in scheduler.update_from_output(plan, result)
+    ]
 
 
 def two_steps(**options: int) -> tuple[Scheduler, SchedulerOutput, SchedulerOutput]:
@@ -53,11 +60,15 @@ def two_steps(**options: int) -> tuple[Scheduler, SchedulerOutput, SchedulerOutp
 def test_results_come_back_step_by_step() -> None:
     scheduler, first, second = two_steps()
     assert [r.num_pending_tokens for r in scheduler.running] == [1, 1, 1, 1]
-    assert finish(scheduler, first, 55) == [("r0", [55]), ("r1", [55])], "an output for each request of this step"
+    assert finish(scheduler, first, 55) == [("r0", [55]), ("r1", [55])], (
+        "an output for each request of this step"
+    )
     assert [r.num_pending_tokens for r in scheduler.running] == [0, 0, 1, 1], (
         "the other step's tokens are still pending"
     )
-    assert [step is second for step in scheduler._steps_in_flight] == [True], "only the second step is in flight"
+    assert [step is second for step in scheduler._steps_in_flight] == [True], (
+        "only the second step is in flight"
+    )
 
 
 def test_a_result_may_come_after_its_request_has_ended() -> None:
@@ -71,7 +82,9 @@ def test_equal_steps_are_different_steps() -> None:
     plan, twin = SchedulerOutput(), SchedulerOutput()
     scheduler._steps_in_flight = (plan, twin)
     scheduler.update_from_output(twin, ModelRunnerOutput())
-    assert [step is plan for step in scheduler._steps_in_flight] == [True], "the step that came back is the second one"
+    assert [step is plan for step in scheduler._steps_in_flight] == [True], (
+        "the step that came back is the second one"
+    )
 
 
 def test_a_step_takes_its_share_of_the_running_requests() -> None:
@@ -80,7 +93,9 @@ def test_a_step_takes_its_share_of_the_running_requests() -> None:
     finish(scheduler, second)
     plan = SchedulerOutput()
     scheduler._continue_running(plan, scheduler.running)
-    assert names(plan) == ["r0", "r1"], "half of the requests on each of two stages, first come first served"
+    assert names(plan) == ["r0", "r1"], (
+        "half of the requests on each of two stages, first come first served"
+    )
 
 
 def test_a_request_with_a_pending_token_lets_others_go_on() -> None:
@@ -94,14 +109,20 @@ def test_a_request_with_a_pending_token_lets_others_go_on() -> None:
 def test_an_empty_step_preempts_no_request_while_another_is_in_flight() -> None:
     scheduler = scheduler_of(2, 2, num_blocks=2, pipeline_parallel_size=2, max_num_seqs=2)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert (names(first), names(second)) == (["r0"], ["r1"]), "their blocks are full, and no other is free"
+    assert (names(first), names(second)) == (["r0"], ["r1"]), (
+        "their blocks are full, and no other is free"
+    )
     finish(scheduler, first)
     plan = SchedulerOutput()
     scheduler._continue_running(plan, scheduler.running)
-    assert plan.empty and not plan.preempted, "the step in flight may free blocks: wait for its result"
+    assert plan.empty and not plan.preempted, (
+        "the step in flight may free blocks: wait for its result"
+    )
     finish(scheduler, second)
     scheduler._continue_running(plan, scheduler.running)
-    assert plan.preempted == {"r1": "recompute"}, "no step is in flight: the last request gives its block to the first"
+    assert plan.preempted == {"r1": "recompute"}, (
+        "no step is in flight: the last request gives its block to the first"
+    )
     assert names(plan) == ["r0"] and scheduler.manager.tables["r0"] == [0, 1]
 
 
@@ -110,6 +131,8 @@ def test_a_request_preempts_itself_if_it_is_the_last() -> None:
     finish(scheduler, scheduler.schedule())
     plan = SchedulerOutput()
     scheduler._continue_running(plan, scheduler.running)
-    assert names(plan) == ["r0"], "r0 has the block of r2; r1 finds none, and a preempted request is not continued"
+    assert names(plan) == ["r0"], (
+        "r0 has the block of r2; r1 finds none, and a preempted request is not continued"
+    )
     assert list(plan.preempted) == ["r2", "r1"]
     scheduler.check_invariants()

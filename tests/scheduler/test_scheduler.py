@@ -14,14 +14,19 @@ from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 
 
-def scheduler_of(*prompts: int, num_blocks: int = 8, host_blocks: int = 0, **options: Any) -> Scheduler:
-    """A scheduler with waiting requests r0, r1, ... of so many prompt tokens, all different; blocks have 2 tokens."""
+def scheduler_of(
+    *prompts: int, num_blocks: int = 8, host_blocks: int = 0, **options: Any
+) -> Scheduler:
+    """A scheduler with waiting requests r0, r1, ... of so many prompt tokens, all different; blocks
+    have 2 tokens."""
     config = EngineConfig(block_size=2, num_kv_blocks=num_blocks, **options)
     config.settle(40, num_blocks)
     scheduler = Scheduler(config, KVCacheManager(num_blocks, 2, True, host_blocks))
     for number, length in enumerate(prompts):
         tokens = [10 * number + i for i in range(length)]
-        scheduler.add_request(Request(EngineRequest(f"r{number}", tokens, SamplingParams(max_tokens=9)), number))
+        scheduler.add_request(
+            Request(EngineRequest(f"r{number}", tokens, SamplingParams(max_tokens=9)), number)
+        )
     return scheduler
 
 
@@ -29,7 +34,10 @@ def test_requests_are_admitted_in_order_until_one_has_to_wait() -> None:
     scheduler = scheduler_of(4, 4, 2, max_num_seqs=4, max_num_batched_tokens=6)
     plan = SchedulerOutput()
     scheduler._admit(plan)
-    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [("r0", 4), ("r1", 2)]
+    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [
+        ("r0", 4),
+        ("r1", 2),
+    ]
     assert plan.blocked_by == "max_num_batched_tokens", "the plan says why r2 has to wait"
     assert [request.request_id for request in scheduler.waiting] == ["r2"]
 
@@ -56,13 +64,17 @@ def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, Schedule
     victim, plan = scheduler.running[1], SchedulerOutput()
     scheduler._preempt(victim, plan)
     scheduler.check_invariants()
-    assert victim.num_preemptions == scheduler.num_preemptions == 1, "the request and the scheduler count it"
+    assert victim.num_preemptions == scheduler.num_preemptions == 1, (
+        "the request and the scheduler count it"
+    )
     assert scheduler.manager.pool.num_free == 6, "its blocks are free"
     return scheduler, victim, plan
 
 
 @pytest.mark.parametrize(
-    ("mode", "host_blocks"), [("recompute", 8), ("swap", 1)], ids=["recompute", "host memory is full"]
+    ("mode", "host_blocks"),
+    [("recompute", 8), ("swap", 1)],
+    ids=["recompute", "host memory is full"],
 )
 def test_a_preempted_request_begins_again(mode: str, host_blocks: int) -> None:
     scheduler, victim, plan = preempted(mode, host_blocks)

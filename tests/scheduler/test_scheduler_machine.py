@@ -1,4 +1,5 @@
-"""Random lives of block pool, block tables and scheduler, with every invariant checked after every step."""
+"""Random lives of block pool, block tables and scheduler, with every invariant checked after every
+step."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from nanovllm.scheduler.scheduler import Scheduler
 from tests.content_runner import ContentRunner, next_token
 from tests.examples import examples
 
-SETTINGS = settings(max_examples=examples(60), stateful_step_count=60, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    max_examples=examples(60), stateful_step_count=60, suppress_health_check=list(HealthCheck)
+)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Tables take, share, publish and give back blocks; a dictionary remembers what each block should contain."""
+    """Tables take, share, publish and give back blocks; a dictionary remembers what each block
+    should contain."""
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
@@ -104,14 +108,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts=st.integers(1, 5),
     )
     def start(
-        self, block_size, num_blocks, max_num_seqs, extra_budget, threshold, chunked, policy, mode, host_blocks, caching, order,
-        stages, overlap, limit, drafts, num_drafts,
-    ) -> None:  # fmt: skip
+        self,
+        block_size,
+        num_blocks,
+        max_num_seqs,
+        extra_budget,
+        threshold,
+        chunked,
+        policy,
+        mode,
+        host_blocks,
+        caching,
+        order,
+        stages,
+        overlap,
+        limit,
+        drafts,
+        num_drafts,
+    ) -> None:
         if drafts and policy == "static":
             policy = "chunked"
         if drafts and stages > 1:
             drafts = "ngram"
-        speculative = {"method": drafts, "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1}
+        speculative = {
+            "method": drafts,
+            "num_speculative_tokens": num_drafts,
+            "prompt_lookup_min": 1,
+        }
         if drafts == "draft_model":
             speculative["model"] = "the content runner's"
         config = EngineConfig(
@@ -139,7 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sources: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
         self.count = 0
-        # So many steps are under way when the next one is scheduled: those of the other stages, or one ahead.
+        # So many steps are under way when the next one is scheduled: those of the other stages, or
+        # one ahead.
         self.ahead = stages - 1 or int(overlap)
         self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
@@ -161,7 +185,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def add(self, prompt, max_tokens, priority, eos, salt) -> None:
         source = EngineRequest(
-            f"r{self.count}", prompt, SamplingParams(max_tokens=max_tokens), eos, priority=priority, cache_salt=salt
+            f"r{self.count}",
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            eos,
+            priority=priority,
+            cache_salt=salt,
         )
         request = Request(source, self.count)
         if self.config.scheduling_policy == "fcfs":
@@ -170,9 +199,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.add_request(request)
         except ValueError as error:
-            assert len(prompt) >= self.config.max_request_tokens and str(self.config.max_request_tokens - 1) in str(
-                error
-            )
+            assert len(prompt) >= self.config.max_request_tokens and str(
+                self.config.max_request_tokens - 1
+            ) in str(error)
             return
         self.sources[source.request_id] = source
         self.salts[source.request_id] = salt
@@ -197,7 +226,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = any(not request.in_prefill for request in self.scheduler.running)
         plan = self.scheduler.schedule()
         if not self.scheduler.has_unfinished:
-            assert plan.empty  # and is not run: what the runner has to drop must come with a later one
+            assert (
+                plan.empty
+            )  # and is not run: what the runner has to drop must come with a later one
             return self.take_results()
         if plan.empty and self.under_way:
             event("waits for results")
@@ -215,7 +246,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.num_computed_tokens >= request.num_tokens, "a prompt was cut"
         # Admission keeps the order of the queue.
         admitted = [r.request_id for r in waiting if r.request_id in plan.admitted]
-        assert admitted == [r.request_id for r in waiting][: len(admitted)] or self.scheduler.swapped
+        assert (
+            admitted == [r.request_id for r in waiting][: len(admitted)] or self.scheduler.swapped
+        )
         for what in plan.preempted.values():
             event(f"preempted by {what}")
         if plan.resumed:
@@ -236,10 +269,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.runner.random.choice([0.01, 0.011, 0.02])
 
     def check_division(self, plan: SchedulerOutput) -> None:
-        """No step needs a token that the last stage has not sampled yet, and none takes more than its share."""
-        on_their_way = {r.request_id for step, _ in self.under_way for r in step.requests if r.samples}
+        """No step needs a token that the last stage has not sampled yet, and none takes more than
+        its share."""
+        on_their_way = {
+            r.request_id for step, _ in self.under_way for r in step.requests if r.samples
+        }
         assert not any(r.last_is_pending or r.request_id in on_their_way for r in plan.requests)
-        stages, requests = self.config.pipeline_parallel_size, min(self.config.max_num_seqs, self.count)
+        stages, requests = (
+            self.config.pipeline_parallel_size,
+            min(self.config.max_num_seqs, self.count),
+        )
         assert sum(r.samples > 0 for r in plan.requests) <= -(-requests // stages)
         if sum(bool(step.requests) for step, _ in self.under_way) == stages - 1:
             event(f"{stages} steps under way")
@@ -275,7 +314,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        # A request has at most 25 tokens to generate; alone, and in a pipeline of three stages, it takes some 100 steps.
+        # A request has at most 25 tokens to generate; alone, and in a pipeline of three stages, it
+        # takes some 100 steps.
         for _ in range(1000 + 200 * len(self.sources)):
             if not self.scheduler.has_unfinished:
                 break
@@ -283,9 +323,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_invariants()
         self.take_results()
         assert not self.scheduler.has_unfinished, "a request starves"
-        assert self.runner.tokens.keys() <= set(self.scheduler._removed_ids), "the runner remembers the dead"
+        assert self.runner.tokens.keys() <= set(self.scheduler._removed_ids), (
+            "the runner remembers the dead"
+        )
         assert self.manager.pool.num_free == self.manager.pool.num_blocks
-        assert not self.manager.host_pool or self.manager.host_pool.num_free == self.manager.host_pool.num_blocks
+        assert (
+            not self.manager.host_pool
+            or self.manager.host_pool.num_free == self.manager.host_pool.num_blocks
+        )
 
 
 TestBlockPool = BlockPoolMachine.TestCase

@@ -10,7 +10,12 @@ import pytest
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.schedule import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
@@ -41,16 +46,28 @@ def test_an_ngram_proposes_what_followed_first() -> None:
 
 
 def make_request(num_tokens: int = 3, max_tokens: int = 90, **options: Any) -> Request:
-    request = Request(EngineRequest("A", list(range(num_tokens)), SamplingParams(max_tokens=max_tokens, **options)))
+    request = Request(
+        EngineRequest(
+            "A", list(range(num_tokens)), SamplingParams(max_tokens=max_tokens, **options)
+        )
+    )
     request.max_num_tokens = num_tokens + max_tokens
     return request
 
 
-def make_speculation(plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any) -> Speculation:
-    """One that has seen a step without drafts of `plain` seconds, and some where each request's draft took `row` seconds more."""
-    speculation = Speculation(SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options))
+def make_speculation(
+    plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any
+) -> Speculation:
+    """One that has seen a step without drafts of `plain` seconds, and some where each request's
+    draft took `row` seconds more."""
+    speculation = Speculation(
+        SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options)
+    )
     for drafts in ([], *[[7, 7]] * FEW) if plain else ():
-        shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)]
+        shares = [
+            ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)
+            for _ in range(num_requests)
+        ]
         speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
     speculation._num_steps = 2
     return speculation
@@ -92,7 +109,9 @@ def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
     for _ in range(FEW):
         assert speculation.count(make_request(), 1) == 8
         assert speculation.count(make_request(), 2) == 0  # of two requests nothing is known
-        speculation.add(SchedulerOutput([ScheduledRequest("", 0, 9, [], [], draft_token_ids=[7] * 8)]), 2.0)
+        speculation.add(
+            SchedulerOutput([ScheduledRequest("", 0, 9, [], [], draft_token_ids=[7] * 8)]), 2.0
+        )
     speculation._num_steps = 2
     assert speculation.count(make_request(), 1) == 0
 
@@ -105,17 +124,27 @@ def test_a_single_draft_measures_no_row_unless_there_are_never_more(most: int) -
     for drafts in ([7], [7] * min(2, most)):
         shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)]
         speculation.add(SchedulerOutput(shares), 1.6)
-    assert list(speculation._row[1]) == [pytest.approx(0.6 / n) for n in ((1, 1) if most == 1 else (2,))]
+    assert list(speculation._row[1]) == [
+        pytest.approx(0.6 / n) for n in ((1, 1) if most == 1 else (2,))
+    ]
 
 
 def test_a_table_of_batch_sizes_decides_alone() -> None:
-    speculation = make_speculation(1.0, 9.0, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 4, 20]])
+    speculation = make_speculation(
+        1.0, 9.0, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 4, 20]]
+    )
     assert [speculation.count(make_request(), n) for n in (1, 2, 3, 5)] == [5, 5, 8, 0]
 
 
 def test_a_request_drafts_no_further_than_its_end() -> None:
     speculation = make_speculation()
-    assert [speculation.limit(make_request(max_tokens=n)) for n in (1, 2, 5, 9, 20)] == [0, 1, 4, 8, 8]
+    assert [speculation.limit(make_request(max_tokens=n)) for n in (1, 2, 5, 9, 20)] == [
+        0,
+        1,
+        4,
+        8,
+        8,
+    ]
     assert speculation.limit(make_request(num_speculative_tokens=2)) == 2
     assert speculation.limit(make_request(num_speculative_tokens=0)) == 0
     assert speculation.limit(make_request(structured_outputs={"regex": "a"})) == 0
@@ -135,7 +164,9 @@ def test_acceptance_follows_a_request_and_begins_with_that_of_all() -> None:
     assert speculation.stats.num_accepted_tokens_per_pos[:3] == [60, 60, 0]
 
 
-NEVER = '{"method": "ngram", "num_speculative_tokens_per_batch_size": []}'  # it drafts nothing itself
+NEVER = (
+    '{"method": "ngram", "num_speculative_tokens_per_batch_size": []}'  # it drafts nothing itself
+)
 
 
 def make_scheduler(num_blocks: int = 40, **options: Any) -> Scheduler:
@@ -153,7 +184,9 @@ def test_rejected_drafts_are_taken_back_and_blocks_are_named_when_verified() -> 
         [share] = (plan := scheduler.schedule()).requests
         scheduler.check_invariants()
         more = [SampledToken(token) for token in after]
-        scheduler.update_from_output(plan, ModelRunnerOutput({"A": SampledToken(first)}, sampled_after={"A": more}))
+        scheduler.update_from_output(
+            plan, ModelRunnerOutput({"A": SampledToken(first)}, sampled_after={"A": more})
+        )
         scheduler.check_invariants()
         return share
 
@@ -168,12 +201,21 @@ def test_rejected_drafts_are_taken_back_and_blocks_are_named_when_verified() -> 
     assert (request.token_ids[6:], request.num_computed_tokens, num_found()) == ([70, 71, 88], 8, 2)
     share = step([80, 81, 82], 80, 81, 82, 83)  # all are right
     assert (share.start, share.new_token_ids) == (8, [71, 88])
-    assert (request.token_ids[9:], request.num_computed_tokens, num_found()) == ([80, 81, 82, 83], 12, 3)
+    assert (request.token_ids[9:], request.num_computed_tokens, num_found()) == (
+        [80, 81, 82, 83],
+        12,
+        3,
+    )
 
 
 @pytest.mark.parametrize(("stop", "max_tokens", "reason"), [([81], 90, "stop"), ([], 4, "length")])
-def test_what_follows_the_end_in_a_run_is_dropped(stop: list[int], max_tokens: int, reason: str) -> None:
-    scheduler, request = make_scheduler(speculative_config=NEVER), make_request(6, max_tokens, stop_token_ids=stop)
+def test_what_follows_the_end_in_a_run_is_dropped(
+    stop: list[int], max_tokens: int, reason: str
+) -> None:
+    scheduler, request = (
+        make_scheduler(speculative_config=NEVER),
+        make_request(6, max_tokens, stop_token_ids=stop),
+    )
     scheduler.add_request(request)
     scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"A": SampledToken(70)}))
     request.draft_token_ids = [80, 81, 82, 83][: max_tokens - 2]
@@ -181,7 +223,9 @@ def test_what_follows_the_end_in_a_run_is_dropped(stop: list[int], max_tokens: i
     [output] = scheduler.update_from_output(
         scheduler.schedule(), ModelRunnerOutput({"A": SampledToken(80)}, sampled_after={"A": after})
     )
-    assert output.finish_reason == reason and output.new_token_ids == ([80, 81] if stop else [80, 81, 82])
+    assert output.finish_reason == reason and output.new_token_ids == (
+        [80, 81] if stop else [80, 81, 82]
+    )
     assert not scheduler.requests and scheduler.manager.pool.num_free == 40
 
 

@@ -1,4 +1,5 @@
-"""`max_step_ms`: what `StepTimes` learns from steps that ran, and how the scheduler obeys its prediction."""
+"""`max_step_ms`: what `StepTimes` learns from steps that ran, and how the scheduler obeys its
+prediction."""
 
 from __future__ import annotations
 
@@ -10,12 +11,17 @@ from hypothesis import strategies as st
 
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.schedule import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.step_times import CHUNK, StepTimes
 from tests.scheduler.test_scheduler import scheduler_of
 
-# ------------------------------------------------------------------------------------------------------ the model
+# ---------------------------------------------------------------------------------------- the model
 
 BASES = st.floats(0.001, 0.1)
 SLOPES = st.floats(0.00002, 0.005)  # seconds per prompt token
@@ -29,7 +35,8 @@ def step(prefill: int, decodes: int = 1) -> SchedulerOutput:
 
 
 def learned(base: float, slope: float, sizes: list[int], noise: list[float] = [1.0]) -> StepTimes:  # noqa: B006
-    """From 31 decode steps, and from steps with prompts, on a machine that takes `base` and `slope`, times some noise."""
+    """From 31 decode steps, and from steps with prompts, on a machine that takes `base` and
+    `slope`, times some noise."""
     times = StepTimes()
     for i in range(31):
         times.add(step(0), base * noise[i % len(noise)])
@@ -39,8 +46,12 @@ def learned(base: float, slope: float, sizes: list[int], noise: list[float] = [1
 
 
 @given(BASES, SLOPES, st.lists(SIZES, min_size=1, max_size=9), st.floats(0, 0.5))
-def test_the_largest_step_that_fits_is_found(base: float, slope: float, sizes: list[int], room: float) -> None:
-    sizes = [max(size, int(base / slope) + 1) for size in sizes]  # the prompt is at least half of each step
+def test_the_largest_step_that_fits_is_found(
+    base: float, slope: float, sizes: list[int], room: float
+) -> None:
+    sizes = [
+        max(size, int(base / slope) + 1) for size in sizes
+    ]  # the prompt is at least half of each step
     tokens = learned(base, slope, sizes).prefill_tokens(base + room)
     assert tokens >= CHUNK and tokens % CHUNK == 0
     assert tokens == CHUNK or slope * tokens <= room * 1.001, "the step would take too long"
@@ -48,32 +59,52 @@ def test_the_largest_step_that_fits_is_found(base: float, slope: float, sizes: l
 
 
 @given(
-    BASES, SLOPES, st.lists(SIZES, min_size=3, max_size=3), st.permutations(range(31)), st.permutations(range(5)),
+    BASES,
+    SLOPES,
+    st.lists(SIZES, min_size=3, max_size=3),
+    st.permutations(range(31)),
+    st.permutations(range(5)),
     st.lists(st.floats(0, 30), min_size=17, max_size=17),
-)  # fmt: skip
+)
 def test_steps_that_were_disturbed_change_nothing_while_they_are_fewer(
-    base: float, slope: float, sizes: list[int], decodes: list[int], prompts: list[int], wrong: list[float]
+    base: float,
+    slope: float,
+    sizes: list[int],
+    decodes: list[int],
+    prompts: list[int],
+    wrong: list[float],
 ) -> None:
-    sizes = [max(size, int(base / slope) + 1) for size in sizes]  # the prompt is at least half of each step
+    sizes = [
+        max(size, int(base / slope) + 1) for size in sizes
+    ]  # the prompt is at least half of each step
     expected, times = learned(base, slope, sizes), StepTimes()
     for i in decodes:  # 15 of 31 took some other time
         times.add(step(0), wrong[i] if i < 15 else base)
     assert times.base == base
     for i in prompts:  # and so did 2 of 5
-        times.add(step(512), wrong[15 + i]) if i < 2 else times.add(step(sizes[i - 2]), base + slope * sizes[i - 2])
+        (
+            times.add(step(512), wrong[15 + i])
+            if i < 2
+            else times.add(step(sizes[i - 2]), base + slope * sizes[i - 2])
+        )
     assert times.per_token == pytest.approx(slope)
     for limit in (0.05, 0.2, 1.0):
         assert abs(times.prefill_tokens(limit) - expected.prefill_tokens(limit)) <= CHUNK
 
 
 @given(
-    BASES, SLOPES, st.lists(SIZES, min_size=5, max_size=5), st.lists(st.floats(0.9, 1.1), min_size=36, max_size=36),
+    BASES,
+    SLOPES,
+    st.lists(SIZES, min_size=5, max_size=5),
+    st.lists(st.floats(0.9, 1.1), min_size=36, max_size=36),
     st.floats(0.01, 1),
-)  # fmt: skip
+)
 def test_a_limit_holds_roughly_on_a_noisy_machine(
     base: float, slope: float, sizes: list[int], noise: list[float], room: float
 ) -> None:
-    sizes = [max(size, int(base / slope) + 1) for size in sizes]  # the prompt is at least half of each step
+    sizes = [
+        max(size, int(base / slope) + 1) for size in sizes
+    ]  # the prompt is at least half of each step
     tokens, limit = learned(base, slope, sizes, noise).prefill_tokens(base + room), base + room
     assert tokens == CHUNK or base + slope * tokens <= 1.5 * limit
 
@@ -100,8 +131,11 @@ def test_the_first_limited_step_is_small_and_the_next_one_is_informed() -> None:
 
 
 @given(st.floats(0.002, 0.05), st.floats(0.00001, 0.001), st.floats(1.05, 10))
-def test_prompt_tokens_that_seem_to_cost_nothing_do_not_open_the_gate(base: float, slope: float, ratio: float) -> None:
-    """On a machine that needs the longer of two times, one for the weights and one for the tokens, which is no straight line."""
+def test_prompt_tokens_that_seem_to_cost_nothing_do_not_open_the_gate(
+    base: float, slope: float, ratio: float
+) -> None:
+    """On a machine that needs the longer of two times, one for the weights and one for the tokens,
+    which is no straight line."""
     times, limit = StepTimes(), base * ratio
     times.add(step(0), base)
     for number in range(40):
@@ -111,7 +145,7 @@ def test_prompt_tokens_that_seem_to_cost_nothing_do_not_open_the_gate(base: floa
         times.add(step(tokens), seconds)
 
 
-# -------------------------------------------------------------------------------------------- the scheduler obeys
+# ------------------------------------------------------------------------------ the scheduler obeys
 
 
 class Says(StepTimes):
@@ -126,7 +160,9 @@ class Says(StepTimes):
 
 
 def limited(*prompts: int, tokens: int, **options: Any) -> Scheduler:
-    scheduler = scheduler_of(*prompts, num_blocks=64, **{"max_step_ms": 50, "max_num_seqs": 4} | options)
+    scheduler = scheduler_of(
+        *prompts, num_blocks=64, **{"max_step_ms": 50, "max_num_seqs": 4} | options
+    )
     scheduler.step_times = Says(tokens)
     return scheduler
 
@@ -134,7 +170,9 @@ def limited(*prompts: int, tokens: int, **options: Any) -> Scheduler:
 def add(scheduler: Scheduler, name: str, length: int, priority: int = 0) -> Request:
     """One more request, with a prompt that no other one begins with."""
     tokens, number = [ord(name[0])] * length, len(scheduler.requests) + 1
-    request = Request(EngineRequest(name, tokens, SamplingParams(max_tokens=9), priority=priority), number)
+    request = Request(
+        EngineRequest(name, tokens, SamplingParams(max_tokens=9), priority=priority), number
+    )
     scheduler.add_request(request)
     return request
 
@@ -152,7 +190,9 @@ def run_step(scheduler: Scheduler) -> tuple[SchedulerOutput, dict[str, int]]:
 def test_a_step_without_decoding_requests_gets_the_whole_budget() -> None:
     scheduler = limited(30, 20, tokens=4)
     plan, shares = run_step(scheduler)
-    assert shares == {"r0": 30, "r1": 20} and plan.num_prefill_tokens == 50, "no request decodes yet"
+    assert shares == {"r0": 30, "r1": 20} and plan.num_prefill_tokens == 50, (
+        "no request decodes yet"
+    )
 
 
 def test_beside_decoding_requests_prompts_get_what_should_fit() -> None:
@@ -162,8 +202,11 @@ def test_beside_decoding_requests_prompts_get_what_should_fit() -> None:
     add(scheduler, "b", 2)
     found = [run_step(scheduler) for _ in range(4)]
     assert [shares for _, shares in found] == [
-        {"r0": 1, "a": 4}, {"r0": 1, "a": 4}, {"r0": 1, "a": 1, "b": 2}, {"r0": 1, "a": 1, "b": 1},
-    ]  # fmt: skip
+        {"r0": 1, "a": 4},
+        {"r0": 1, "a": 4},
+        {"r0": 1, "a": 1, "b": 2},
+        {"r0": 1, "a": 1, "b": 1},
+    ]
     assert [plan.blocked_by for plan, _ in found] == ["max_step_ms", "max_step_ms", "", ""]
 
 
@@ -192,13 +235,18 @@ def test_a_policy_that_never_mixes_keeps_whole_steps(policy: str) -> None:
 
 
 def test_no_prompt_starves() -> None:
-    """While a request decodes, each step gives the first prompt that is not computed a share, and all end."""
+    """While a request decodes, each step gives the first prompt that is not computed a share, and
+    all end."""
     scheduler, prompts = limited(1, tokens=2), ["a", "b", "c"]
     run_step(scheduler)
     for length, name in enumerate(prompts, 7):
         add(scheduler, name, length)
     steps = 0
-    while any(scheduler.requests[name].num_output_tokens == 0 for name in prompts if name in scheduler.requests):
+    while any(
+        scheduler.requests[name].num_output_tokens == 0
+        for name in prompts
+        if name in scheduler.requests
+    ):
         first = next(name for name in prompts if scheduler.requests[name].num_output_tokens == 0)
         decoding = "r0" in scheduler.requests
         plan, shares = run_step(scheduler)

@@ -1,4 +1,5 @@
-"""One step ahead, rule by rule: tokens that are pending, what may be planned with them, and which results are taken."""
+"""One step ahead, rule by rule: tokens that are pending, what may be planned with them, and which
+results are taken."""
 
 from __future__ import annotations
 
@@ -13,19 +14,28 @@ import pytest
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.schedule import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from nanovllm.engine.core import EngineCore, StepInFlight
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import scheduler_of
 
-# ------------------------------------------------------------------------------------------- Scheduler._expect
+# -------------------------------------------------------------------------------- Scheduler._expect
 
 
 def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
     scheduler = scheduler_of(4, 6, 3)
     r0, r1, r2 = (scheduler.requests[f"r{i}"] for i in range(3))
-    r0.num_computed_tokens, r1.num_computed_tokens, r2.num_computed_tokens = 4, 5, 4  # with this step
+    r0.num_computed_tokens, r1.num_computed_tokens, r2.num_computed_tokens = (
+        4,
+        5,
+        4,
+    )  # with this step
     r2.num_pending_tokens = 1
     plan = SchedulerOutput()
     plan.add(ScheduledRequest("r0", 0, 4, [], [], samples=True))
@@ -35,7 +45,9 @@ def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
     scheduler._steps_in_flight = (earlier,)
     scheduler._expect(plan)
     assert scheduler._steps_in_flight == (earlier, plan), "the oldest step comes first"
-    assert [r.num_pending_tokens for r in (r0, r1, r2)] == [1, 0, 2], "a step samples a token for r0 and r2"
+    assert [r.num_pending_tokens for r in (r0, r1, r2)] == [1, 0, 2], (
+        "a step samples a token for r0 and r2"
+    )
     assert [share.last_is_pending for share in plan.requests] == [False, False, True], (
         "r2 has 3 known tokens, and this step computes its fourth, which is pending"
     )
@@ -51,7 +63,7 @@ def test_shares_that_are_counted_already_are_not_counted_again() -> None:
     assert [r.num_pending_tokens for r in scheduler.requests.values()] == [0, 1]
 
 
-# -------------------------------------------------------------------------------------------- Scheduler._share
+# --------------------------------------------------------------------------------- Scheduler._share
 
 
 def share(scheduler: Scheduler, planned: int = 0, **request: Any) -> int:
@@ -89,7 +101,9 @@ def test_a_pending_token_may_be_computed_unless_it_is_the_last() -> None:
     assert share(scheduler, num_computed_tokens=18, num_pending_tokens=1) == 0, (
         "the pending token is the ninth, and last"
     )
-    assert share(scheduler, num_computed_tokens=17, num_pending_tokens=0) == 1, "8 are known, and none is pending"
+    assert share(scheduler, num_computed_tokens=17, num_pending_tokens=0) == 1, (
+        "8 are known, and none is pending"
+    )
 
 
 def test_a_pipeline_waits_for_pending_tokens() -> None:
@@ -101,13 +115,16 @@ def test_a_pipeline_waits_for_pending_tokens() -> None:
 
 def test_prompts_share_what_the_plan_allows_them() -> None:
     scheduler = scheduler_of(10, max_num_seqs=4, max_num_batched_tokens=12)
-    plan, one = SchedulerOutput(max_prefill_tokens=6, num_prefill_tokens=2), scheduler.requests["r0"]
+    plan, one = (
+        SchedulerOutput(max_prefill_tokens=6, num_prefill_tokens=2),
+        scheduler.requests["r0"],
+    )
     assert scheduler._share(one, plan) == 4, "other prompts have 2 of 6 tokens already"
     one.num_computed_tokens, one.num_pending_tokens, plan.num_prefill_tokens = 10, 1, 6
     assert scheduler._share(one, plan) == 1, "a request that decodes is no prompt"
 
 
-# ------------------------------------------------------------------------------ Scheduler._continue_decoding
+# --------------------------------------------------------------------- Scheduler._continue_decoding
 
 
 class WholeRule(Scheduler):
@@ -132,44 +149,82 @@ class Counts(Scheduler):
 def plans_of_a_life(kind: type[Scheduler], seed: int) -> tuple[list[Any], Any]:
     """All plans and outputs of a random workload in a small pool, and its scheduler."""
     draw = random.Random(seed)
-    block_size, num_blocks, stages = draw.choice([1, 2, 4, 16]), draw.choice([12, 40]), draw.choice([1, 1, 1, 2])
+    block_size, num_blocks, stages = (
+        draw.choice([1, 2, 4, 16]),
+        draw.choice([12, 40]),
+        draw.choice([1, 1, 1, 2]),
+    )
     ahead = stages - 1 or draw.randint(0, 1)
     config = EngineConfig(
-        block_size=block_size, num_kv_blocks=num_blocks, pipeline_parallel_size=stages,
-        max_num_seqs=draw.choice([3, 8]), max_num_batched_tokens=draw.choice([8, 16, 64]),
-        long_prefill_token_threshold=draw.choice([0, 3]), max_step_ms=draw.choice([0, 20]),
-        preemption_mode=draw.choice(["recompute", "swap"]), enable_prefix_caching=draw.random() < 0.7,
-    )  # fmt: skip
+        block_size=block_size,
+        num_kv_blocks=num_blocks,
+        pipeline_parallel_size=stages,
+        max_num_seqs=draw.choice([3, 8]),
+        max_num_batched_tokens=draw.choice([8, 16, 64]),
+        long_prefill_token_threshold=draw.choice([0, 3]),
+        max_step_ms=draw.choice([0, 20]),
+        preemption_mode=draw.choice(["recompute", "swap"]),
+        enable_prefix_caching=draw.random() < 0.7,
+    )
     config.settle(40, num_blocks)
-    scheduler = kind(config, KVCacheManager(num_blocks, block_size, config.enable_prefix_caching, draw.choice([0, 20])))
+    scheduler = kind(
+        config,
+        KVCacheManager(num_blocks, block_size, config.enable_prefix_caching, draw.choice([0, 20])),
+    )
     longest = config.max_request_tokens - 1
     for i in range(10):
-        params = SamplingParams(max_tokens=draw.randint(1, 20), min_tokens=draw.choice([0, 1]), stop_token_ids=[5])
+        params = SamplingParams(
+            max_tokens=draw.randint(1, 20), min_tokens=draw.choice([0, 1]), stop_token_ids=[5]
+        )
         prompt = [draw.randint(0, 9) for _ in range(min(draw.randint(1, 12), longest))]
-        scheduler.add_request(Request(EngineRequest(f"r{i}", prompt, params, [7], draw.choice([0, 0, 1])), i))
+        scheduler.add_request(
+            Request(EngineRequest(f"r{i}", prompt, params, [7], draw.choice([0, 0, 1])), i)
+        )
     seen, in_flight = list[Any](), deque[SchedulerOutput]()
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
-        shares = [[*msgspec.structs.astuple(share)[:4], *share.new_block_ids] for share in plan.requests]
+        shares = [
+            [*msgspec.structs.astuple(share)[:4], *share.new_block_ids] for share in plan.requests
+        ]
         marks = [(share.samples, share.last_is_pending) for share in plan.requests]
-        counts = plan.num_tokens, plan.num_samples, plan.num_prefill_tokens, plan.max_prefill_tokens, plan.blocked_by
-        changes = plan.removed_ids, plan.preempted, plan.admitted, plan.resumed, plan.swap_out, plan.swap_in
+        counts = (
+            plan.num_tokens,
+            plan.num_samples,
+            plan.num_prefill_tokens,
+            plan.max_prefill_tokens,
+            plan.blocked_by,
+        )
+        changes = (
+            plan.removed_ids,
+            plan.preempted,
+            plan.admitted,
+            plan.resumed,
+            plan.swap_out,
+            plan.swap_in,
+        )
         seen.append((shares, marks, counts, changes))
         if not plan.empty:
             in_flight.append(plan)
         assert in_flight, "requests wait, and no step is in flight"
         if plan.empty or len(in_flight) > ahead:
             done = in_flight.popleft()
-            tokens = {share.request_id: SampledToken(draw.randint(0, 30)) for share in done.requests if share.samples}
+            tokens = {
+                share.request_id: SampledToken(draw.randint(0, 30))
+                for share in done.requests
+                if share.samples
+            }
             outputs = scheduler.update_from_output(done, ModelRunnerOutput(tokens))
-            seen += [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs]
+            seen += [
+                (o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs
+            ]
         scheduler.check_invariants()
     return seen, scheduler
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_shortcut_plans_what_the_whole_rule_plans(seed: int) -> None:
-    """Chunks, priorities, both kinds of preemption, swapping, pipelines, stop tokens, in turn and one step ahead."""
+    """Chunks, priorities, both kinds of preemption, swapping, pipelines, stop tokens, in turn and
+    one step ahead."""
     whole, _ = plans_of_a_life(WholeRule, seed)
     short, _ = plans_of_a_life(Scheduler, seed)
     assert short == whole
@@ -177,11 +232,14 @@ def test_the_shortcut_plans_what_the_whole_rule_plans(seed: int) -> None:
 
 def test_the_shortcut_serves_requests_in_these_lives() -> None:
     schedulers = [plans_of_a_life(Counts, seed)[1] for seed in range(60)]
-    assert sum(scheduler.served for scheduler in schedulers) > sum(scheduler.shares for scheduler in schedulers) / 4
+    assert (
+        sum(scheduler.served for scheduler in schedulers)
+        > sum(scheduler.shares for scheduler in schedulers) / 4
+    )
     assert sum(scheduler.num_preemptions for scheduler in schedulers) > 20
 
 
-# ------------------------------------------------------------------------------------- EngineCore._take_results
+# ------------------------------------------------------------------------- EngineCore._take_results
 
 
 class Core(EngineCore):
@@ -191,18 +249,25 @@ class Core(EngineCore):
 
     def __init__(self, num_steps: int = 3, **config: Any) -> None:
         self.events, self.clock = list[Any](), 0.0
-        self.config = SimpleNamespace(**({"async_scheduling": True, "check_invariants": False} | config))  # type: ignore[assignment]
+        self.config = SimpleNamespace(
+            **({"async_scheduling": True, "check_invariants": False} | config)
+        )  # type: ignore[assignment]
         self.waves = None
         self.times = list[Any]()
         self.scheduler = SimpleNamespace(  # type: ignore[assignment]
             update_from_output=self.update,
             check_invariants=lambda: self.events.append("checked"),
             speculation=None,
-            step_times=SimpleNamespace(add=lambda plan, seconds: self.times.append((plan, round(seconds, 6)))),
+            step_times=SimpleNamespace(
+                add=lambda plan, seconds: self.times.append((plan, round(seconds, 6)))
+            ),
         )
         self._recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]
         self.plans = [SchedulerOutput() for _ in range(num_steps)]
-        steps = [StepInFlight(plan, self.waiting(i), None, float(i) / 10, 5) for i, plan in enumerate(self.plans)]
+        steps = [
+            StepInFlight(plan, self.waiting(i), None, float(i) / 10, 5)
+            for i, plan in enumerate(self.plans)
+        ]
         self._in_flight = deque(steps)
 
     def waiting(self, number: int) -> Any:

@@ -1,4 +1,5 @@
-"""Hostile requests of every class: each is refused in OpenAI's shape, no other request is lost, and nothing is left behind."""
+"""Hostile requests of every class: each is refused in OpenAI's shape, no other request is lost, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ async def others_are_served(client: httpx.AsyncClient) -> AsyncIterator[None]:
     assert await task > 0
 
 
-async def attack(server: ServerProcess, folder: pathlib.Path, per_class: int, seed: int, key: str) -> list[str]:
+async def attack(
+    server: ServerProcess, folder: pathlib.Path, per_class: int, seed: int, key: str
+) -> list[str]:
     """Make attacks, eight at a time; what went wrong."""
     host = server.url.removeprefix("http://")
     address, port = host.split(":")
@@ -86,7 +89,9 @@ def traceback(server: ServerProcess) -> str:
     return "".join(server.text.partition("Traceback")[1:])[:5000]
 
 
-def check(server: ServerProcess, folder: pathlib.Path, per_class: int, seed: int, key: str = KEY) -> None:
+def check(
+    server: ServerProcess, folder: pathlib.Path, per_class: int, seed: int, key: str = KEY
+) -> None:
     process = psutil.Process(server.process.pid)
     wrong = asyncio.run(attack(server, folder, per_class, seed, key))
     assert not wrong, f"{len(wrong)} of {per_class} per class:\n" + "\n".join(wrong[:20])
@@ -126,7 +131,9 @@ async def leaving_client(client: httpx.AsyncClient) -> None:
 
 async def greedy_client(client: httpx.AsyncClient, **body: Any) -> None:
     """Ask for much; there may be too many that do."""
-    response = await client.post("/v1/completions", json={"prompt": "x" * 200, "max_tokens": 10} | body)
+    response = await client.post(
+        "/v1/completions", json={"prompt": "x" * 200, "max_tokens": 10} | body
+    )
     assert response.status_code in (200, 429), response.text
 
 
@@ -172,7 +179,9 @@ def guarded(model: pathlib.Path, folder: pathlib.Path) -> Iterator[ServerProcess
 
 @contextlib.contextmanager
 def traced(model: pathlib.Path, folder: pathlib.Path) -> Iterator[ServerProcess]:
-    with ServerProcess(model, folder, "--show-text", "--trace", str(folder / "trace.jsonl")) as server:
+    with ServerProcess(
+        model, folder, "--show-text", "--trace", str(folder / "trace.jsonl")
+    ) as server:
         yield server
 
 

@@ -1,4 +1,5 @@
-"""Looking on while the engine works, and looking back: the stream of a server, the page, recorded traces."""
+"""Looking on while the engine works, and looking back: the stream of a server, the page, recorded
+traces."""
 
 from __future__ import annotations
 
@@ -77,8 +78,12 @@ def ends(*request_ids: str) -> Any:
     return lambda step: set(request_ids) <= step.finished.keys()
 
 
-async def answer(engine: AsyncEngine, prompt: Any, request_id: str, params: SamplingParams = GREEDY) -> str:
-    return "".join([output.outputs[0].text async for output in engine.generate(prompt, params, request_id)])
+async def answer(
+    engine: AsyncEngine, prompt: Any, request_id: str, params: SamplingParams = GREEDY
+) -> str:
+    return "".join(
+        [output.outputs[0].text async for output in engine.generate(prompt, params, request_id)]
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,7 +94,9 @@ def one_thread() -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
     """An engine that shows no text."""
-    config = EngineConfig(str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64)
+    config = EngineConfig(
+        str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64
+    )
     running = await AsyncEngine.start(config)
     yield running
     await running.shutdown()
@@ -99,9 +106,13 @@ async def engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
 async def open_engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
     """An engine that shows text, under the name "tiny"."""
     config = EngineConfig(
-        str(tiny_model), served_model_name="tiny", attention_backend="torch", dtype="float32", num_kv_blocks=64,
+        str(tiny_model),
+        served_model_name="tiny",
+        attention_backend="torch",
+        dtype="float32",
+        num_kv_blocks=64,
         async_scheduling=True,
-    )  # fmt: skip
+    )
     running = await AsyncEngine.start(config, show_text=True)
     yield running
     await running.shutdown()
@@ -113,7 +124,9 @@ async def open_engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None:
     viewer = Viewer(engine)
-    await viewer.read_until(lambda step: step.snapshot is not None)  # at once, although nothing happens
+    await viewer.read_until(
+        lambda step: step.snapshot is not None
+    )  # at once, although nothing happens
     assert viewer.trace.settings["live"] is True and viewer.trace.settings["num_blocks"] == 64
     text = await answer(engine, "a secret of mine", "seen")
     await viewer.read_until(ends("seen"))
@@ -121,7 +134,9 @@ async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None
     assert not first.requests and not first.snapshot.tables
     assert [share.request_id for step in steps for share in step.requests] == ["seen"] * len(steps)
     assert sum(step.num_tokens for step in steps) == len("a secret of mine") + 12 - 1
-    assert {token for s in steps for share in s.requests for token in share.sampled} == {HIDDEN_TOKEN}
+    assert {token for s in steps for share in s.requests for token in share.sampled} == {
+        HIDDEN_TOKEN
+    }
     assert text and not any(step.text or step.prompts for step in steps)
     for secret in ("secret", text, json.dumps(text)[1:-1]):
         assert secret.encode() not in viewer.raw
@@ -131,7 +146,9 @@ async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_nothing_is_recorded_unless_somebody_looks(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_recorded_unless_somebody_looks(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports: list[Report] = []
     take = engine._take
 
@@ -153,7 +170,9 @@ async def test_nothing_is_recorded_unless_somebody_looks(engine: AsyncEngine, mo
     assert not any(map(ends("still"), viewers[0].trace.steps))
     viewers[1].stream.close()
     assert not engine.broadcasts[0].streams
-    await answer(engine, "unseen", "last")  # the order to stop is carried out before this one is taken
+    await answer(
+        engine, "unseen", "last"
+    )  # the order to stop is carried out before this one is taken
     await answer(engine, "unseen", "very last")
     del reports[:]
     await answer(engine, "unseen", "alone again")
@@ -172,12 +191,21 @@ async def test_who_comes_late_starts_at_a_snapshot(engine: AsyncEngine) -> None:
     await task
     first = late.trace.steps[0]
     assert first.snapshot is not None and list(first.snapshot.tables) == ["long"]
-    assert first.snapshot.prompt_lens == {"long": len("a long story")} and "long" not in first.arrived
-    states = {r.step: s for r, s in zip(early.trace, pool_states(early.trace), strict=True) if r.requests}
-    shared = [(r, s) for r, s in zip(late.trace, pool_states(late.trace), strict=True) if r.requests]
+    assert (
+        first.snapshot.prompt_lens == {"long": len("a long story")} and "long" not in first.arrived
+    )
+    states = {
+        r.step: s for r, s in zip(early.trace, pool_states(early.trace), strict=True) if r.requests
+    }
+    shared = [
+        (r, s) for r, s in zip(late.trace, pool_states(late.trace), strict=True) if r.requests
+    ]
     assert len(shared) > 5
     for record, state in shared:
-        assert state.tables == states[record.step].tables and state.num_tokens == states[record.step].num_tokens
+        assert (
+            state.tables == states[record.step].tables
+            and state.num_tokens == states[record.step].num_tokens
+        )
     for viewer in (early, late):
         viewer.stream.close()
 
@@ -215,7 +243,9 @@ async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> No
         for step in viewer.trace:
             prompts |= step.prompts
         assert prompts == {"two-0": prompt, "two-1": prompt}
-        assert all(token >= 0 for s in viewer.trace for share in s.requests for token in share.sampled)
+        assert all(
+            token >= 0 for s in viewer.trace for share in s.requests for token in share.sampled
+        )
         viewer.stream.close()
     assert any(step.text for step in late.trace.steps[1:])
     texts_kept = engine.broadcasts[0].texts
@@ -231,9 +261,13 @@ async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> No
 async def two_engines(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
     """Data parallelism; the engines show text."""
     config = EngineConfig(
-        str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64, device="cpu",
+        str(tiny_model),
+        attention_backend="torch",
+        dtype="float32",
+        num_kv_blocks=64,
+        device="cpu",
         data_parallel_size=2,
-    )  # fmt: skip
+    )
     running = await AsyncEngine.start(config, show_text=True)
     yield running
     await running.shutdown()
@@ -259,8 +293,12 @@ async def test_each_of_several_engines_shows_what_it_computes(two_engines: Async
         assert len(arrived) == 3, "half of the requests"
         assert not seen.keys() & arrived
         seen |= dict.fromkeys(arrived, rank)
-        shown = {name: "".join(step.text.get(name, "") for step in viewer.trace) for name in arrived}
-        assert shown == {name: text for name, text in zip(prompts, texts, strict=True) if name in arrived}
+        shown = {
+            name: "".join(step.text.get(name, "") for step in viewer.trace) for name in arrived
+        }
+        assert shown == {
+            name: text for name, text in zip(prompts, texts, strict=True) if name in arrived
+        }
         told = {name: prompt for step in viewer.trace for name, prompt in step.prompts.items()}
         assert told == {name: prompts[name] for name in arrived}
         assert list(pool_states(viewer.trace))[-1].tables
@@ -303,7 +341,9 @@ async def test_only_the_engine_that_somebody_looks_at_records(
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (1, 1)])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_engine_that_there_is_not(two_engines: AsyncEngine, engine: AsyncEngine, rank: int, size: int) -> None:
+async def test_an_engine_that_there_is_not(
+    two_engines: AsyncEngine, engine: AsyncEngine, rank: int, size: int
+) -> None:
     fitting = {1: "engine must be 0, the only one", 2: "engine must be from 0 to 1"}[size]
     with pytest.raises(ValueError, match=f"^{fitting}, not {rank}$"):
         {1: engine, 2: two_engines}[size].watch(rank)
@@ -347,7 +387,9 @@ def broadcast() -> tuple[StepBroadcast, list[str]]:
 
 def record(step: int, snapshot: Snapshot | None = None) -> msgspec.Raw:
     """A record as an engine sends it."""
-    return msgspec.Raw(msgspec.msgpack.encode(StepRecord(step, 0.0, 0.0, 64, [], snapshot=snapshot)))
+    return msgspec.Raw(
+        msgspec.msgpack.encode(StepRecord(step, 0.0, 0.0, 64, [], snapshot=snapshot))
+    )
 
 
 def steps(lines: bytes) -> list[int]:
@@ -370,7 +412,9 @@ async def test_news_are_gathered() -> None:
     assert [chunk async for chunk in shared.watch()] == [header_line({"live": True})], "it is over"
 
 
-async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(step_stream, "MAX_BACKLOG_BYTES", 1000)
     shared, orders = broadcast()
     slow, fast = shared.watch(), shared.watch()
@@ -417,15 +461,21 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
     for piece in ("the beginning ", "and so on " * 9_000, "the end"):
         texts.add(RequestOutput("r0", None, [], [CompletionOutput(0, piece)], False))
     record = StepRecord(1, 0.0, 0.1, 64, [], running=ids[:2], waiting=ids[2:])
-    record.snapshot = Snapshot({"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000))
+    record.snapshot = Snapshot(
+        {"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000)
+    )
     assert texts.new(record, None) == record, "who reads on knows them"
     start = texts.so_far(record)
     prompts, text = start.prompts, start.text
     assert words.num_decoded <= MAX_PROMPT_TOKENS
     assert list(prompts) == ["r0", "r1"] and prompts["r1"].startswith("a text a text")
-    assert all(len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in prompts.values())
+    assert all(
+        len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in prompts.values()
+    )
     assert len(text["r0"]) == MAX_CHARACTERS and re.match(r"… .*so on the end$", text["r0"])
-    begins = StepRecord(2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:])
+    begins = StepRecord(
+        2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:]
+    )
     assert list(texts.new(begins, 0).prompts) == ["r2", "r3"]
 
 
@@ -446,7 +496,9 @@ def test_the_page_asks_for_the_key_and_the_stream_needs_it(guarded: ServerProces
     for path in ("/trace", "/web", "/webs/style.json", "/trace/"):
         assert guarded.get(path).status_code == 401, path
     for query, message in (("1", "engine must be 0, the only one, not 1"), ("x", "engine: ")):
-        answer = guarded.get(f"/trace?engine={query}", headers={"Authorization": "Bearer open sesame"})
+        answer = guarded.get(
+            f"/trace?engine={query}", headers={"Authorization": "Bearer open sesame"}
+        )
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["message"].startswith(message)
         assert error["param"] == "engine" and error["type"] == "invalid_request_error"
@@ -471,18 +523,24 @@ def test_the_stream_over_http_and_its_end(guarded: ServerProcess) -> None:
             steps.append(decoder.decode(next(lines).encode()))
         (request_id,) = steps[-1].finished
         assert request_id.startswith(answer["id"])
-        assert "".join(step.text.get(request_id, "") for step in steps) == answer["choices"][0]["text"]
+        assert (
+            "".join(step.text.get(request_id, "") for step in steps) == answer["choices"][0]["text"]
+        )
         assert steps[0].prompts == {request_id: "open text"}
         guarded.process.send_signal(signal.SIGTERM)  # who looks on does not delay the end
         assert guarded.process.wait(60) == 0
-        assert all(decoder.decode(line.encode()) for line in lines), "the stream ends with a whole line"
+        assert all(decoder.decode(line.encode()) for line in lines), (
+            "the stream ends with a whole line"
+        )
 
 
 FOLDERS = [pathlib.Path(nanovllm.__file__).parent / room / "web" for room in ("server", "trace")]
 
 
 def client() -> TestClient:
-    return TestClient(page.create_replay(header_line({}), [], Access()), raise_server_exceptions=False)
+    return TestClient(
+        page.create_replay(header_line({}), [], Access()), raise_server_exceptions=False
+    )
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
@@ -507,7 +565,9 @@ def test_the_page_itself() -> None:
     response = client().get("/")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     policy = response.headers["content-security-policy"]
-    assert "script" not in policy and "unsafe" not in policy, "only scripts and styles from files of our own"
+    assert "script" not in policy and "unsafe" not in policy, (
+        "only scripts and styles from files of our own"
+    )
     assert "frame-ancestors 'none'" in policy
     scripts = re.findall(r'(?:src|href)="/?web/([\w.]+)"', response.text)
     assert scripts and all(client().get(f"/web/{name}").status_code == 200 for name in scripts)
@@ -522,7 +582,9 @@ def test_the_page_of_a_demo_server_sends_bursts_by_itself() -> None:
 def test_a_long_trace_arrives_whole() -> None:
     lines = [b"%d" % i for i in range(1001)]
     app = page.create_replay(header_line({}), lines, Access())
-    assert TestClient(app).get("/trace").content == header_line({}) + b"".join(line + b"\n" for line in lines)
+    assert TestClient(app).get("/trace").content == header_line({}) + b"".join(
+        line + b"\n" for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -535,7 +597,10 @@ def test_a_long_trace_arrives_whole() -> None:
     ],
 )
 def test_one_is_told_when_everybody_can_read(
-    words: list[str], is_open: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    is_open: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def serve(config: EngineConfig, listener: socket.socket, *settings: Any) -> None:
         listener.close()
@@ -543,14 +608,30 @@ def test_one_is_told_when_everybody_can_read(
     monkeypatch.setattr(serve_cli, "_serve", serve)
     assert main(["serve", "--port", "0", *words]) == 0
     error = capsys.readouterr().err
-    assert error.count("\n") == error.count("all who can reach 0.0.0.0 can read all prompts") == is_open
+    assert (
+        error.count("\n")
+        == error.count("all who can reach 0.0.0.0 can read all prompts")
+        == is_open
+    )
 
 
 @pytest.mark.parametrize(
     "path",
-    ["none.js", "../page.py", "..%2Fpage.py", "%2e%2e/page.py", "..%5Cpage.py", ".hidden", "", "page.py",
-     "style.json%00.js", "%2Fetc%2Fpasswd", "....//page.py", "x" * 3000 + ".js"],
-)  # fmt: skip
+    [
+        "none.js",
+        "../page.py",
+        "..%2Fpage.py",
+        "%2e%2e/page.py",
+        "..%5Cpage.py",
+        ".hidden",
+        "",
+        "page.py",
+        "style.json%00.js",
+        "%2Fetc%2Fpasswd",
+        "....//page.py",
+        "x" * 3000 + ".js",
+    ],
+)
 def test_nothing_else_is_served(path: str) -> None:
     assert client().get(f"/web/{path}").status_code == 404
 
@@ -566,7 +647,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_replay_shows_the_page_without_a_model(
+    recorded: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     output = tmp_path / "output.txt"
     command = [sys.executable, "-m", "nanovllm", "replay", str(recorded), "--port", "0"]
     with output.open("wb") as file:
@@ -580,8 +663,14 @@ def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path:
         trace = Trace.load(recorded)
         assert parse_header(header, "") == trace.settings | {"live": False}
         assert b"".join(lines) == recorded.read_bytes().partition(b"\n")[2]
-        taken = subprocess.run([*command[:-1], url.rpartition(":")[2]], capture_output=True, text=True)
-        assert taken.returncode == 2 and "cannot listen on" in taken.stderr and taken.stderr.count("\n") == 1
+        taken = subprocess.run(
+            [*command[:-1], url.rpartition(":")[2]], capture_output=True, text=True
+        )
+        assert (
+            taken.returncode == 2
+            and "cannot listen on" in taken.stderr
+            and taken.stderr.count("\n") == 1
+        )
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     finally:
@@ -603,7 +692,10 @@ def test_the_summary_of_a_trace(recorded: pathlib.Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     rows = dict(re.findall(r"│ (\S.*?) +│ +(.*?) │", printed))
     trace = Trace.load(recorded)
-    assert rows["steps"] == f"0 to {trace.steps[-1].step} ({sum(bool(step.requests) for step in trace)} compute)"
+    assert (
+        rows["steps"]
+        == f"0 to {trace.steps[-1].step} ({sum(bool(step.requests) for step in trace)} compute)"
+    )
     assert rows["requests"] == "8" and rows["ended"] == "8 length"
     assert rows["tokens generated"] == str(8 * 12)
     assert rows["preemptions"] == str(sum(len(step.preempted) for step in trace)) != "0"
@@ -613,31 +705,52 @@ def test_the_summary_of_a_trace(recorded: pathlib.Path, capsys: pytest.CaptureFi
     assert rows["KV blocks held at most"] == "20 of 20 (100%)"
 
 
-def test_a_trace_with_drafts_sums_them_up(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_with_drafts_sums_them_up(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace, path, events = drafting_trace(), tmp_path / "run.jsonl", tmp_path / "run.json"
     trace.save(path)
     assert main(["trace", str(path)]) == 0
     rows = dict(re.findall(r"│ (\S.*?) +│ +(.*?) │", capsys.readouterr().out))
     drafts = [share for record in trace for share in record.requests if share.num_drafts]
-    proposed, accepted = sum(share.num_drafts for share in drafts), sum(len(share.sampled) - 1 for share in drafts)
-    assert rows["drafts accepted"] == f"{accepted} of {proposed} ({1 + accepted / len(drafts):.2f} tokens per step)"
+    proposed, accepted = (
+        sum(share.num_drafts for share in drafts),
+        sum(len(share.sampled) - 1 for share in drafts),
+    )
+    assert (
+        rows["drafts accepted"]
+        == f"{accepted} of {proposed} ({1 + accepted / len(drafts):.2f} tokens per step)"
+    )
     sampled = [token for record in trace for share in record.requests for token in share.sampled]
     assert rows["tokens generated"] == str(len(sampled)) and 0 < accepted < proposed
     assert main(["trace", str(path), "--perfetto", str(events)]) == 0
     spans = [
-        event["args"] for event in json.loads(events.read_text())["traceEvents"] if "drafts" in event.get("args", {})
+        event["args"]
+        for event in json.loads(events.read_text())["traceEvents"]
+        if "drafts" in event.get("args", {})
     ]
-    assert [(span["drafts"], span["accepted"]) for span in spans] == [(s.num_drafts, s.num_accepted) for s in drafts]
+    assert [(span["drafts"], span["accepted"]) for span in spans] == [
+        (s.num_drafts, s.num_accepted) for s in drafts
+    ]
 
 
-def test_a_trace_becomes_a_picture_and_events(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_trace_becomes_a_picture_and_events(
+    recorded: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     gif, events = tmp_path / "run.gif", tmp_path / "run.json"
-    assert main(["trace", str(recorded), "--gif", str(gif), "--steps", "0:3", "--perfetto", str(events)]) == 0
+    assert (
+        main(
+            ["trace", str(recorded), "--gif", str(gif), "--steps", "0:3", "--perfetto", str(events)]
+        )
+        == 0
+    )
     assert gif.read_bytes().startswith(b"GIF89a")
     content = json.loads(events.read_text())["traceEvents"]
     instants = [event["name"] for event in content if event["ph"] == "i"]
     assert instants.count("first token") == 8 and instants.count("finished (length)") == 8
-    assert len({event["tid"] for event in content if event["ph"] == "X" and event["tid"]}) == 8, "one track per request"
+    assert len({event["tid"] for event in content if event["ph"] == "X" and event["tid"]}) == 8, (
+        "one track per request"
+    )
 
 
 def test_the_views_are_those_that_can_be_drawn() -> None:
@@ -672,7 +785,10 @@ MISTAKES = [
     (["trace", "{cut}"], r"cut.jsonl, line \d+: .*cut off after \d+ complete steps.*--partial"),
     (["replay", "{cut}"], r"cut.jsonl, line \d+: .*cut off"),
     (["replay", "{damaged}"], r"damaged.jsonl, line 2: not a step record"),
-    (["replay", "{sizeless}"], r"sizeless.jsonl cannot be drawn: its first line does not say block_size"),
+    (
+        ["replay", "{sizeless}"],
+        r"sizeless.jsonl cannot be drawn: its first line does not say block_size",
+    ),
     (["trace", "{sizeless}", "--gif", "{folder}/a.gif"], r"sizeless.jsonl cannot be drawn"),
     (["trace", "{trace}", "--view", "pool"], "--view and --steps .* add --gif"),
     (["trace", "{trace}", "--steps", "0:3"], "--view and --steps .* add --gif"),
@@ -680,20 +796,34 @@ MISTAKES = [
     (["trace", "{trace}", "--steps", "3"], "two step numbers such as 10:20"),
     (["trace", "{trace}", "--steps", "5:5"], "two step numbers such as 10:20"),
     (["trace", "{trace}", "--gif", "{folder}/a.gif", "--steps", "900:901"], "none of these steps"),
-    (["trace", "{folder}/none.jsonl", "--gif", "{folder}/a.gif", "--view", "tarot"], "--view.*'tarot'"),
-    (["trace", "{trace}", "--gif", "{folder}/none/a.gif", "--steps", "0:1"], "--gif: there is no folder .*/none"),
+    (
+        ["trace", "{folder}/none.jsonl", "--gif", "{folder}/a.gif", "--view", "tarot"],
+        "--view.*'tarot'",
+    ),
+    (
+        ["trace", "{trace}", "--gif", "{folder}/none/a.gif", "--steps", "0:1"],
+        "--gif: there is no folder .*/none",
+    ),
     (["trace", "{folder}/none.jsonl", "--gif", "out.mp4"], r"--gif: must end in .gif, .*'out.mp4'"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=lambda part: part[:40] if isinstance(part, str) else None)
+@pytest.mark.parametrize(
+    ("words", "message"), MISTAKES, ids=lambda part: part[:40] if isinstance(part, str) else None
+)
 def test_mistakes_are_told_in_a_line(
-    words: list[str], message: str, recorded: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    recorded: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = {name: tmp_path / f"{name}.jsonl" for name in ("foreign", "cut", "damaged", "sizeless")}
     files["foreign"].write_text("step,start\n")
     files["cut"].write_bytes(recorded.read_bytes()[:-30])
-    files["damaged"].write_bytes(header_line({"block_size": 4, "num_blocks": 4}) + b'{"step": "one"}\n')
+    files["damaged"].write_bytes(
+        header_line({"block_size": 4, "num_blocks": 4}) + b'{"step": "one"}\n'
+    )
     files["sizeless"].write_bytes(header_line({"model": "tiny"}))
     places = {"folder": tmp_path, "trace": recorded} | files
     try:

@@ -34,7 +34,9 @@ ANSWER_MS = 240_000  # a loaded machine computes slowly
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The course model with a pool so small that a burst does not fit."""
-    with ServerProcess(resolve_model(COURSE_MODEL), tmp_path_factory.mktemp("page"), *SMALL_POOL, *FAST) as running:
+    with ServerProcess(
+        resolve_model(COURSE_MODEL), tmp_path_factory.mktemp("page"), *SMALL_POOL, *FAST
+    ) as running:
         yield running
         wait_until(running.is_idle, what="all blocks are free again")
 
@@ -91,7 +93,8 @@ def test_a_question_is_answered_and_shown_at_work(live: Page) -> None:
     expect(fact(live, "rate")).to_have_text(re.compile(r"^\d+\.\d tokens/s$"))
     expect(fact(live, "cached")).to_have_text(re.compile(r"^\d+ of 37 prompt tokens cached$"))
     expect(live.locator("#announcer")).to_have_text("The capital of France is Paris.")
-    # The request has a colour in the engine; pressing it there tells its story under this page's name for it.
+    # The request has a colour in the engine; pressing it there tells its story under this page's
+    # name for it.
     last_answer(live).get_by_role("button", name="Show this request in the engine").click()
     expect(live.locator(".nv-story")).to_contain_text("you")
     expect(figure(live, "running")).to_have_text("0")
@@ -139,7 +142,13 @@ def test_an_answer_is_stopped_midway(live: Page, server: ServerProcess) -> None:
 
 
 def test_a_reload_keeps_the_chat(live: Page) -> None:
-    send(live, "Say `code` and nothing else.", temperature="0", max_tokens="5", system="You are terse.")
+    send(
+        live,
+        "Say `code` and nothing else.",
+        temperature="0",
+        max_tokens="5",
+        system="You are terse.",
+    )
     expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)
     live.get_by_label("Your message").fill("not sent yet")
     said = live.locator("#messages .prose").inner_text()
@@ -227,7 +236,8 @@ def test_a_burst_is_stopped_and_one_looks_back(live: Page, server: ServerProcess
     live.get_by_role("button", name="Fire a burst").click()
     expect(live.locator("#load-state")).to_contain_text("generating", timeout=ANSWER_MS)
     expect(figure(live, "running")).to_have_text(re.compile("[1-8]"), timeout=ANSWER_MS)
-    # Looking back: the page stays where it is while the engine goes on, and "Follow" follows it again.
+    # Looking back: the page stays where it is while the engine goes on, and "Follow" follows it
+    # again.
     slider = live.get_by_label("Step", exact=True)
     slider.press("ArrowLeft")
     expect(live.locator(".nv-follow")).to_have_attribute("aria-pressed", "false")
@@ -248,7 +258,9 @@ def answer_at_once(page: Page) -> list[list[int]]:
 
     def answer(route: Route) -> None:
         sent.append([len(prompt) for prompt in route.request.post_data_json["prompt"]])
-        choices = [{"index": i, "text": "a", "finish_reason": "length"} for i in range(len(sent[-1]))]
+        choices = [
+            {"index": i, "text": "a", "finish_reason": "length"} for i in range(len(sent[-1]))
+        ]
         chunk = json.dumps({"id": f"cmpl-{len(sent)}", "choices": choices})
         route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\ndata: [DONE]\n\n")
 
@@ -257,7 +269,8 @@ def answer_at_once(page: Page) -> list[list[int]]:
 
 
 def test_the_first_request_of_a_burst_goes_ahead_of_the_long_prompts(live: Page) -> None:
-    """Its first step is short, so that something moves at once, and the others find its prefix in the cache."""
+    """Its first step is short, so that something moves at once, and the others find its prefix in
+    the cache."""
     sent = answer_at_once(live)
     live.get_by_role("button", name="Fire a burst").click()
     expect(live.locator("#load-state")).to_have_text("16 done")
@@ -300,7 +313,10 @@ def test_arrows_look_back_while_one_does_not_type(live: Page) -> None:
     expect(live.locator(".nv-follow")).to_have_attribute("aria-pressed", "true")
 
 
-BEYOND_THE_EDGE = "[...document.querySelectorAll('body, body *')].filter(e => e.getBoundingClientRect().right > 361)"
+BEYOND_THE_EDGE = (
+    "[...document.querySelectorAll('body, body *')].filter(e => e.getBoundingClientRect().right > "
+    "361)"
+)
 DRAWN_MS = 10_000
 
 
@@ -325,7 +341,15 @@ SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 def test_text_can_be_read_in_both_schemes(live: Page) -> None:
     send(live, "Hello", max_tokens="3", temperature="0")
     expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)
-    places = ".question p", ".prose p", "footer [data-fact]", "#figures dt", "#figures small", "#send", "#model"
+    places = (
+        ".question p",
+        ".prose p",
+        "footer [data-fact]",
+        "#figures dt",
+        "#figures small",
+        "#send",
+        "#model",
+    )
     for scheme in SCHEMES:
         live.emulate_media(color_scheme=scheme)
         for place in places:
@@ -356,7 +380,9 @@ def test_a_lost_server_is_told_and_found_again(live: Page, noise: list[str]) -> 
     expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)
 
 
-def test_the_key_is_asked_for(page: Page, noise: list[str], tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_key_is_asked_for(
+    page: Page, noise: list[str], tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     noise += ["401", "ERR_"]
     with ServerProcess(tiny_model, tmp_path, "--api-key", "sesame") as server:
         page.goto(server.url.replace("127.0.0.1", "localhost"))  # its own page under its other name
@@ -379,7 +405,9 @@ def test_the_key_is_asked_for(page: Page, noise: list[str], tiny_model: pathlib.
 
 
 @pytest.fixture(scope="module")
-def two_engines(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def two_engines(
+    tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     """Data parallelism."""
     options = ["-dp", "2", "--device", "cpu", "--num-kv-blocks", "64"]
     with ServerProcess(tiny_model, tmp_path_factory.mktemp("two"), *options) as running:
@@ -389,7 +417,9 @@ def two_engines(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFacto
 
 def tokens_by_engine(server: ServerProcess) -> list[float]:
     """How many tokens each of two engines has generated."""
-    found = re.findall(r'generation_tokens_total\{engine="([01])".*\} (.*)', server.get("/metrics").text)
+    found = re.findall(
+        r'generation_tokens_total\{engine="([01])".*\} (.*)', server.get("/metrics").text
+    )
     assert [engine for engine, _ in found] == ["0", "1"]
     return [float(count) for _, count in found]
 
@@ -407,7 +437,9 @@ def choose(page: Page, engine: int) -> None:
 def test_one_of_several_engines_is_chosen(page: Page, two_engines: ServerProcess) -> None:
     opened(page, two_engines)
     expect(page.get_by_label("Engine shown")).to_have_value("0")
-    expect(page.get_by_label("Engine shown").locator("option")).to_have_text(["Engine 0", "Engine 1"])
+    expect(page.get_by_label("Engine shown").locator("option")).to_have_text(
+        ["Engine 0", "Engine 1"]
+    )
     expect(page.locator("#rank-note")).to_contain_text("Chat and demo load go to all 2 engines.")
     choose(page, 1)
     before = picture(page, "pool")
@@ -467,7 +499,9 @@ def test_who_looks_at_an_engine_that_is_gone_gets_another(
     opened(page, two_engines)
     page.evaluate(KEEP_WHAT_IS_SAID)  # the reason stands there for half a second only
     page.get_by_label("Engine shown").select_option("Engine 1")
-    page.wait_for_function("() => said.some(text => text.includes('Engine must be 0, the only one, not 1.'))")
+    page.wait_for_function(
+        "() => said.some(text => text.includes('Engine must be 0, the only one, not 1.'))"
+    )
     expect(page.locator("#connection")).to_have_text("connected")
     expect(page.get_by_label("Engine shown")).to_have_value("0")
 
@@ -500,7 +534,8 @@ def test_a_trace_that_cannot_be_read_is_not_asked_for_again(live: Page, noise: l
     live.clock.install()
     live.reload()
     expect(live.locator("#connection")).to_have_text(
-        "This trace cannot be shown: line 2 of the trace: request 7 was not named by any line before"
+        "This trace cannot be shown: line 2 of the trace: request 7 was not named by any line "
+        "before"
     )
     live.clock.run_for(60_000)
     assert len(asked) == 1
@@ -509,14 +544,19 @@ def test_a_trace_that_cannot_be_read_is_not_asked_for_again(live: Page, noise: l
 def test_a_browser_that_cannot_read_the_scripts_says_so(live: Page, noise: list[str]) -> None:
     expect(live.locator("#no-script")).to_have_count(0)
     noise.append("SyntaxError|Unexpected identifier")
-    live.route("**/web/views.js", lambda route: route.fulfill(content_type="text/javascript", body="a b"))
+    live.route(
+        "**/web/views.js", lambda route: route.fulfill(content_type="text/javascript", body="a b")
+    )
     live.reload()
     expect(live.locator("#no-script")).to_be_visible()
 
 
 def test_a_conversation_too_long_to_be_kept_is_shown_all_the_same(live: Page) -> None:
     warnings = []
-    live.on("console", lambda message: warnings.append(message.text) if message.type == "warning" else None)
+    live.on(
+        "console",
+        lambda message: warnings.append(message.text) if message.type == "warning" else None,
+    )
     live.evaluate("sessionStorage.setItem('full', 'x'.repeat(5 * 2 ** 20 - 1000))")
     send(live, "Count: " + "x" * 900, max_tokens="3", temperature="0")
     expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)
@@ -542,7 +582,11 @@ def replaying(path: pathlib.Path, folder: pathlib.Path) -> Iterator[str]:
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: "http://" in output.read_text() or process.poll() is not None, 60, "replay is ready")
+        wait_until(
+            lambda: "http://" in output.read_text() or process.poll() is not None,
+            60,
+            "replay is ready",
+        )
         found = re.search(r"http://[\w.:]+", output.read_text())
         assert found, output.read_text()
         yield found[0]
@@ -551,11 +595,15 @@ def replaying(path: pathlib.Path, folder: pathlib.Path) -> Iterator[str]:
         process.wait(60)
 
 
-def test_tokens_per_verification_of_drafts_are_among_the_figures(page: Page, tmp_path: pathlib.Path) -> None:
+def test_tokens_per_verification_of_drafts_are_among_the_figures(
+    page: Page, tmp_path: pathlib.Path
+) -> None:
     trace = drafting_trace()
     trace.save(tmp_path / "run.jsonl")
     drafts = [share for record in trace for share in record.requests if share.num_drafts]
-    first = next(i for i, record in enumerate(trace) if any(share.num_drafts for share in record.requests))
+    first = next(
+        i for i, record in enumerate(trace) if any(share.num_drafts for share in record.requests)
+    )
     with replaying(tmp_path / "run.jsonl", tmp_path) as url:
         page.goto(url)
         expect(page.locator("#connection")).to_have_text("replay")
@@ -590,7 +638,9 @@ def test_a_recorded_trace_is_replayed(page: Page, tmp_path: pathlib.Path) -> Non
         expect(figure(page, "drafts")).to_be_hidden()
         first = picture(page, "pool")
         page.get_by_label("Step", exact=True).press("End")
-        expect(figure(page, "preempted")).to_have_text(str(sum(len(step.preempted) for step in trace)))
+        expect(figure(page, "preempted")).to_have_text(
+            str(sum(len(step.preempted) for step in trace))
+        )
         expect(figure(page, "step")).to_have_text("1 unit")
         assert picture(page, "pool") != first
         page.set_viewport_size({"width": 360, "height": 740})

@@ -1,4 +1,5 @@
-"""What clients get wrong: each mistake is answered with a 4xx that names the field, and disturbs nobody else."""
+"""What clients get wrong: each mistake is answered with a 4xx that names the field, and disturbs
+nobody else."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     # They are counted before the first of them is encoded.
     ({"prompt": ["\ud800"] * 2000}, "2000 completions; at most 1024", "prompt"),
     ({"prompt": ["x"] * 20, "n": 128}, "1024", "prompt"),
-    ({"max_tokens": 254}, "you requested 254 output tokens, and the prompt has 3 tokens, together 257", "max_tokens"),
+    (
+        {"max_tokens": 254},
+        "you requested 254 output tokens, and the prompt has 3 tokens, together 257",
+        "max_tokens",
+    ),
     ({"max_tokens": 10**30}, "256", "max_tokens"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens"),
     ({"max_tokens": -1}, "max_tokens", "max_tokens"),
@@ -120,30 +125,58 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
     ({"suffix": "end"}, "suffix is not supported", "suffix"),
-    ({"best_of": 3}, "best_of is not supported by this server; do not set it, or set it to the value of n", "best_of"),
+    (
+        {"best_of": 3},
+        "best_of is not supported by this server; do not set it, or set it to the value of n",
+        "best_of",
+    ),
     ({"best_of": 3, "n": 2}, "best_of is not supported", "best_of"),
     ({"best_of": 1, "n": 2}, "best_of is not supported", "best_of"),
     ({"best_of": True}, "best_of is not supported", "best_of"),
     ({"reasoning_effort": "low"}, "reasoning_effort is not supported", "reasoning_effort"),
-    ({"guided_json": {"type": "object"}}, "guided_json is not supported by this server; use structured", "guided_json"),
+    (
+        {"guided_json": {"type": "object"}},
+        "guided_json is not supported by this server; use structured",
+        "guided_json",
+    ),
     ({"structured_outputs": {}}, "exactly one of json, regex, choice", "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "got json, regex", "structured_outputs"),
     ({"structured_outputs": {"jsn": {}}}, "'jsn' is not one of json, regex", "structured_outputs"),
     ({"structured_outputs": {"json": 5}}, "a string or a dictionary", "structured_outputs.json"),
     ({"structured_outputs": {"json": "{"}}, "not a JSON schema", "structured_outputs.json"),
-    ({"structured_outputs": {"json": {"items": {"not": {}}}}}, '"not"', "structured_outputs.json.items"),
-    ({"structured_outputs": {"json": {"$ref": "#"}}}, "nothing is allowed", "structured_outputs.json"),
+    (
+        {"structured_outputs": {"json": {"items": {"not": {}}}}},
+        '"not"',
+        "structured_outputs.json.items",
+    ),
+    (
+        {"structured_outputs": {"json": {"$ref": "#"}}},
+        "nothing is allowed",
+        "structured_outputs.json",
+    ),
     ({"structured_outputs": {"choice": []}}, "at least 1", "structured_outputs.choice"),
     ({"structured_outputs": {"regex": "(a"}}, "unclosed group", "structured_outputs.regex"),
-    ({"structured_outputs": {"regex": "a" * 200_000}}, "at most 131072", "structured_outputs.regex"),
+    (
+        {"structured_outputs": {"regex": "a" * 200_000}},
+        "at most 131072",
+        "structured_outputs.regex",
+    ),
     ({"structured_outputs": {"grammar": "start: a"}}, "unknown name", "structured_outputs.grammar"),
     ({"return_token_ids": True}, "return_token_ids is not supported", "return_token_ids"),
-    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids is not supported", "return_tokens_as_token_ids"),
+    (
+        {"return_tokens_as_token_ids": True},
+        "return_tokens_as_token_ids is not supported",
+        "return_tokens_as_token_ids",
+    ),
 ]
 
 FAULTY = {
     "$ref": "#/$defs/person",
-    "$defs": {"person": {"properties": {"name": {}, "age": {"anyOf": [{"type": "null"}, {"type": "intger"}]}}}},
+    "$defs": {
+        "person": {
+            "properties": {"name": {}, "age": {"anyOf": [{"type": "null"}, {"type": "intger"}]}}
+        }
+    },
 }
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -161,7 +194,11 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}
+            ]
+        },
         "messages.0.content.1.type: models of this server read text only",
         "messages",
     ),
@@ -176,7 +213,11 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
     ),
     ({"messages": [{"role": "user", "content": "\udc00"}]}, "surrogate", ""),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls", "messages"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "tool_calls",
+        "messages",
+    ),
     ({"max_completion_tokens": 250}, "max_completion_tokens is too large", "max_completion_tokens"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens"),
     ({"top_logprobs": 2}, "logprobs to be true", "top_logprobs"),
@@ -185,14 +226,23 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 3}, "logprobs", "logprobs"),
     ({"functions": [{}]}, "functions is not supported", "functions"),
     ({"response_format": {"type": "xml"}}, "'json_object' or 'json_schema'", "response_format"),
-    ({"response_format": {"type": "json_schema"}}, "must be an object if", "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "must be an object if",
+        "response_format.json_schema.schema",
+    ),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "cannot be combined",
         "response_format",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FAULTY}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": FAULTY},
+            }
+        },
         "person.properties.age.anyOf[1]: Invalid type: intger",
         "response_format.json_schema.schema.$defs.person.properties.age.anyOf[1]",
     ),
@@ -213,9 +263,13 @@ def identify(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("wrong", "words", "param"), WRONG_COMPLETIONS, ids=identify)
-def test_wrong_completions(server: ServerProcess, wrong: dict[str, Any], words: str, param: str) -> None:
+def test_wrong_completions(
+    server: ServerProcess, wrong: dict[str, Any], words: str, param: str
+) -> None:
     content = json.dumps({"prompt": "abc"} | wrong)  # httpx refuses NaN and surrogates
-    response = server.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    response = server.post(
+        COMPLETIONS, content=content, headers={"Content-Type": "application/json"}
+    )
     error = error_of(response, 400)
     assert words in error["message"] and error["param"] == (param or error["param"])
 
@@ -230,7 +284,9 @@ def test_wrong_chats(server: ServerProcess, wrong: dict[str, Any], words: str, p
 
 @pytest.mark.parametrize("length", [256, 300, 100_000])
 @pytest.mark.parametrize("more", [{}, {"max_tokens": 5}])
-def test_prompts_that_are_too_long(server: ServerProcess, length: int, more: dict[str, Any]) -> None:
+def test_prompts_that_are_too_long(
+    server: ServerProcess, length: int, more: dict[str, Any]
+) -> None:
     """Whatever else is asked for, it is the prompt that has to become shorter."""
     text = "x" * length
     sources: tuple[tuple[str, str, Any], ...] = (
@@ -243,7 +299,9 @@ def test_prompts_that_are_too_long(server: ServerProcess, length: int, more: dic
         error = error_of(server.post(path, {field: value} | more), 400)
         assert (error["param"], error["code"]) == (field, "context_length_exceeded")
         # litellm and others recognise the sentence, not the code.
-        assert error["message"].startswith("This model's maximum context length is 256 tokens. However, the ")
+        assert error["message"].startswith(
+            "This model's maximum context length is 256 tokens. However, the "
+        )
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -252,16 +310,19 @@ def test_max_tokens_beyond_the_context_names_all_numbers(server: ServerProcess, 
     error = error_of(server.post(path, source | {"max_tokens": 255}), 400)
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
     length = server.post(path, source | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
-    assert error["message"] == (
-        "This model's maximum context length is 256 tokens. However, you requested 255 output tokens, and the prompt has "
-        f"{length} tokens, together {length + 255}: max_tokens is too large, or the prompt too long."
+    assert (
+        error["message"]
+        == "This model's maximum context length is 256 tokens. However, you requested 255 output "
+        f"tokens, and the prompt has {length} tokens, together {length + 255}: max_tokens is "
+        "too large, or the prompt too long."
     )
 
 
 def test_a_small_pool_is_named_as_the_limit() -> None:
-    assert context_length(64, 256) == (
-        "This model's maximum context length is 64 tokens on this server, since its KV pool has no room for more "
-        "(the model takes 256)."
+    assert (
+        context_length(64, 256)
+        == "This model's maximum context length is 64 tokens on this server, since its KV pool has "
+        "no room for more (the model takes 256)."
     )
 
 
@@ -280,7 +341,9 @@ def test_a_small_pool_is_named_as_the_limit() -> None:
 )
 def test_missing_routes_name_what_is_there(server: ServerProcess, path: str, hint: str) -> None:
     for method in ("GET", "POST"):
-        error = error_of(server.client.request(method, path, json={} if method == "POST" else None), 404)
+        error = error_of(
+            server.client.request(method, path, json={} if method == "POST" else None), 404
+        )
         assert f"there is no route {path}" in error["message"] and hint in error["message"]
         assert error["type"] == "not_found_error"
 
@@ -309,7 +372,11 @@ def test_bodies_that_are_no_request(server: ServerProcess, path: str) -> None:
 
 
 def test_unknown_models_routes_and_methods(server: ServerProcess) -> None:
-    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+    for path, body in (
+        (CHAT, {"messages": HELLO}),
+        (COMPLETIONS, {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+    ):
         error = error_of(server.post(path, body | {"model": "gpt-5"}), 404)
         assert error["code"] == "model_not_found" and error["param"] == "model"
         assert "gpt-5" in error["message"] and "tiny" in error["message"]
@@ -319,7 +386,12 @@ def test_unknown_models_routes_and_methods(server: ServerProcess) -> None:
 
 
 def test_wrong_token_requests(server: ServerProcess) -> None:
-    for body in ({}, {"prompt": "a", "messages": HELLO}, {"prompt": 5}, {"prompt": "a", "add_special_tokens": "no"}):
+    for body in (
+        {},
+        {"prompt": "a", "messages": HELLO},
+        {"prompt": 5},
+        {"prompt": "a", "add_special_tokens": "no"},
+    ):
         error_of(server.post("/tokenize", body), 400)
     for tokens in ([-1], [320], [2**70], ["a"], 5, None):
         error_of(server.post("/detokenize", {"tokens": tokens}), 400)
@@ -341,7 +413,12 @@ def test_bodies_beyond_the_limit_are_refused_while_they_are_read(server: ServerP
 
 
 def test_large_bodies_below_the_limit_get_an_answer(server: ServerProcess) -> None:
-    for prompt in ("word " * 1_500_000, list(range(3)) * 500_000, ["a"] * 1_000_000, [[1]] * 1_000_000):
+    for prompt in (
+        "word " * 1_500_000,
+        list(range(3)) * 500_000,
+        ["a"] * 1_000_000,
+        [[1]] * 1_000_000,
+    ):
         error_of(server.post(COMPLETIONS, {"prompt": prompt}), 400)
     error_of(server.post(COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * 2000}), 400)
     error_of(server.post(CHAT, {"messages": HELLO * 100_000}), 400)
@@ -351,6 +428,8 @@ def test_a_connection_that_breaks_in_the_middle_of_a_body(server: ServerProcess)
     host, port = server.url.removeprefix("http://").split(":")
     for _ in range(5):
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+            )
     assert server.get("/health").status_code == 200
     assert "Traceback" not in server.text

@@ -1,4 +1,5 @@
-"""What a server lets in: host names and web pages, keys, bodies, connections that send nothing, and each key's share of the queue."""
+"""What a server lets in: host names and web pages, keys, bodies, connections that send nothing, and
+each key's share of the queue."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def guarded_app(access: Access) -> Starlette:
         return PlainTextResponse(str(len(await request.body())))
 
     paths = ("/", "/health", "/trace")
-    routes = [*(Route(path, get) for path in paths), Route("/v1/completions", post, methods=["POST"])]
+    routes = [
+        *(Route(path, get) for path in paths),
+        Route("/v1/completions", post, methods=["POST"]),
+    ]
     app = Starlette(routes=routes)
     protect(app, access)
     return app
@@ -71,7 +75,11 @@ def arguments_of(command: str, *words: str) -> argparse.Namespace:
         ("localhost:8000", {}, None),
         ("LOCALHOST", {}, None),
         ("[::1]:8000", {}, None),
-        ("127.0.0.1:8000", {"Origin": "http://127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, None),
+        (
+            "127.0.0.1:8000",
+            {"Origin": "http://127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"},
+            None,
+        ),
         ("localhost:8000", {"Origin": "http://localhost:8000"}, None),
         ("localhost:8000", {"Origin": "https://localhost:8000"}, None),  # a proxy has ended TLS
         ("localhost:443", {"Origin": "https://localhost"}, None),
@@ -87,7 +95,11 @@ def arguments_of(command: str, *words: str) -> argparse.Namespace:
         ("127.0.0.1:8000", {"Origin": "http://localhost:8000"}, "origin_not_allowed"),
         ("127.0.0.1:8000", {"Origin": "null"}, "origin_not_allowed"),
         ("127.0.0.1:8000", {"Sec-Fetch-Site": "cross-site"}, "origin_not_allowed"),
-        ("127.0.0.1:8000", {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}, "origin_not_allowed"),
+        (
+            "127.0.0.1:8000",
+            {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"},
+            "origin_not_allowed",
+        ),
     ],
 )
 async def test_a_local_server_answers_no_web_page_but_its_own(
@@ -101,24 +113,36 @@ async def test_a_local_server_answers_no_web_page_but_its_own(
                 continue
             error = response.json()["error"]
             assert response.status_code == 403 and error["code"] == code
-            assert ("--allowed-hosts" if code == "host_not_allowed" else "--allowed-origins") in error["message"]
+            assert (
+                "--allowed-hosts" if code == "host_not_allowed" else "--allowed-origins"
+            ) in error["message"]
 
 
-@pytest.mark.parametrize(("header", "status"), [(None, 200), (b"origin", 403), (b"sec-fetch-site", 403)])
+@pytest.mark.parametrize(
+    ("header", "status"), [(None, 200), (b"origin", 403), (b"sec-fetch-site", 403)]
+)
 async def test_only_a_program_may_name_no_host(header: bytes | None, status: int) -> None:
     """As HTTP/1.0 allows, and simple health checks do."""
     scope = post_scope("/health") | {"headers": [(header, b"cross-site")] if header else []}
-    exchange = Exchange(Guard(PlainTextResponse("ok"), Access(allowed_hosts=frozenset(["a"]))), scope)
+    exchange = Exchange(
+        Guard(PlainTextResponse("ok"), Access(allowed_hosts=frozenset(["a"]))), scope
+    )
     exchange.pieces.put_nowait({"type": "http.request", "body": b"", "more_body": False})
     await exchange.task
     assert exchange.status == status
 
 
 async def test_a_link_from_elsewhere_leads_to_the_page_and_not_to_the_trace() -> None:
-    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    link = {
+        "Sec-Fetch-Site": "cross-site",
+        "Sec-Fetch-Mode": "navigate",
+        "Sec-Fetch-Dest": "document",
+    }
     async with client_of(LOCAL) as client:
         assert (await client.get("/", headers=link)).status_code == 200
-        assert (await client.get("/", headers=link | {"Sec-Fetch-Dest": "iframe"})).status_code == 403
+        assert (
+            await client.get("/", headers=link | {"Sec-Fetch-Dest": "iframe"})
+        ).status_code == 403
         assert (await client.get("/trace", headers=link)).status_code == 403
         assert (await client.post("/v1/completions", headers=link)).status_code == 403
 
@@ -127,17 +151,24 @@ async def test_pages_of_allowed_origins_get_what_cors_needs() -> None:
     origin = "https://chat.example.com"
     access = Access(("key",), LOCAL.allowed_hosts, (origin,), allowed_methods=("POST",))
     page = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
-    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     async with client_of(access) as client:
         preflight = await client.options("/v1/completions", headers=page | asks)  # never has a key
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == origin
         assert preflight.headers["access-control-allow-methods"] == "POST"
         assert "access-control-allow-credentials" not in preflight.headers
-        answer = await client.post("/v1/completions", headers=page | {"Authorization": "Bearer key"})
+        answer = await client.post(
+            "/v1/completions", headers=page | {"Authorization": "Bearer key"}
+        )
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == origin
         refusal = await client.post("/v1/completions", headers=page)
-        assert refusal.status_code == 401 and refusal.headers["access-control-allow-origin"] == origin
+        assert (
+            refusal.status_code == 401 and refusal.headers["access-control-allow-origin"] == origin
+        )
         other = await client.post("/v1/completions", headers=page | {"Origin": "https://evil.com"})
         assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
     async with client_of(LOCAL) as client:
@@ -147,7 +178,11 @@ async def test_pages_of_allowed_origins_get_what_cors_needs() -> None:
 @pytest.mark.parametrize(
     ("words", "accepted", "refused"),
     [
-        (["--host", "127.0.0.1"], ["localhost:1", "127.0.0.1", "[::1]:80"], ["evil.com", "", "10.0.0.1"]),
+        (
+            ["--host", "127.0.0.1"],
+            ["localhost:1", "127.0.0.1", "[::1]:80"],
+            ["evil.com", "", "10.0.0.1"],
+        ),
         (["--host", "127.0.0.2"], ["127.0.0.2:5"], ["127.0.0.3"]),
         (["--allowed-hosts", '["LLM.example"]'], ["llm.example:80", "localhost"], ["example"]),
         (["--allowed-hosts", '["*"]'], ["evil.com", ""], []),
@@ -155,9 +190,13 @@ async def test_pages_of_allowed_origins_get_what_cors_needs() -> None:
         (["--host", "0.0.0.0", "--allowed-hosts", '["a"]'], ["a:8000"], ["localhost", "127.0.0.1"]),
     ],
 )
-def test_which_hosts_a_command_line_lets_in(words: list[str], accepted: list[str], refused: list[str]) -> None:
+def test_which_hosts_a_command_line_lets_in(
+    words: list[str], accepted: list[str], refused: list[str]
+) -> None:
     for command in ("serve", "router", "replay"):
-        arguments = arguments_of(command, *words, "--port", "0", *(["trace"] if command == "replay" else []))
+        arguments = arguments_of(
+            command, *words, "--port", "0", *(["trace"] if command == "replay" else [])
+        )
         listener, access = Access.from_arguments(arguments).listen()
         listener.close()
         assert all(map(access.knows_host, accepted)) and not any(map(access.knows_host, refused))
@@ -168,13 +207,21 @@ def test_which_hosts_a_command_line_lets_in(words: list[str], accepted: list[str
     ("words", "message"),
     [
         (["--allowed-hosts", "example.com"], "must be a JSON list of strings"),
-        (["--allowed-hosts", '["http://example.com"]'], "without scheme and port, got 'http://example.com'"),
+        (
+            ["--allowed-hosts", '["http://example.com"]'],
+            "without scheme and port, got 'http://example.com'",
+        ),
         (["--allowed-hosts", '["example.com:80"]'], "without scheme and port"),
-        (["--allowed-origins", '["https://example.com/"]'], "without a path, got 'https://example.com/'"),
+        (
+            ["--allowed-origins", '["https://example.com/"]'],
+            "without a path, got 'https://example.com/'",
+        ),
         (["--allowed-methods", "[1]"], "must be a JSON list of strings"),
     ],
 )
-def test_a_bad_list_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_list_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["serve", *words])
     error = capsys.readouterr().err
@@ -187,7 +234,9 @@ async def test_websockets_are_refused() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await guarded_app(Access())({"type": "websocket", "path": "/trace", "headers": []}, never_called, send)
+    await guarded_app(Access())(
+        {"type": "websocket", "path": "/trace", "headers": []}, never_called, send
+    )
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
@@ -201,10 +250,16 @@ def test_a_rebound_name_reaches_nothing_on_a_real_server(server: ServerProcess) 
     body = {"prompt": "abc", "max_tokens": 1}
     for headers in (evil, {"Origin": evil["Origin"]}, {"Sec-Fetch-Site": "cross-site"}):
         assert server.post("/v1/completions", body, headers=headers).status_code == 403
-        with server.client.stream("GET", "/trace", headers=headers) as response:  # it would never end
+        with server.client.stream(
+            "GET", "/trace", headers=headers
+        ) as response:  # it would never end
             assert response.status_code == 403
     for name in ("127.0.0.1", "localhost"):
-        own = {"Host": f"{name}:{port}", "Origin": f"http://{name}:{port}", "Sec-Fetch-Site": "same-origin"}
+        own = {
+            "Host": f"{name}:{port}",
+            "Origin": f"http://{name}:{port}",
+            "Sec-Fetch-Site": "same-origin",
+        }
         assert server.post("/v1/completions", body, headers=own).status_code == 200
 
 
@@ -284,16 +339,24 @@ async def test_nothing_is_read_of_a_body_for_a_route_without_one() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = post_scope("/health", (b"content-length", b"10000000")) | {"query_string": b"", "root_path": ""}
+    scope = post_scope("/health", (b"content-length", b"10000000")) | {
+        "query_string": b"",
+        "root_path": "",
+    }
     await guarded_app(Access(("key",)))(scope, never_called, send)  # type: ignore[arg-type]
     assert sent[0]["status"] == 405
 
 
 @pytest.mark.parametrize("path", ["/trace", "/v1/completions", "/v1/nothing"])
 @pytest.mark.parametrize("is_broken", [False, True])
-async def test_without_a_key_a_body_is_discarded_before_the_refusal(path: str, is_broken: bool) -> None:
-    """The client reads the refusal only then; and broken HTTP, which uvicorn answers, is not answered twice."""
-    exchange = Exchange(guarded_app(Access(("key",))), post_scope(path) | {"query_string": b"", "root_path": ""})
+async def test_without_a_key_a_body_is_discarded_before_the_refusal(
+    path: str, is_broken: bool
+) -> None:
+    """The client reads the refusal only then; and broken HTTP, which uvicorn answers, is not
+    answered twice."""
+    exchange = Exchange(
+        guarded_app(Access(("key",))), post_scope(path) | {"query_string": b"", "root_path": ""}
+    )
     await exchange.send(b"x" * 100)
     assert exchange.status is None
     if is_broken:
@@ -341,7 +404,10 @@ async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch)
 
 @contextlib.asynccontextmanager
 async def listening(
-    monkeypatch: pytest.MonkeyPatch, header_seconds: float = 60, body_seconds: float = 60, app: Any = None
+    monkeypatch: pytest.MonkeyPatch,
+    header_seconds: float = 60,
+    body_seconds: float = 60,
+    app: Any = None,
 ) -> AsyncIterator[tuple[SignalledServer, Callable[[], Any]]]:
     """A server with these deadlines, and a function that connects to it: (reader, writer)."""
     monkeypatch.setattr(signalled.GuardedProtocol, "header_seconds", header_seconds)
@@ -374,7 +440,8 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 
 
 def test_small_packets_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the system holds the end of an answer back until the client has acknowledged its beginning: 40 ms."""
+    """Else the system holds the end of an answer back until the client has acknowledged its
+    beginning: 40 ms."""
     accepted: list[socket.socket] = []
     made = signalled.GuardedProtocol.connection_made
 
@@ -396,10 +463,14 @@ def test_small_packets_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_idle_connection_stays_open_for_longer_than_clients_keep_it() -> None:
-    """Else a request that a client sends at the moment in which the server closes the connection is lost."""
+    """Else a request that a client sends at the moment in which the server closes the connection is
+    lost."""
     with httpx.Client() as client:
         pool = client._transport._pool  # type: ignore[attr-defined]
-        assert SignalledServer(never_called, "").config.timeout_keep_alive >= 2 * pool._keepalive_expiry
+        assert (
+            SignalledServer(never_called, "").config.timeout_keep_alive
+            >= 2 * pool._keepalive_expiry
+        )
 
 
 async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +488,8 @@ async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("begin", "drip", "what"), [(b"GET / HTTP/1.1\r\n", b"a: b\r\n", b"headers"), (START, b"x", b"body")]
+    ("begin", "drip", "what"),
+    [(b"GET / HTTP/1.1\r\n", b"a: b\r\n", b"headers"), (START, b"x", b"body")],
 )
 async def test_a_request_that_drips_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes, what: bytes
@@ -437,7 +509,9 @@ async def test_a_request_that_drips_is_cut_off(
             await asyncio.sleep(0.01)
 
 
-async def test_a_body_that_goes_on_after_its_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_goes_on_after_its_refusal_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with listening(monkeypatch, body_seconds=0.3) as (server, connect):
         reader, writer = await connect()
         writer.write(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
@@ -503,7 +577,9 @@ def is_busy(connection: Any) -> bool:
 
 def test_one_key_cannot_take_the_places_of_another() -> None:
     config = SimpleNamespace(max_num_waiting=9)
-    engine: Any = SimpleNamespace(config=config, has_room=lambda count, max_num_waiting=9: False, num_preparing=0)
+    engine: Any = SimpleNamespace(
+        config=config, has_room=lambda count, max_num_waiting=9: False, num_preparing=0
+    )
     one, two = Share(3), Share(3)
 
     def has_room(share: Share, count: int) -> bool:
@@ -512,7 +588,8 @@ def test_one_key_cannot_take_the_places_of_another() -> None:
                 pass
         except APIError as error:
             assert (
-                "this API key are already waiting: at most 3" in error.detail and "divided among 3 keys" in error.detail
+                "this API key are already waiting: at most 3" in error.detail
+                and "divided among 3 keys" in error.detail
             )
             return False
         return True

@@ -28,9 +28,20 @@ VERY_LONG = LONG | {"max_tokens": 250, "n": 128}
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def guarded(
+    tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     """A server with two keys, two places and a short queue, in which each key has one place."""
-    options = ["--api-key", "first", "--api-key", "second", "--max-num-seqs", "2", "--max-num-waiting", "2"]
+    options = [
+        "--api-key",
+        "first",
+        "--api-key",
+        "second",
+        "--max-num-seqs",
+        "2",
+        "--max-num-waiting",
+        "2",
+    ]
     with ServerProcess(tiny_model, tmp_path_factory.mktemp("guarded"), *options) as server:
         yield server
 
@@ -40,9 +51,19 @@ def test_only_who_has_a_key_comes_in(guarded: ServerProcess) -> None:
     for key in ("first", "second"):
         response = guarded.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"})
         assert response.status_code == 200
-    wrong = ["Bearer third", "Bearer", "Basic first", "first", "Bearer first second", "Bearer \xff", ""]
+    wrong = [
+        "Bearer third",
+        "Bearer",
+        "Basic first",
+        "first",
+        "Bearer first second",
+        "Bearer \xff",
+        "",
+    ]
     for header in wrong:
-        response = guarded.post("/v1/completions", body, headers={"Authorization": header.encode("latin-1")})
+        response = guarded.post(
+            "/v1/completions", body, headers={"Authorization": header.encode("latin-1")}
+        )
         assert response.status_code == 401, header
         assert response.json()["error"]["code"] == "invalid_api_key"
     for path in ("/v1/models", "/tokenize", "/detokenize", "/trace", "/health/", "/v1/nothing"):
@@ -55,7 +76,8 @@ def test_only_who_has_a_key_comes_in(guarded: ServerProcess) -> None:
 
 @contextlib.contextmanager
 def flood(server: ServerProcess, key: str) -> Iterator[list[httpx.Response]]:
-    """Six clients that ask again and again, and what they are answered: at least twenty refusals when the body begins."""
+    """Six clients that ask again and again, and what they are answered: at least twenty refusals
+    when the body begins."""
     over, answers = threading.Event(), []
 
     def ask() -> None:
@@ -75,7 +97,8 @@ def flood(server: ServerProcess, key: str) -> Iterator[list[httpx.Response]]:
 
 
 def test_past_the_bound_clients_are_asked_to_come_back(guarded: ServerProcess) -> None:
-    # Two requests can run, and one of this key can wait: of six clients three are refused at any time.
+    # Two requests can run, and one of this key can wait: of six clients three are refused at any
+    # time.
     with flood(guarded, "first") as answers:
         pass
     assert {answer.status_code for answer in answers} == {200, 429}
@@ -86,7 +109,12 @@ def test_past_the_bound_clients_are_asked_to_come_back(guarded: ServerProcess) -
     assert error["type"] == "rate_limit_error"
     wait_until(guarded.is_idle)
     headers = {"Authorization": "Bearer first"}
-    assert guarded.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
+    assert (
+        guarded.post(
+            "/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers
+        ).status_code
+        == 200
+    )
 
 
 def test_a_flood_with_one_key_leaves_room_for_the_other(guarded: ServerProcess) -> None:
@@ -96,7 +124,9 @@ def test_a_flood_with_one_key_leaves_room_for_the_other(guarded: ServerProcess) 
     assert [answer.status_code for answer in answers] == [200] * 5
 
 
-def test_a_killed_engine_is_reported_and_nothing_hangs(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_killed_engine_is_reported_and_nothing_hangs(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     with ServerProcess(tiny_model, tmp_path) as server:
         found: dict[str, Any] = {}
 
@@ -110,14 +140,20 @@ def test_a_killed_engine_is_reported_and_nothing_hangs(tiny_model: pathlib.Path,
         for thread in threads:
             thread.start()
         other = httpx.Client(base_url=server.url)
-        wait_until(lambda: 'running{engine="0",model_name="tiny"} 256' in other.get("/metrics").text)
+        wait_until(
+            lambda: 'running{engine="0",model_name="tiny"} 256' in other.get("/metrics").text
+        )
         server.engine.kill()
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive(), "somebody waits for a dead engine"
         assert found["whole"].status_code == 503
         error = found["whole"].json()["error"]
-        assert error["code"] == "engine_dead" and error["type"] == "server_error" and "SIGKILL" in error["message"]
+        assert (
+            error["code"] == "engine_dead"
+            and error["type"] == "server_error"
+            and "SIGKILL" in error["message"]
+        )
         assert "SIGKILL" in found["stream"][-1]["error"]["message"]
         assert other.get("/health").status_code == 503
         assert other.post("/v1/completions", json={"prompt": "a"}).status_code == 503
@@ -126,12 +162,19 @@ def test_a_killed_engine_is_reported_and_nothing_hangs(tiny_model: pathlib.Path,
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_the_engine_ends_with_its_parent(tiny_model: pathlib.Path, tmp_path: pathlib.Path, busy: bool) -> None:
+def test_the_engine_ends_with_its_parent(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path, busy: bool
+) -> None:
     with ServerProcess(tiny_model, tmp_path) as server:
         thread = threading.Thread(target=lambda: _ignore_cut(server))
         if busy:
             thread.start()
-            wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+            wait_until(
+                lambda: (
+                    'running{engine="0",model_name="tiny"} 128'
+                    in httpx.get(f"{server.url}/metrics").text
+                )
+            )
         server.process.kill()
         gone, _ = psutil.wait_procs([server.engine], timeout=60)
         assert gone, "the engine has outlived its parent"
@@ -146,13 +189,22 @@ def _ignore_cut(server: ServerProcess) -> None:
 
 
 @pytest.mark.started
-def test_a_signal_lets_running_requests_end(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_signal_lets_running_requests_end(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     trace = tmp_path / "run.jsonl"
     with ServerProcess(tiny_model, tmp_path, "--trace", str(trace)) as server:
         with ThreadPoolExecutor(2) as pool:
-            whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"n": 16}, timeout=60)
+            whole = pool.submit(
+                httpx.post, f"{server.url}/v1/completions", json=LONG | {"n": 16}, timeout=60
+            )
             stream = pool.submit(server.events, "/v1/completions", LONG | {"n": 16})
-            wait_until(lambda: 'running{engine="0",model_name="tiny"} 32' in httpx.get(f"{server.url}/metrics").text)
+            wait_until(
+                lambda: (
+                    'running{engine="0",model_name="tiny"} 32'
+                    in httpx.get(f"{server.url}/metrics").text
+                )
+            )
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: _refuses_connections(server.url), 60)
             assert {c["finish_reason"] for c in whole.result().json()["choices"]} == {"length"}
@@ -173,15 +225,24 @@ def _refuses_connections(url: str) -> bool:
     except httpx.ConnectError:
         return True
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-        pass  # it was taken on at the last moment, and not served; or the socket was closed before the server took it on
+        # it was taken on at the last moment, and not served; or the socket was closed before the
+        # server took it on
+        pass
     return False
 
 
-def test_after_the_timeout_requests_are_aborted(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_after_the_timeout_requests_are_aborted(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     with ServerProcess(tiny_model, tmp_path, "--shutdown-timeout", "0.2") as server:
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(server.events, "/v1/completions", VERY_LONG)
-            wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+            wait_until(
+                lambda: (
+                    'running{engine="0",model_name="tiny"} 128'
+                    in httpx.get(f"{server.url}/metrics").text
+                )
+            )
             server.process.send_signal(signal.SIGINT)
             reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
             assert reasons.count("abort") == 128
@@ -192,7 +253,12 @@ def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathl
     with ServerProcess(tiny_model, tmp_path) as server:
         thread = threading.Thread(target=lambda: _ignore_cut(server))
         thread.start()
-        wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+        wait_until(
+            lambda: (
+                'running{engine="0",model_name="tiny"} 128'
+                in httpx.get(f"{server.url}/metrics").text
+            )
+        )
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         assert server.process.poll() is None, "it still drains"
@@ -225,14 +291,18 @@ esac
 
 
 @pytest.mark.started
-def test_ctrl_c_while_kernels_are_compiled_leaves_nothing(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_while_kernels_are_compiled_leaves_nothing(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(SLOW_COMPILER.format(compiler=find_compiler()))
     compiler.chmod(0o755)
     home = tmp_path / "home"
     variables = os.environ | {"NANOVLLM_HOME": str(home), "CXX": str(compiler)}
     command = [sys.executable, "-m", "nanovllm", "serve", str(tiny_model), "--port", "0"]
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         wait_until(lambda: list(home.glob("native/*/")), 120, "the compilation has begun")
         wait_until(lambda: running_sleeps(process.pid), 60, "a compiler runs")

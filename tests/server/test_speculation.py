@@ -1,4 +1,5 @@
-"""Drafts over HTTP: a server that drafts gives the same texts, counts what became of its drafts, and lets a request go without them."""
+"""Drafts over HTTP: a server that drafts gives the same texts, counts what became of its drafts,
+and lets a request go without them."""
 
 from __future__ import annotations
 
@@ -15,15 +16,27 @@ from tests.trace.drafting import SPECULATION
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 # Three bytes, so that n-grams occur again.
-ANSWER: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logit_bias": dict.fromkeys(("97", "98", "99"), 100)}
+ANSWER: dict[str, Any] = {
+    "max_tokens": 40,
+    "ignore_eos": True,
+    "logit_bias": dict.fromkeys(("97", "98", "99"), 100),
+}
 TOLD = {"model": "tiny", "messages": [{"role": "user", "content": "abcabc"}], "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def drafting(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def drafting(
+    tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     """A server that drafts up to three tokens, and records a trace."""
     folder = tmp_path_factory.mktemp("drafting")
-    flags = ["--speculative-config", SPECULATION, "--trace", str(folder / "run.jsonl"), "--no-enable-prefix-caching"]
+    flags = [
+        "--speculative-config",
+        SPECULATION,
+        "--trace",
+        str(folder / "run.jsonl"),
+        "--no-enable-prefix-caching",
+    ]
     with ServerProcess(tiny_model, folder, *flags) as running:
         yield running
 
@@ -34,14 +47,18 @@ def counted(server: ServerProcess) -> dict[str, float]:
     prefix, places = "spec_decode_", 'spec_decode_num_accepted_tokens_per_pos_total{position="'
     found = {name: value for name, value in server.metrics().items() if name.startswith(prefix)}
     numbers = {name: found.pop(f"{prefix}{name}_total") for name in COUNTERS}
-    return numbers | {name.removeprefix(places).removesuffix('"}'): value for name, value in found.items()}
+    return numbers | {
+        name.removeprefix(places).removesuffix('"}'): value for name, value in found.items()
+    }
 
 
 def grown(server: ServerProcess, before: dict[str, float]) -> dict[str, float]:
     return {name: value - before[name] for name, value in counted(server).items()}
 
 
-def test_the_text_is_the_same_and_drafts_are_counted(drafting: ServerProcess, server: ServerProcess) -> None:
+def test_the_text_is_the_same_and_drafts_are_counted(
+    drafting: ServerProcess, server: ServerProcess
+) -> None:
     before, prompts = counted(drafting), ["abcabcabc", "aaaa", "cab"]
     answers = [
         [where.complete(prompt=prompt, **ANSWER)["choices"][0]["text"] for prompt in prompts]
@@ -51,11 +68,15 @@ def test_the_text_is_the_same_and_drafts_are_counted(drafting: ServerProcess, se
     now = grown(drafting, before)
     assert set(now) == {*COUNTERS, "0", "1", "2"}
     assert 0 < now["num_drafts"] <= now["num_draft_tokens"] <= 3 * now["num_drafts"]
-    assert now["num_drafts"] >= now["0"] >= now["1"] >= now["2"] > 0, "a draft is accepted only if those before it are"
+    assert now["num_drafts"] >= now["0"] >= now["1"] >= now["2"] > 0, (
+        "a draft is accepted only if those before it are"
+    )
     assert now["0"] + now["1"] + now["2"] == now["num_accepted_tokens"] < now["num_draft_tokens"]
 
 
-def test_the_trace_tells_what_the_metrics_count(drafting: ServerProcess, tmp_path: pathlib.Path) -> None:
+def test_the_trace_tells_what_the_metrics_count(
+    drafting: ServerProcess, tmp_path: pathlib.Path
+) -> None:
     drafting.complete(prompt="abcabcabc", **ANSWER)
     now = counted(drafting)
     trace = Trace.load(drafting.output.parent / "run.jsonl", partial=True)
@@ -71,7 +92,9 @@ def test_a_request_without_drafts(drafting: ServerProcess) -> None:
     texts = {}
     for most in (None, 0, 1, 2, 100):
         before = counted(drafting)
-        texts[most] = drafting.complete(prompt="abcabcabc", **ANSWER, num_speculative_tokens=most)["choices"][0]["text"]
+        texts[most] = drafting.complete(prompt="abcabcabc", **ANSWER, num_speculative_tokens=most)[
+            "choices"
+        ][0]["text"]
         now = grown(drafting, before)
         assert (now["num_drafts"] > 0) == (most != 0)
         assert now["num_draft_tokens"] <= now["num_drafts"] * min(3 if most is None else most, 3)

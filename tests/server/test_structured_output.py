@@ -1,4 +1,5 @@
-"""Structured output through the official client: `response_format`, vLLM's `structured_outputs`, and a public suite of schemas."""
+"""Structured output through the official client: `response_format`, vLLM's `structured_outputs`,
+and a public suite of schemas."""
 
 from __future__ import annotations
 
@@ -50,7 +51,13 @@ def test_a_class_is_filled_in(client: openai.OpenAI, bias: dict[str, int]) -> No
 
 
 def test_log_probabilities_are_of_what_is_allowed(client: openai.OpenAI) -> None:
-    options: Any = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 5, "temperature": 0}
+    options: Any = {
+        "model": "tiny",
+        "messages": HELLO,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "temperature": 0,
+    }
     body = {"structured_outputs": {"choice": ["yes", "no"]}}
     choice = client.chat.completions.create(**options, extra_body=body).choices[0]
     assert choice.logprobs and choice.message.content in ("yes", "no")
@@ -60,10 +67,22 @@ def test_log_probabilities_are_of_what_is_allowed(client: openai.OpenAI) -> None
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI, bias: dict[str, int]) -> None:
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "box", "schema": Box.model_json_schema()}}
-    options: Any = {"model": "tiny", "messages": HELLO, "seed": 3, "logit_bias": bias, "response_format": wanted}
+    wanted: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "box", "schema": Box.model_json_schema()},
+    }
+    options: Any = {
+        "model": "tiny",
+        "messages": HELLO,
+        "seed": 3,
+        "logit_bias": bias,
+        "response_format": wanted,
+    }
     whole = client.chat.completions.create(**options, **SHORT).choices[0]
-    pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**options, **SHORT, stream=True)]
+    pieces = [
+        chunk.choices[0]
+        for chunk in client.chat.completions.create(**options, **SHORT, stream=True)
+    ]
     assert "".join(piece.delta.content or "" for piece in pieces) == whole.message.content
     assert pieces[-1].finish_reason == whole.finish_reason == "stop"
     Box.model_validate_json(whole.message.content or "")
@@ -72,9 +91,14 @@ def test_a_stream_says_the_same(client: openai.OpenAI, bias: dict[str, int]) -> 
 def test_the_other_formats(client: openai.OpenAI, bias: dict[str, int]) -> None:
     options: Any = {"model": "tiny", "messages": HELLO, "logit_bias": bias}
     for seed in range(3):
-        answer = client.chat.completions.create(**options, **SHORT, seed=seed, response_format={"type": "json_object"})
+        answer = client.chat.completions.create(
+            **options, **SHORT, seed=seed, response_format={"type": "json_object"}
+        )
         assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
-    plain = [client.chat.completions.create(**options, temperature=0, max_tokens=9, **more) for more in FREE]
+    plain = [
+        client.chat.completions.create(**options, temperature=0, max_tokens=9, **more)
+        for more in FREE
+    ]
     assert len({answer.choices[0].message.content for answer in plain}) == 1
 
 
@@ -88,31 +112,60 @@ FREE: list[dict[str, Any]] = [
 
 def test_completions_have_it_too(client: openai.OpenAI) -> None:
     more: Any = {"extra_body": {"structured_outputs": {"choice": ["red", "green"]}}}
-    answer = client.completions.create(model="tiny", prompt=["a", "b"], n=3, temperature=9, seed=1, **more)
-    assert {choice.text for choice in answer.choices} == {"red", "green"} and len(answer.choices) == 6
+    answer = client.completions.create(
+        model="tiny", prompt=["a", "b"], n=3, temperature=9, seed=1, **more
+    )
+    assert {choice.text for choice in answer.choices} == {"red", "green"} and len(
+        answer.choices
+    ) == 6
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
     more = {"extra_body": {"structured_outputs": {"regex": "[0-9]{4}"}}, "logprobs": 3}
     (choice,) = client.completions.create(model="tiny", prompt="a", temperature=0, **more).choices
-    assert choice.text.isdigit() and choice.logprobs is not None and len(choice.logprobs.tokens or []) == 5
+    assert (
+        choice.text.isdigit()
+        and choice.logprobs is not None
+        and len(choice.logprobs.tokens or []) == 5
+    )
 
 
-# What begins well: too many parts, and a rule that never ends. In what field, and where errors say that it is.
+# What begins well: too many parts, and a rule that never ends. In what field, and where errors say
+# that it is.
 WIDE = "start: " + " | ".join(f'"c{i}"' for i in range(5000))
 PROPERTIES = {"type": "object", "properties": {f"p{i}": {} for i in range(600)}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": PROPERTIES}}
 STUCK: dict[str, tuple[dict[str, Any], str, str]] = {
-    "wide": ({"structured_outputs": {"grammar": WIDE}}, "structured_outputs.grammar", "fewer alternatives"),
-    "endless": ({"structured_outputs": {"grammar": 'start: "c" b\nb: b "c"'}}, "structured_outputs.grammar", "nothing"),
-    "many properties": ({"structured_outputs": {"json": PROPERTIES}}, "structured_outputs.json", "of at most 2000"),
-    "OpenAI's way": ({"response_format": FORMAT}, "response_format.json_schema.schema", "such as optional properties"),
+    "wide": (
+        {"structured_outputs": {"grammar": WIDE}},
+        "structured_outputs.grammar",
+        "fewer alternatives",
+    ),
+    "endless": (
+        {"structured_outputs": {"grammar": 'start: "c" b\nb: b "c"'}},
+        "structured_outputs.grammar",
+        "nothing",
+    ),
+    "many properties": (
+        {"structured_outputs": {"json": PROPERTIES}},
+        "structured_outputs.json",
+        "of at most 2000",
+    ),
+    "OpenAI's way": (
+        {"response_format": FORMAT},
+        "response_format.json_schema.schema",
+        "such as optional properties",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STUCK)
-def test_what_fails_on_the_way_is_an_error_of_this_request(client: openai.OpenAI, name: str) -> None:
+def test_what_fails_on_the_way_is_an_error_of_this_request(
+    client: openai.OpenAI, name: str
+) -> None:
     wanted, place, words = STUCK[name]
     more: Any = {"model": "tiny", "prompt": "a", "n": 2, "extra_body": wanted}
-    with pytest.raises(openai.BadRequestError, match=f"{place}: after 1 tokens, .*{words}") as refusal:
+    with pytest.raises(
+        openai.BadRequestError, match=f"{place}: after 1 tokens, .*{words}"
+    ) as refusal:
         client.completions.create(**more)
     with pytest.raises(openai.APIError, match=f"{place}: after 1 tokens, .*{words}") as refused:
         list(client.completions.create(**more, stream=True))
@@ -122,13 +175,26 @@ def test_what_fails_on_the_way_is_an_error_of_this_request(client: openai.OpenAI
 
 
 # What no finite text satisfies.
-ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+ITSELF = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 NEVER_ENDING: dict[str, dict[str, Any]] = {
     "a property": {"json": ITSELF},
-    "two properties": {"json": ITSELF | {"properties": {key: {"$ref": "#"} for key in "ab"}, "required": ["a", "b"]}},
+    "two properties": {
+        "json": ITSELF
+        | {"properties": {key: {"$ref": "#"} for key in "ab"}, "required": ["a", "b"]}
+    },
     "items": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
     "one of two": {
-        "json": {"anyOf": [{"$ref": "#"}, {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}]}
+        "json": {
+            "anyOf": [
+                {"$ref": "#"},
+                {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+            ]
+        }
     },
     "itself": {"json": {"$ref": "#"}},
     "right": {"grammar": 'start: "a" start'},
@@ -142,8 +208,12 @@ NEVER_ENDING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NEVER_ENDING)
-async def test_what_never_ends_is_refused_or_cut_off_and_hurts_no_other(server: ServerProcess, name: str) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+async def test_what_never_ends_is_refused_or_cut_off_and_hurts_no_other(
+    server: ServerProcess, name: str
+) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", max_retries=0
+    ) as client:
 
         async def texts(**fields: Any) -> list[str]:
             options: Any = {"model": "tiny", "prompt": "abc", "max_tokens": 100, **fields}
@@ -156,7 +226,9 @@ async def test_what_never_ends_is_refused_or_cut_off_and_hurts_no_other(server: 
             try:
                 made = await texts(n=2, seed=1, extra_body=wanted)
             except openai.BadRequestError as refusal:
-                assert str(refusal.param).startswith(f"structured_outputs.{next(iter(NEVER_ENDING[name]))}")
+                assert str(refusal.param).startswith(
+                    f"structured_outputs.{next(iter(NEVER_ENDING[name]))}"
+                )
             else:
                 assert len({*made}) == 2 and re.fullmatch(r'[a-z[{":\s]{190,}', "".join(made)), made
 
@@ -167,8 +239,11 @@ async def test_what_never_ends_is_refused_or_cut_off_and_hurts_no_other(server: 
 
 
 @pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.nightly)])
-async def test_all_answers_are_valid(server: ServerProcess, bias: dict[str, int], share: int) -> None:
-    """For schemas of the public suite: a refusal that says where, or JSON that is valid, whatever the random model would write."""
+async def test_all_answers_are_valid(
+    server: ServerProcess, bias: dict[str, int], share: int
+) -> None:
+    """For schemas of the public suite: a refusal that says where, or JSON that is valid, whatever
+    the random model would write."""
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     validator = jsonschema.Draft202012Validator
     schemas = [(name, schema) for name, schema, _ in GROUPS[::share] if isinstance(schema, dict)]
@@ -189,7 +264,10 @@ async def test_all_answers_are_valid(server: ServerProcess, bias: dict[str, int]
             try:
                 answer = await client.chat.completions.create(**options, **SHORT)
             except openai.BadRequestError as refusal:
-                assert str(refusal.param).startswith("response_format.json_schema.schema"), (name, refusal)
+                assert str(refusal.param).startswith("response_format.json_schema.schema"), (
+                    name,
+                    refusal,
+                )
                 return
         for choice in answer.choices:
             ends.append(choice.finish_reason)
@@ -198,29 +276,42 @@ async def test_all_answers_are_valid(server: ServerProcess, bias: dict[str, int]
                 validator(schema).validate(value)
 
     await asyncio.gather(*(ask(*schema) for schema in schemas))
-    assert len(ends) > len(schemas) * 0.7 and ends.count("stop") > 0.9 * len(ends), "most are followed to their end"
+    assert len(ends) > len(schemas) * 0.7 and ends.count("stop") > 0.9 * len(ends), (
+        "most are followed to their end"
+    )
 
 
 @pytest.mark.nightly
 def test_prefill_and_decode_on_two_engines(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, client: openai.OpenAI
 ) -> None:
-    """A router passes the fields on, and the engine that decodes follows the grammar from the first token on."""
-    more: Any = {"extra_body": {"structured_outputs": {"regex": "[a-z]{5}-[0-9]{3}"}}, "temperature": 0}
+    """A router passes the fields on, and the engine that decodes follows the grammar from the first
+    token on."""
+    more: Any = {
+        "extra_body": {"structured_outputs": {"regex": "[a-z]{5}-[0-9]{3}"}},
+        "temperature": 0,
+    }
     whole = client.completions.create(model="tiny", prompt="abc" * 20, **more).choices[0]
     with KVFleet(tiny_model, tmp_path, 1, 1) as fleet:
         other = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
         answer = other.completions.create(model="tiny", prompt="abc" * 20, **more).choices[0]
         assert (answer.text, answer.finish_reason) == (whole.text, "stop")
         with pytest.raises(openai.BadRequestError, match="unclosed group"):
-            other.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+            other.completions.create(
+                model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}}
+            )
 
 
 # What is wrong with a request, and where its error says that it is.
 UNWRITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "recursion": ({"structured_outputs": {"json": ITSELF}}, "structured_outputs.json"),
     "OpenAI's way": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ITSELF}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": ITSELF},
+            }
+        },
         "response_format.json_schema.schema",
     ),
     "a required name that is forbidden": (
@@ -239,7 +330,9 @@ def test_what_cannot_be_written_is_refused_at_once(client: openai.OpenAI, name: 
     assert refusal.value.param == place and "after" not in str(refusal.value)
 
 
-def test_an_answer_ends_within_its_tokens_and_has_no_other_properties(client: openai.OpenAI) -> None:
+def test_an_answer_ends_within_its_tokens_and_has_no_other_properties(
+    client: openai.OpenAI,
+) -> None:
     """Without any bias: a random model never ends a string by itself."""
 
     class Open(pydantic.BaseModel):
@@ -248,7 +341,13 @@ def test_an_answer_ends_within_its_tokens_and_has_no_other_properties(client: op
         parts: list[str]
 
     for seed in range(4):
-        options: Any = {"model": "tiny", "messages": HELLO, "seed": seed, "max_tokens": 60, "stop": ["a", '"', ":"]}
+        options: Any = {
+            "model": "tiny",
+            "messages": HELLO,
+            "seed": seed,
+            "max_tokens": 60,
+            "stop": ["a", '"', ":"],
+        }
         choice = client.chat.completions.parse(response_format=Open, **options).choices[0]
         assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Open)
         assert json.loads(choice.message.content or "").keys() == {"name", "count", "parts"}
@@ -258,5 +357,7 @@ def test_white_space_can_be_forbidden(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     wanted = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
     for seed in range(4):
-        answer = client.completions.create(model="tiny", prompt="a", seed=seed, max_tokens=30, extra_body=wanted)
+        answer = client.completions.create(
+            model="tiny", prompt="a", seed=seed, max_tokens=30, extra_body=wanted
+        )
         assert re.fullmatch(r'\{"a":(true|false)\}', answer.choices[0].text)

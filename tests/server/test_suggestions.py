@@ -1,4 +1,5 @@
-"""The page's suggestions and the README's question have right answers, whatever setting of the README the server has."""
+"""The page's suggestions and the README's question have right answers, whatever setting of the
+README the server has."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def suggestions() -> list[str]:
 
 def readme_question() -> str:
     """Return the question of the README's first request."""
-    request = re.search(r"-d '(\{\"messages\".*?\})'", (ROOT / "README.md").read_text(encoding="utf-8"))
+    request = re.search(
+        r"-d '(\{\"messages\".*?\})'", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     assert request
     body = json.loads(request[1])
     assert body["temperature"] == 0
@@ -75,5 +78,7 @@ def test_suggestions_are_greedy_short_and_known() -> None:
 def test_every_setting_answers_right(name: str) -> None:
     llm = LLM("smollm2-135m", max_model_len=256, num_kv_blocks=64, **SETTINGS[name])
     for question in suggestions():
-        [answer] = llm.chat([{"role": "user", "content": question}], suggested_params(), use_tqdm=False)
+        [answer] = llm.chat(
+            [{"role": "user", "content": question}], suggested_params(), use_tqdm=False
+        )
         assert RIGHT[question] in answer.outputs[0].text, question

@@ -48,23 +48,32 @@ if __name__ == "__main__":
 
 
 def test_a_forked_child_has_a_process_of_its_own(tmp_path: pathlib.Path) -> None:
-    """The fork comes while another thread waits for its chat, and so holds the lock and owns the next answer."""
+    """The fork comes while another thread waits for its chat, and so holds the lock and owns the
+    next answer."""
     script = tmp_path / "fork.py"
     script.write_text(FORK)
     subprocess.run([sys.executable, str(script)], check=True, timeout=150)
 
 
-def test_modules_come_from_where_the_parent_finds_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in the current directory replace no module, and the parent's additions to `sys.path` count."""
+def test_modules_come_from_where_the_parent_finds_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in the current directory replace no module, and the parent's additions to `sys.path`
+    count."""
     (tmp_path / "served").mkdir()
     for name in ("psutil", "random", "socket"):
-        (tmp_path / "served" / f"{name}.py").write_text("raise SystemExit('this is not the library')")
+        (tmp_path / "served" / f"{name}.py").write_text(
+            "raise SystemExit('this is not the library')"
+        )
     (tmp_path / "own_words.py").write_text("class Word(str):\n    pass\n")
     monkeypatch.chdir(tmp_path / "served")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "served")  # as `python -m` does
     word = importlib.import_module("own_words").Word("Hello")
-    assert LimitedProcess().ask("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word}) == "Hello"
+    assert (
+        LimitedProcess().ask("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word})
+        == "Hello"
+    )
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -77,7 +86,9 @@ def kill(process: LimitedProcess, number: signal.Signals) -> None:
     running.wait(60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGPROF])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGPROF]
+)
 def test_a_process_that_died_while_idle_is_replaced(number: signal.Signals) -> None:
     """Even if a template could have caused this exit code: none was rendered."""
     process = LimitedProcess()
@@ -126,19 +137,23 @@ def test_a_verdict_is_not_tried_again() -> None:
     assert process.started == 1
 
 
-def test_a_variable_that_the_process_does_not_know_is_the_callers_error(tmp_path: pathlib.Path) -> None:
+def test_a_variable_that_the_process_does_not_know_is_the_callers_error(
+    tmp_path: pathlib.Path,
+) -> None:
     """And ends no process."""
     script = tmp_path / "unknown.py"
     script.write_text(
         "import sys\n"
         "from nanovllm.text.chat_template import PROCESS\n"
         "class Word(str): pass\n"
-        "try:\n"
-        "    PROCESS.ask('{{ word }}', [{'role': 'user', 'content': 'Hi'}], {'word': Word()})\n"
-        "except ValueError as error:\n"
-        "    sys.exit(str(error))\n"
+        "try:\n "
+        "   PROCESS.ask('{{ word }}', [{'role': 'user', 'content': 'Hi'}], {'word': Word()})\n"
+        "except ValueError as error:\n "
+        "   sys.exit(str(error))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=150
+    )
     assert done.returncode == 1 and "Word" in done.stderr and "exited" not in done.stderr
 
 

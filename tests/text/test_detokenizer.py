@@ -1,4 +1,5 @@
-"""Text in pieces is the text as a whole; stop strings are found and never leaked, wherever the pieces are cut."""
+"""Text in pieces is the text as a whole; stop strings are found and never leaked, wherever the
+pieces are cut."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker, border_lengths, whole_characters
+from nanovllm.text.detokenizer import (
+    IncrementalDetokenizer,
+    StopChecker,
+    border_lengths,
+    whole_characters,
+)
 from nanovllm.text.token_decoder import BYTE_OF_CHARACTER, Streaming
 from nanovllm.text.tokenizer import Tokenizer
 from tests.examples import examples
@@ -19,32 +25,57 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level_backend(decoder: decoders.Decoder) -> Backend:
-    """Every byte, a few longer tokens that end inside a character, and a special token with a space in it."""
+    """Every byte, a few longer tokens that end inside a character, and a special token with a space
+    in it."""
     character_of_byte = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
     def spell(data: bytes) -> str:
         return "".join(character_of_byte[byte] for byte in data)
 
-    pieces = [*SPECIAL, *character_of_byte.values(), spell(b" the"), spell(b"\xf0\x9f"), spell(b"a\xe2\x82")]
+    pieces = [
+        *SPECIAL,
+        *character_of_byte.values(),
+        spell(b" the"),
+        spell(b"\xf0\x9f"),
+        spell(b"a\xe2\x82"),
+    ]
     pieces += [spell(b"\xac b"), spell("\ufffd".encode()), spell(b"\x91\xa9\xe2")]
-    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    backend = Backend(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoder
-    backend.add_special_tokens([AddedToken(token, special=True) for token in [*SPECIAL, "<a special ▁ one>"]])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True) for token in [*SPECIAL, "<a special ▁ one>"]]
+    )
     backend.add_tokens(["<tool call>"])
     return backend
 
 
 def sentencepiece_backend(decoder: decoders.Decoder) -> Backend:
-    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁the", "a", "é", "a▁", EMOJI]
-    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    pieces = [
+        *SPECIAL,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁▁",
+        "▁the",
+        "a",
+        "é",
+        "a▁",
+        EMOJI,
+    ]
+    backend = Backend(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    )
     backend.decoder = decoder
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     return backend
 
 
 def llama_decoder(*strip: decoders.Decoder) -> decoders.Decoder:
-    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
 
 
 def nested(*steps: decoders.Decoder) -> decoders.Decoder:
@@ -52,9 +83,29 @@ def nested(*steps: decoders.Decoder) -> decoders.Decoder:
 
 
 def word_backend(decoder: decoders.Decoder | None) -> Backend:
-    """A vocabulary of words and their endings, which no checkpoint for text generation has, but a file may."""
-    pieces = [*SPECIAL, "the", "##ing", "ing</w>", "a</w>", ".", "|", "▁", "▁a", "'", "n't", "é", "<pad>", "a", " ", ""]
-    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    """A vocabulary of words and their endings, which no checkpoint for text generation has, but a
+    file may."""
+    pieces = [
+        *SPECIAL,
+        "the",
+        "##ing",
+        "ing</w>",
+        "a</w>",
+        ".",
+        "|",
+        "▁",
+        "▁a",
+        "'",
+        "n't",
+        "é",
+        "<pad>",
+        "a",
+        " ",
+        "",
+    ]
+    backend = Backend(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    )
     if decoder is not None:
         backend.decoder = decoder
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
@@ -64,19 +115,31 @@ def word_backend(decoder: decoders.Decoder | None) -> Backend:
 BACKENDS = {
     "byte-level": byte_level_backend(decoders.ByteLevel()),
     "byte-level in sequences": byte_level_backend(nested(decoders.ByteLevel(), decoders.Fuse())),
-    "byte-level, stripped": byte_level_backend(nested(decoders.ByteLevel(), decoders.Strip(" ", 1, 0))),
-    "byte-level, spelled otherwise": byte_level_backend(nested(decoders.Replace("▁", "Ġ"), decoders.ByteLevel())),
-    "byte-level, one letter replaced": byte_level_backend(nested(decoders.ByteLevel(), decoders.Replace("€", "E"))),
-    "byte-level, words replaced": byte_level_backend(nested(decoders.ByteLevel(), decoders.Replace(" the", "!"))),
+    "byte-level, stripped": byte_level_backend(
+        nested(decoders.ByteLevel(), decoders.Strip(" ", 1, 0))
+    ),
+    "byte-level, spelled otherwise": byte_level_backend(
+        nested(decoders.Replace("▁", "Ġ"), decoders.ByteLevel())
+    ),
+    "byte-level, one letter replaced": byte_level_backend(
+        nested(decoders.ByteLevel(), decoders.Replace("€", "E"))
+    ),
+    "byte-level, words replaced": byte_level_backend(
+        nested(decoders.ByteLevel(), decoders.Replace(" the", "!"))
+    ),
     "llama": sentencepiece_backend(llama_decoder(decoders.Strip(" ", 1, 0))),
     "llama, nested": sentencepiece_backend(nested(llama_decoder(), decoders.Strip(" ", 1, 0))),
     "llama, stripped twice": sentencepiece_backend(llama_decoder(decoders.Strip(" ", 2, 0))),
     "gemma": sentencepiece_backend(llama_decoder()),
     "metaspace": sentencepiece_backend(decoders.Metaspace()),
     "metaspace, never stripped": sentencepiece_backend(decoders.Metaspace(prepend_scheme="never")),
-    "metaspace with bytes": sentencepiece_backend(nested(decoders.ByteFallback(), decoders.Metaspace())),
+    "metaspace with bytes": sentencepiece_backend(
+        nested(decoders.ByteFallback(), decoders.Metaspace())
+    ),
     "bytes alone": sentencepiece_backend(decoders.ByteFallback()),
-    "bytes of a joined text": sentencepiece_backend(nested(decoders.Fuse(), decoders.ByteFallback())),
+    "bytes of a joined text": sentencepiece_backend(
+        nested(decoders.Fuse(), decoders.ByteFallback())
+    ),
     "no decoder": word_backend(None),
     "an empty sequence": word_backend(nested()),
     "word pieces": word_backend(decoders.WordPiece()),
@@ -88,8 +151,27 @@ ONLY_AT_THE_END = {"byte-level, words replaced", "llama, stripped twice", "bytes
 TOKENIZERS = {name: Tokenizer(backend) for name, backend in BACKENDS.items()}
 SMALL_VOCABULARY = 280  # larger than that of any of the above: ids without a token come up too
 
-# Bytes of which valid, truncated, overlong and impossible sequences are made, more often than by chance.
-TELLING_BYTES = [0x20, 0x41, 0x80, 0x82, 0x9F, 0xA0, 0xAC, 0xBF, 0xC0, 0xC3, 0xE0, 0xE2, 0xED, 0xF0, 0xF4, 0xF5, 0xFF]
+# Bytes of which valid, truncated, overlong and impossible sequences are made, more often than by
+# chance.
+TELLING_BYTES = [
+    0x20,
+    0x41,
+    0x80,
+    0x82,
+    0x9F,
+    0xA0,
+    0xAC,
+    0xBF,
+    0xC0,
+    0xC3,
+    0xE0,
+    0xE2,
+    0xED,
+    0xF0,
+    0xF4,
+    0xF5,
+    0xFF,
+]
 TELLING_IDS = [*(3 + byte for byte in TELLING_BYTES), *range(3), *range(259, SMALL_VOCABULARY)]
 IDS = st.lists(st.sampled_from(TELLING_IDS) | st.integers(0, SMALL_VOCABULARY), max_size=40)
 
@@ -107,7 +189,9 @@ def cut(sequence: Sequence, sizes: list[int]) -> list[Sequence]:
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
 
-def check_detokenizer(tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], skip: bool) -> None:
+def check_detokenizer(
+    tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], skip: bool
+) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
     emitted = ""
@@ -121,12 +205,18 @@ def check_detokenizer(tokenizer: Tokenizer, token_ids: list[int], sizes: list[in
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=examples(400))
 @given(token_ids=IDS, sizes=SIZES, skip=st.booleans())
-def test_pieces_are_the_text_for_any_ids(name: str, token_ids: list[int], sizes: list[int], skip: bool) -> None:
+def test_pieces_are_the_text_for_any_ids(
+    name: str, token_ids: list[int], sizes: list[int], skip: bool
+) -> None:
     check_detokenizer(TOKENIZERS[name], token_ids, sizes, skip)
 
 
 def test_what_can_be_streamed() -> None:
-    waiting = {name for name, each in TOKENIZERS.items() if each.token_decoder.streaming is Streaming.AT_THE_END}
+    waiting = {
+        name
+        for name, each in TOKENIZERS.items()
+        if each.token_decoder.streaming is Streaming.AT_THE_END
+    }
     assert waiting == ONLY_AT_THE_END
 
 
@@ -142,11 +232,17 @@ def test_bytes_of_a_token_are_what_it_adds_to_a_text(
     assert isinstance(spelled, bytes)
     if name in ONLY_AT_THE_END or name in ("repeated letters", "byte-level, one letter replaced"):
         return  # what a token adds depends on its neighbours
-    whole = tokenizer.backend.token_to_id("a") if tokenizer.backend.token_to_id("a") is not None else 3 + 0x41
+    whole = (
+        tokenizer.backend.token_to_id("a")
+        if tokenizer.backend.token_to_id("a") is not None
+        else 3 + 0x41
+    )
     context = [whole, *(index for index in before if index != token), whole]
     text = tokenizer.decode([*context, token, whole], skip_special_tokens=False)
     start = tokenizer.decode(context, skip_special_tokens=False)
-    end = tokenizer.decode([whole, whole], skip_special_tokens=False)[len(tokenizer.decode([whole], False)) :]
+    end = tokenizer.decode([whole, whole], skip_special_tokens=False)[
+        len(tokenizer.decode([whole], False)) :
+    ]
     assert text.startswith(start) and text.endswith(end)
     assert text[len(start) : len(text) - len(end)] == spelled.decode(errors="replace")
 
@@ -165,7 +261,9 @@ def test_pieces_are_the_text_for_the_course_model(
 
 
 @given(text=st.text() | st.text(f"é€{EMOJI}🇫🇷 a"), sizes=SIZES)
-def test_pieces_of_real_text_for_the_course_model(course_tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
+def test_pieces_of_real_text_for_the_course_model(
+    course_tokenizer: Tokenizer, text: str, sizes: list[int]
+) -> None:
     check_detokenizer(course_tokenizer, course_tokenizer.encode(text), sizes, skip=True)
 
 
@@ -189,8 +287,15 @@ def test_sentencepiece_byte_run_is_decided_as_a_whole() -> None:
     euro = [3 + byte for byte in "€".encode()]
     good, bad = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
     assert [good.append([index]) for index in [*euro, a]] == ["", "", "", "€a"]
-    # `tokenizers` replaces each byte of a run with a bad one: emitting "€" early would have been wrong.
-    assert [bad.append([index]) for index in [*euro, 3 + 0xFF, a]] == ["", "", "", "", "\ufffd" * 4 + "a"]
+    # `tokenizers` replaces each byte of a run with a bad one: emitting "€" early would have been
+    # wrong.
+    assert [bad.append([index]) for index in [*euro, 3 + 0xFF, a]] == [
+        "",
+        "",
+        "",
+        "",
+        "\ufffd" * 4 + "a",
+    ]
     assert tokenizer.decode([*euro, 3 + 0xFF, a]) == "\ufffd" * 4 + "a"
 
 
@@ -206,10 +311,14 @@ def test_leading_space_after_a_prompt() -> None:
         assert IncrementalDetokenizer(byte_level, prompt_token_ids=prompt).append([the]) == " the"
 
 
-@pytest.mark.parametrize("name", ["byte-level", "byte-level, stripped", "llama", "gemma", "metaspace with bytes"])
+@pytest.mark.parametrize(
+    "name", ["byte-level", "byte-level, stripped", "llama", "gemma", "metaspace with bytes"]
+)
 @settings(max_examples=examples(200))
 @given(text=st.text(f"é€{EMOJI}🇫🇷 a", min_size=1), where=st.integers(0), sizes=SIZES)
-def test_a_character_that_a_prompt_leaves_incomplete(name: str, text: str, where: int, sizes: list[int]) -> None:
+def test_a_character_that_a_prompt_leaves_incomplete(
+    name: str, text: str, where: int, sizes: list[int]
+) -> None:
     """Prompt and answer have the characters of the whole text, wherever it is cut."""
     tokenizer = TOKENIZERS[name]
     byte_ids = {tokenizer.token_bytes(index): index for index in range(3, 259)}
@@ -258,7 +367,12 @@ def test_work_is_linear_in_the_length(name: str, kind: str) -> None:
     spelled = (tokenizer.backend.token_to_id(token) for token in ("▁the", "Ġthe", "the"))
     the = next(token for token in spelled if token is not None)
     byte = min(3 + 0xFF, tokenizer.backend.get_vocab_size() - 1)
-    cycle = {"words": [the], "bad bytes": [byte, byte, the], "bytes without end": [byte], "special tokens": [2]}[kind]
+    cycle = {
+        "words": [the],
+        "bad bytes": [byte, byte, the],
+        "bytes without end": [byte],
+        "special tokens": [2],
+    }[kind]
     length = 2000
     detokenizer = IncrementalDetokenizer(tokenizer)
     for i in range(length):
@@ -271,8 +385,14 @@ def test_work_is_linear_in_the_length(name: str, kind: str) -> None:
 
 
 def first_stop(text: str, stop: list[str]) -> tuple[int, int] | None:
-    """Where the stop string that is complete first begins and ends, the longest if several end there."""
-    ends = [(start + len(s), start) for s in stop for start in range(len(text)) if text.startswith(s, start)]
+    """Where the stop string that is complete first begins and ends, the longest if several end
+    there."""
+    ends = [
+        (start + len(s), start)
+        for s in stop
+        for start in range(len(text))
+        if text.startswith(s, start)
+    ]
     if not ends:
         return None
     end, start = min(ends)
@@ -327,7 +447,9 @@ def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stop: list[st
 
 def test_stop_string_over_several_pieces() -> None:
     checker = StopChecker(["\n\nUser:"])
-    assert [checker.append(piece) for piece in ["Yes.", "\n", "\nUs", "es it. ", "\n\nUser", ": more"]] == [
+    assert [
+        checker.append(piece) for piece in ["Yes.", "\n", "\nUs", "es it. ", "\n\nUser", ": more"]
+    ] == [
         ("Yes.", None),
         ("", None),
         ("", None),

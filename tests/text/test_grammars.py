@@ -1,4 +1,5 @@
-"""Grammars: what they accept, by a public suite; what is refused, and where the fault is said to be; what cannot do harm."""
+"""Grammars: what they accept, by a public suite; what is refused, and where the fault is said to
+be; what cannot do harm."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsPara
 from nanovllm.distributed.processes import start_process
 from nanovllm.text import chat_template
 from nanovllm.text.chat_template import HelperProcessError
-from nanovllm.text.grammars import GrammarChecker, describe, find_fault, new_matcher, of_schema, to_grammar, token_trie
+from nanovllm.text.grammars import (
+    GrammarChecker,
+    describe,
+    find_fault,
+    new_matcher,
+    of_schema,
+    to_grammar,
+    token_trie,
+)
 from nanovllm.text.processor import InputProcessor
 from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer
@@ -53,7 +62,8 @@ def accepts(grammar: str, trie: LLTokenizer, text: str) -> bool:
 
 
 def test_the_public_suite(trie: LLTokenizer) -> None:
-    """Each schema that is not refused accepts no invalid instance, and every valid one but those that are never written."""
+    """Each schema that is not refused accepts no invalid instance, and every valid one but those
+    that are never written."""
     known = [words for kind in NEVER_WRITTEN.values() for words in kind]
     num_followed, unexplained = 0, []
     for group, schema, tests in GROUPS:
@@ -85,15 +95,32 @@ def test_a_choice_is_one_of_the_texts(trie: LLTokenizer, choices: list[str], oth
 
 
 def sentencepiece(pieces: bool, *normalizers: Any) -> Tokenizer:
-    """A few words, the letters and every byte, spelled as in Llama 2: its tokenizer puts a space in front of a text."""
-    letters = ["<unk>", "</s>", "<|x|>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helojabcx|<>", "é"]
+    """A few words, the letters and every byte, spelled as in Llama 2: its tokenizer puts a space in
+    front of a text."""
+    letters = [
+        "<unk>",
+        "</s>",
+        "<|x|>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"helojabcx|<>",
+        "é",
+    ]
     merges = [("h", "e"), ("l", "o"), ("l", "lo"), ("he", "llo"), ("▁", "hello")]
-    vocabulary = {token: i for i, token in enumerate([*letters, *("".join(merge) for merge in merges)])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = Sequence([*normalizers, *([] if pieces else [Prepend("▁"), Replace(" ", "▁")])])
+    vocabulary = {
+        token: i for i, token in enumerate([*letters, *("".join(merge) for merge in merges)])
+    }
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = Sequence(
+        [*normalizers, *([] if pieces else [Prepend("▁"), Replace(" ", "▁")])]
+    )
     if pieces:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens(["<unk>", "</s>", "<|x|>"])
     return Tokenizer(backend, {"eos_token": "</s>"})
 
@@ -114,7 +141,9 @@ def byte_level_with(decoder: Any, *normalizers: Any) -> Tokenizer:
 def named_tokenizer(name: str) -> Tokenizer:
     return {
         "bytes": byte_level,
-        "bytes in a sequence": lambda: byte_level_with(decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])),
+        "bytes in a sequence": lambda: byte_level_with(
+            decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+        ),
         "composed characters": lambda: byte_level(NFC()),
         "small letters": lambda: byte_level(Lowercase()),
         "a space in front": lambda: sentencepiece(False),
@@ -124,7 +153,16 @@ def named_tokenizer(name: str) -> Tokenizer:
     }[name]()
 
 
-KINDS = ["bytes", "bytes in a sequence", "composed characters", "small letters", "a space in front", "a space in front of the pieces", "composed characters, a space in front", "course"]  # fmt: skip
+KINDS = [
+    "bytes",
+    "bytes in a sequence",
+    "composed characters",
+    "small letters",
+    "a space in front",
+    "a space in front of the pieces",
+    "composed characters, a space in front",
+    "course",
+]
 FORCED = [
     "hello",
     " hello",
@@ -155,12 +193,19 @@ def test_forced_text_comes_out_whole(kind: str) -> None:
             "required": [text],
             "additionalProperties": False,
         }
-        compact = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        compact = LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False}
+        )
         written = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
-        for expected, grammar in ((text, to_grammar(StructuredOutputsParams(choice=[text]))), (written, compact)):
+        for expected, grammar in (
+            (text, to_grammar(StructuredOutputsParams(choice=[text]))),
+            (written, compact),
+        ):
             matcher, output = new_matcher(grammar, trie), b""
             for _ in range(100):
-                allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+                allowed = np.unpackbits(
+                    np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
+                )
                 assert not matcher.is_error(), (text, output, describe(matcher))
                 ids = np.flatnonzero(allowed[:size]).tolist()
                 assert ids and not {*ids} & {*tokenizer.all_special_ids} - {tokenizer.eos_token_id}
@@ -176,7 +221,10 @@ def test_forced_text_has_the_tokens_that_the_model_knows() -> None:
     for name in ("a space in front", "a space in front of the pieces"):
         tokenizer = named_tokenizer(name)
         trie = token_trie(tokenizer, tokenizer.backend.get_vocab_size(), [])
-        spelled = [tokenizer.convert_ids_to_tokens(trie.tokenize_str(text)) for text in ("hello", " hello", "a hello")]
+        spelled = [
+            tokenizer.convert_ids_to_tokens(trie.tokenize_str(text))
+            for text in ("hello", " hello", "a hello")
+        ]
         assert spelled == [["hello"], ["▁hello"], ["a", "▁hello"]], name
 
 
@@ -184,7 +232,9 @@ def test_white_space_is_possible_and_bounded(trie: LLTokenizer) -> None:
     """Else a model could write line breaks up to its last token."""
     value = {"a": [1, {"b": {"c": [True, "  "]}}], "d": {}}
     grammar = of_schema({"type": "object"})
-    assert accepts(grammar, trie, json.dumps(value)) and accepts(grammar, trie, json.dumps(value, indent=0))
+    assert accepts(grammar, trie, json.dumps(value)) and accepts(
+        grammar, trie, json.dumps(value, indent=0)
+    )
     for endless in ('{"a":  1}', '{"a":\n\n1}', '{"a":\n 1}', '{"a":\t1}'):
         assert not accepts(grammar, trie, endless)
 
@@ -192,12 +242,28 @@ def test_white_space_is_possible_and_bounded(trie: LLTokenizer) -> None:
 # What is asked for, the words of the refusal, and its place behind "structured_outputs."
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"json": {"type": "strin"}}, "Invalid type: strin", "json"),
-    ({"json": {"properties": {"a": {}, "age": {"type": "intger"}}}}, "Invalid type: intger", "json.properties.age"),
-    ({"json": {"items": {"anyOf": [{}, {"not": {}}]}}}, 'keywords "not" are not supported', "json.items.anyOf[1]"),
-    ({"json": {"$ref": "#/$defs/x", "$defs": {"x": {"uniqueItems": True}}}}, '"uniqueItems"', "json.$defs.x"),
+    (
+        {"json": {"properties": {"a": {}, "age": {"type": "intger"}}}},
+        "Invalid type: intger",
+        "json.properties.age",
+    ),
+    (
+        {"json": {"items": {"anyOf": [{}, {"not": {}}]}}},
+        'keywords "not" are not supported',
+        "json.items.anyOf[1]",
+    ),
+    (
+        {"json": {"$ref": "#/$defs/x", "$defs": {"x": {"uniqueItems": True}}}},
+        '"uniqueItems"',
+        "json.$defs.x",
+    ),
     ({"json": {"properties": {"a": {"if": {}, "then": {}}}}}, '"if", "then"', "json.properties.a"),
     ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, '"not"', "json"),
-    ({"json": {"properties": {"a": {"$ref": "#/$defs/no"}}}}, "does not exist", "json.properties.a"),
+    (
+        {"json": {"properties": {"a": {"$ref": "#/$defs/no"}}}},
+        "does not exist",
+        "json.properties.a",
+    ),
     ({"json": {"$ref": "https://example.com/schema"}}, "not present", "json"),
     ({"json": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}}, "use anyOf", "json"),
     ({"json": {"items": {"pattern": "(", "type": "string"}}}, "unclosed group", "json.items"),
@@ -219,7 +285,9 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "words", "place"), FAULTS, ids=lambda value: json.dumps(value)[:50])
+@pytest.mark.parametrize(
+    ("wanted", "words", "place"), FAULTS, ids=lambda value: json.dumps(value)[:50]
+)
 def test_a_fault_is_said_with_its_place(
     checker: GrammarChecker, wanted: dict[str, Any], words: str, place: str
 ) -> None:
@@ -227,12 +295,18 @@ def test_a_fault_is_said_with_its_place(
         with pytest.raises(GrammarError) as refusal:
             checker.check(StructuredOutputsParams(**wanted))
         assert refusal.value.place == f"structured_outputs.{place}"
-        assert str(refusal.value).startswith(f"structured_outputs.{place}: ") and words in str(refusal.value)
+        assert str(refusal.value).startswith(f"structured_outputs.{place}: ") and words in str(
+            refusal.value
+        )
 
 
 def chain(rule: str, last: str) -> str:
     """Rules that each refer to the next one."""
-    return "start: r0\n" + "".join(rule.format(i=i, j=i + 1) for i in range(4000)) + last.format(i=4000)
+    return (
+        "start: r0\n"
+        + "".join(rule.format(i=i, j=i + 1) for i in range(4000))
+        + last.format(i=4000)
+    )
 
 
 NEST: dict[str, Any] = {"type": "integer"}
@@ -241,10 +315,15 @@ for _ in range(300):
 # What took 10 seconds and more, or killed the process, by itself.
 HOSTILE: dict[str, dict[str, Any]] = {
     "a remainder of a million states": {"json": {"type": "integer", "multipleOf": 1000003}},
-    "remainders that multiply": {"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83, 79)]}},
+    "remainders that multiply": {
+        "json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83, 79)]}
+    },
     "a long chain of rules": {"grammar": chain('r{i}: "a" r{j} | r{j} r{j}\n', 'r{i}: "b"')},
     "a long chain of references": {
-        "json": {"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(2800)}}
+        "json": {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(2800)},
+        }
     },
     "rules that are other rules": {
         "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"'
@@ -256,26 +335,40 @@ HOSTILE: dict[str, dict[str, Any]] = {
         }
     },
     "keywords to be found in many parts": {
-        "json": {"properties": {f"{i:06x}": {} for i in range(6000)}, "uniqueItems": True, "contains": {}}
+        "json": {
+            "properties": {f"{i:06x}": {} for i in range(6000)},
+            "uniqueItems": True,
+            "contains": {},
+        }
     },
     "a deep schema": {"json": NEST},
-    "many formats": {"json": {"properties": {f"p{i}": {"type": "string", "format": "uri"} for i in range(2000)}}},
+    "many formats": {
+        "json": {"properties": {f"p{i}": {"type": "string", "format": "uri"} for i in range(2000)}}
+    },
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_refused_and_the_next_one_is_not(checker: GrammarChecker, name: str) -> None:
+def test_a_hostile_grammar_is_refused_and_the_next_one_is_not(
+    checker: GrammarChecker, name: str
+) -> None:
     with pytest.raises(GrammarError):
         checker.check(StructuredOutputsParams(**HOSTILE[name]))
     checker.check(StructuredOutputsParams(regex=f"after {name}"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_threads_of_the_checking_process_reserve_no_memory_of_their_own(checker: GrammarChecker) -> None:
-    """An arena of 64 MiB for each thread that allocates, at a moment that nobody knows, would count against the limit."""
+def test_threads_of_the_checking_process_reserve_no_memory_of_their_own(
+    checker: GrammarChecker,
+) -> None:
+    """An arena of 64 MiB for each thread that allocates, at a moment that nobody knows, would count
+    against the limit."""
     checker.check(StructuredOutputsParams(regex="a+"))
     process, _ = checker._process.start()
-    maps = [line.split()[:2] for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    maps = [
+        line.split()[:2]
+        for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    ]
     reserved = [
         int(end, 16) - int(begin, 16)
         for (begin, end), access in ((m[0].split("-"), m[1]) for m in maps)
@@ -285,12 +378,16 @@ def test_threads_of_the_checking_process_reserve_no_memory_of_their_own(checker:
 
 
 def test_what_would_take_long_for_each_token_is_refused() -> None:
-    """Tokens of many characters can be divided in many ways. A large schema has many parts too, but costs little."""
+    """Tokens of many characters can be divided in many ways. A large schema has many parts too, but
+    costs little."""
     ambiguous = "start: e+\ne: e e | e e e | e e e e | A\nA: /[a-zA-Z ]/"
     trie = token_trie(named_tokenizer("course"), 49152, [])
     place, reason = find_fault(to_grammar(StructuredOutputsParams(grammar=ambiguous)), trie)
     assert (place, "Too many items" in reason) == ("", True)
-    large = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(300)}}
+    large = {
+        "type": "object",
+        "properties": {f"property_{i}": {"type": "string"} for i in range(300)},
+    }
     matcher = new_matcher(of_schema(large), trie)
     for token in named_tokenizer("course").encode('{"property_7": "a", "property_250": "b"}'):
         matcher.compute_bitmask()
@@ -303,7 +400,9 @@ def test_places_are_short() -> None:
     assert len(GrammarError("json." + "x" * 10**6, "bad").place) < 1000
 
 
-def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checker = GrammarChecker(TOKENIZER, 259, [])
     fine, other = StructuredOutputsParams(choice=["yes"]), StructuredOutputsParams(choice=["no"])
     checker.check(fine)

@@ -1,4 +1,5 @@
-"""Schemas as grammars get them: closed, finite, with numbers that end; and the grammars that are made of them."""
+"""Schemas as grammars get them: closed, finite, with numbers that end; and the grammars that are
+made of them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def checker() -> GrammarChecker:
     return GrammarChecker(TOKENIZER, 259, [])
 
 
-def examined(examiner: Examiner, wanted: dict[str, Any], lenient: bool = False) -> tuple[Form | None, str]:
+def examined(
+    examiner: Examiner, wanted: dict[str, Any], lenient: bool = False
+) -> tuple[Form | None, str]:
     form, _, reason = examiner.examine(json.dumps({**wanted, "lenient": lenient}))
     return form, reason
 
@@ -58,19 +61,26 @@ def form_of(examiner: Examiner, **wanted: Any) -> Form:
 
 
 def accepts(form: Form, table: TokenTable, trie: LLTokenizer, text: str) -> bool:
-    """Whether the text can be written, token by token, and then its end. (Forced text may be spelled with other tokens, too.)"""
+    """Whether the text can be written, token by token, and then its end. (Forced text may be
+    spelled with other tokens, too.)"""
     guide = Guide(new_matcher(form.grammar, trie), table, form)
     for token in TOKENIZER.encode(text):
-        bare, mask = (each.compute_bitmask()[token // 8] >> token % 8 & 1 for each in (guide.matcher, guide))
+        bare, mask = (
+            each.compute_bitmask()[token // 8] >> token % 8 & 1 for each in (guide.matcher, guide)
+        )
         if guide.matcher.validate_tokens([token]) != 1 or mask < bare:
             return False
         guide.consume_tokens([token])
     return guide.matcher.is_accepting()
 
 
-def fits(examiner: Examiner, schema: Any, table: TokenTable, trie: LLTokenizer, *values: Any) -> list[bool]:
+def fits(
+    examiner: Examiner, schema: Any, table: TokenTable, trie: LLTokenizer, *values: Any
+) -> list[bool]:
     form = form_of(examiner, json=schema, disable_any_whitespace=True)
-    return [accepts(form, table, trie, json.dumps(value, separators=(",", ":"))) for value in values]
+    return [
+        accepts(form, table, trie, json.dumps(value, separators=(",", ":"))) for value in values
+    ]
 
 
 # ---------------------------------------------------------------- closed objects
@@ -98,7 +108,11 @@ CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "without properties": (object_of(), [{}], [{"a": 1}]),
     "any object": ({"type": "object"}, [{}, {"a": 1}], []),
     "open": ({**A, "additionalProperties": True}, [{"a": 1, "b": 1}], []),
-    "others of a type": ({**A, "additionalProperties": {"type": "null"}}, [{"a": 1, "b": None}], [{"a": 1, "b": 1}]),
+    "others of a type": (
+        {**A, "additionalProperties": {"type": "null"}},
+        [{"a": 1, "b": None}],
+        [{"a": 1, "b": 1}],
+    ),
     "nested": (object_of("x", x=A), [{"x": {"a": 1}}], [{"x": {"a": 1, "b": 1}}]),
     "items": ({"type": "array", "items": A}, [[{"a": 1}]], [[{"a": 1, "b": 1}]]),
     "a definition": ({"$ref": "#/$defs/a", "$defs": {"a": A}}, [{"a": 1}], [{"a": 1, "b": 1}]),
@@ -122,7 +136,11 @@ CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "pydantic": (
         Whole.model_json_schema(),
         [{"part": {"name": ""}, "parts": [{"name": "x"}], "extra": {"k": 1}, "other": None}],
-        [{"part": {"name": ""}, "x": 1}, {"part": {"name": "", "x": 1}}, {"part": {"name": ""}, "extra": {"k": ""}}],
+        [
+            {"part": {"name": ""}, "x": 1},
+            {"part": {"name": "", "x": 1}},
+            {"part": {"name": ""}, "extra": {"k": ""}},
+        ],
     ),
 }
 
@@ -132,15 +150,24 @@ def test_objects_whose_properties_are_named_are_closed(
     name: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer
 ) -> None:
     schema, right, wrong = CLOSED[name]
-    assert fits(examiner, schema, table, trie, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
+    assert fits(examiner, schema, table, trie, *right, *wrong) == [True] * len(right) + [
+        False
+    ] * len(wrong)
     for value in right:
         jsonschema.Draft202012Validator(schema).validate(value)
 
 
-def test_the_public_suite_as_prepared(examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
-    """What is prepared accepts no invalid instance, and every valid one but those with properties that the schema does not name."""
+def test_the_public_suite_as_prepared(
+    examiner: Examiner, table: TokenTable, trie: LLTokenizer
+) -> None:
+    """What is prepared accepts no invalid instance, and every valid one but those with properties
+    that the schema does not name."""
     known = [words for kind in NEVER_WRITTEN.values() for words in kind]
-    closed = ["additional properties are allowed", "both anyOf valid (complex)", "doesn't invalidate other properties"]
+    closed = [
+        "additional properties are allowed",
+        "both anyOf valid (complex)",
+        "doesn't invalidate other properties",
+    ]
     closed += ["valid on both fields"]
     num_followed, unexplained = 0, []
     for group, schema, tests in GROUPS:
@@ -154,7 +181,11 @@ def test_the_public_suite_as_prepared(examiner: Examiner, table: TokenTable, tri
             tokens = TOKENIZER.encode(text)
             accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
             assert valid or not accepted, f"{group}: {name}: an invalid instance is accepted"
-            if valid and not accepted and not any(words in f"{group}: {name}" for words in known + closed):
+            if (
+                valid
+                and not accepted
+                and not any(words in f"{group}: {name}" for words in known + closed)
+            ):
                 unexplained.append(f"{group}: {name}")
     assert unexplained == []
     assert num_followed > 160
@@ -188,20 +219,28 @@ def test_names_that_a_pattern_names_too_do_not_get_stuck(
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-def random_text(form: Form, table: TokenTable, trie: LLTokenizer, seed: int, limit: int = 150) -> str:
+def random_text(
+    form: Form, table: TokenTable, trie: LLTokenizer, seed: int, limit: int = 150
+) -> str:
     """What a model writes that chooses at random, with some preference for what ends a part."""
     draw = random.Random(seed)
     guide, output = Guide(new_matcher(form.grammar, trie), table, form), b""
     for count in range(limit):
         guide.look_ahead(limit - count)
-        bits = np.unpackbits(np.frombuffer(guide.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        bits = np.unpackbits(
+            np.frombuffer(guide.compute_bitmask(), dtype=np.uint8), bitorder="little"
+        )
         assert not guide.is_error(), (output, guide.get_error())
         allowed = np.flatnonzero(bits[:259]).tolist()
         draw.shuffle(allowed)
         if guide.is_tight:
             kept = guide.fitting(allowed[:32])
             allowed = [token for token in allowed if token in kept] or kept[:1]
-        short = [token for token in allowed if table.spelled[token] in (b'"', b"}", b"]", b"a") or token == 2]
+        short = [
+            token
+            for token in allowed
+            if table.spelled[token] in (b'"', b"}", b"]", b"a") or token == 2
+        ]
         token = draw.choice(short if short and draw.random() < 0.5 else allowed)
         if token == 2:
             return output.decode()
@@ -211,21 +250,36 @@ def random_text(form: Form, table: TokenTable, trie: LLTokenizer, seed: int, lim
 
 
 # Expressions that allow the same bytes wherever one is in a string.
-UNANCHORED = ["abc", "(?i)abc", r"@x", r"[\w-.]+@x", r"end\d{2}$", r"(foo|barbaz)!", r"é\"", r"[\w-\.]+@x"]
+UNANCHORED = [
+    "abc",
+    "(?i)abc",
+    r"@x",
+    r"[\w-.]+@x",
+    r"end\d{2}$",
+    r"(foo|barbaz)!",
+    r"é\"",
+    r"[\w-\.]+@x",
+]
 
 
 @pytest.mark.parametrize("pattern", UNANCHORED)
 def test_a_string_with_an_unanchored_pattern_ends(
     pattern: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer
 ) -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}, "required": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "string", "pattern": pattern}},
+        "required": ["x"],
+    }
     form = form_of(examiner, json=schema)
     for seed in range(8):
         value = json.loads(random_text(form, table, trie, seed, limit=60))
         assert re.search(pattern.replace(r"\w-", r"-\w"), value["x"])
 
 
-def test_a_regular_expression_ends(examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
+def test_a_regular_expression_ends(
+    examiner: Examiner, table: TokenTable, trie: LLTokenizer
+) -> None:
     form = form_of(examiner, regex=r"(.|\n)*abc")
     for seed in range(8):
         assert random_text(form, table, trie, seed, limit=60).endswith("abc")
@@ -233,20 +287,42 @@ def test_a_regular_expression_ends(examiner: Examiner, table: TokenTable, trie: 
 
 # What to ask for, and the words of the refusal.
 REFUSED: dict[str, tuple[Any, str]] = {
-    "required name that is forbidden": ({**object_of("b", a=NOTHING), "additionalProperties": False}, "'b'"),
+    "required name that is forbidden": (
+        {**object_of("b", a=NOTHING), "additionalProperties": False},
+        "'b'",
+    ),
     "a property that requires itself": (object_of("a", a={"$ref": "#"}), "no finite text"),
     "itself in turns": (
-        {"$ref": "#/$defs/a", "$defs": {"a": object_of("b", b={"$ref": "#/$defs/b"}), "b": object_of("a", a={"$ref": "#/$defs/a"})}},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "a": object_of("b", b={"$ref": "#/$defs/b"}),
+                "b": object_of("a", a={"$ref": "#/$defs/a"}),
+            },
+        },
         "no finite text",
     ),
     "items": ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite text"),
-    "one of two": ({"anyOf": [object_of("a", a={"$ref": "#"}), {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}]}, "no finite text"),
-    "too few properties": ({**object_of(a=NOTHING, b=NOTHING, c=NOTHING), "minProperties": 2}, "maxProperties only supported"),
-}  # fmt: skip
+    "one of two": (
+        {
+            "anyOf": [
+                object_of("a", a={"$ref": "#"}),
+                {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+            ]
+        },
+        "no finite text",
+    ),
+    "too few properties": (
+        {**object_of(a=NOTHING, b=NOTHING, c=NOTHING), "minProperties": 2},
+        "maxProperties only supported",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_text_satisfies_is_refused_before_generation(name: str, checker: GrammarChecker) -> None:
+def test_what_no_text_satisfies_is_refused_before_generation(
+    name: str, checker: GrammarChecker
+) -> None:
     schema, words = REFUSED[name]
     with pytest.raises(GrammarError, match=words):
         checker.check(StructuredOutputsParams(json=schema))
@@ -257,7 +333,12 @@ def test_what_never_ends_is_not_begun_where_it_is_optional(
 ) -> None:
     endless = {"$ref": "#/$defs/endless"}
     schema = {
-        **object_of("b", a=endless, b={"anyOf": [endless, {"type": "null"}]}, c={"type": "array", "items": endless}),
+        **object_of(
+            "b",
+            a=endless,
+            b={"anyOf": [endless, {"type": "null"}]},
+            c={"type": "array", "items": endless},
+        ),
         "$defs": {"endless": object_of("x", x=endless)},
     }
     right: list[Any] = [{"b": None}, {"b": None, "c": []}]
@@ -271,9 +352,18 @@ def test_what_never_ends_is_not_begun_where_it_is_optional(
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a":1,"a":2}', '{"a":1,"\\u0061":2}', '{"x":{"a":1},"a":1,"a":2}', '[{"a":1,"b":{"a":2},"b":3}]', '{"/":1,"\\/":2}']
-)  # fmt: skip
-def test_no_key_comes_twice(text: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
+    "text",
+    [
+        '{"a":1,"a":2}',
+        '{"a":1,"\\u0061":2}',
+        '{"x":{"a":1},"a":1,"a":2}',
+        '[{"a":1,"b":{"a":2},"b":3}]',
+        '{"/":1,"\\/":2}',
+    ],
+)
+def test_no_key_comes_twice(
+    text: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer
+) -> None:
     form = form_of(examiner, json=NOTHING, disable_any_whitespace=True)
     assert form.has_open_objects and not accepts(form, table, trie, text)
     once = text[:-1].rsplit(",", 1)[0] + text[text.rindex("}") :]
@@ -282,11 +372,16 @@ def test_no_key_comes_twice(text: str, examiner: Examiner, table: TokenTable, tr
 
 def test_keys_are_those_of_one_object() -> None:
     reader = KeyReader("<call>")
-    assert reader.read(b'say {"a":1,"a":2} <call>\n{"a": "{\\"b\\"", "b": [{"a": {}}, {"a": {}}], "c": "}"}, {"a": 1')
+    assert reader.read(
+        b'say {"a":1,"a":2} <call>\n{"a": "{\\"b\\"", "b": [{"a": {}}, {"a": {}}], "c": "}"},'
+        b' {"a": 1'
+    )
     assert not reader.copy().read(b', "a":') and reader.read(b', "b":')
 
 
-def test_at_least_two_keys_are_two_keys(examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
+def test_at_least_two_keys_are_two_keys(
+    examiner: Examiner, table: TokenTable, trie: LLTokenizer
+) -> None:
     schema = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}
     form = form_of(examiner, json=schema)
     for seed in range(40):
@@ -294,21 +389,36 @@ def test_at_least_two_keys_are_two_keys(examiner: Examiner, table: TokenTable, t
 
 
 def test_numbers_end(examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
-    for schema in (NOTHING, {"type": "number"}, {"type": ["number", "null"]}, {"type": "number", "minimum": -1}):
+    for schema in (
+        NOTHING,
+        {"type": "number"},
+        {"type": ["number", "null"]},
+        {"type": "number", "minimum": -1},
+    ):
         form = form_of(examiner, json=schema)
         for right in ("0", "-0.5", "9007199254740991", "0.123456789"):
             assert accepts(form, table, trie, right), (schema, right)
         for wrong in ("1e999", "1E5", "9" * 17, "0." + "1" * 30):
             assert not accepts(form, table, trie, wrong), (schema, wrong)
     form = form_of(examiner, json={"type": "array", "items": {"type": "integer"}})
-    assert accepts(form, table, trie, "[-9007199254740991, 5]") and not accepts(form, table, trie, f"[{2**53}]")
+    assert accepts(form, table, trie, "[-9007199254740991, 5]") and not accepts(
+        form, table, trie, f"[{2**53}]"
+    )
     huge = {"type": "integer", "minimum": 10**17}
-    assert accepts(form_of(examiner, json=huge), table, trie, str(10**17)), "a bound of the schema itself counts"
+    assert accepts(form_of(examiner, json=huge), table, trie, str(10**17)), (
+        "a bound of the schema itself counts"
+    )
 
 
-def test_a_search_for_an_end_is_bounded(table: TokenTable, trie: LLTokenizer, examiner: Examiner) -> None:
+def test_a_search_for_an_end_is_bounded(
+    table: TokenTable, trie: LLTokenizer, examiner: Examiner
+) -> None:
     """A grammar without an end costs a few searches, however many tokens there may be."""
-    guide = Guide(new_matcher(form_of(examiner, grammar='start: ("a" | "b") start').grammar, trie), table, Form("", 8))
+    guide = Guide(
+        new_matcher(form_of(examiner, grammar='start: ("a" | "b") start').grammar, trie),
+        table,
+        Form("", 8),
+    )
     num_searches = 0
     for count in range(2000):
         before = guide._next_look
@@ -324,12 +434,16 @@ def test_a_search_for_an_end_is_bounded(table: TokenTable, trie: LLTokenizer, ex
 def test_a_pattern_is_left_out_if_the_regex_engine_cannot_parse_it(examiner: Examiner) -> None:
     """Whatever the reason: the engine says so, and no list of what it does not know."""
     for pattern in (r"(?=a)b", r"(a)\1", r"\bx\b", r"^\p{Foo}$", "(", r"(?<!a)b", r"\Gx", "a{2,1}"):
-        schema = object_of(a={"type": "string", "pattern": pattern}, b={"type": "string", "pattern": "^[a-c]$"})
+        schema = object_of(
+            a={"type": "string", "pattern": pattern}, b={"type": "string", "pattern": "^[a-c]$"}
+        )
         form, reason = examined(examiner, {"json": schema}, lenient=True)
         assert form is not None, (pattern, reason)
         properties = json.loads(form.grammar)["grammars"][0]["json_schema"]["properties"]
         assert "pattern" not in properties["a"] and properties["b"]["pattern"] == "^[a-c]$", pattern
-        assert examined(examiner, {"json": schema})[0] is None, f"{pattern} is refused where it must be followed"
+        assert examined(examiner, {"json": schema})[0] is None, (
+            f"{pattern} is refused where it must be followed"
+        )
 
 
 # ---------------------------------------------------------------- how to ask for it
@@ -366,24 +480,37 @@ EBNF: dict[str, tuple[str, list[str], list[str]]] = {
         ["SELECT col_3  from table_2  where col_2 = 1 ", "SELECT col_1 "],
     ),
     "recursion": (
-        'root ::= expr ("=" expr)*\nexpr ::= term ([-+*/] term)*\nterm ::= num | "(" expr ")"\nnum ::= [0-9]+',
+        (
+            'root ::= expr ("=" expr)*\nexpr ::= term ([-+*/] term)*\nterm ::= num | "(" expr'
+            ' ")"\nnum ::= [0-9]+'
+        ),
         ["1+2", "(3*4)-5=7"],
         ["1+", "(3"],
     ),
-    "lines": ('root ::= "a" b # "c"\nb ::= "x"\n    | "y" # or\n    | [^"\\\\\\x7F\\x00-\\x1F]{2,3}', ["ax", "ay", "auv"], ["a", "aé"]),
+    "lines": (
+        'root ::= "a" b # "c"\nb ::= "x"\n    | "y" # or\n    | [^"\\\\\\x7F\\x00-\\x1F]{2,3}',
+        ["ax", "ay", "auv"],
+        ["a", "aé"],
+    ),
     "characters": (r'root ::= "\"" [a-z\]]+ "\n" "\\" "\u00e9"', ['"a]\n\\é'], ['"A\n\\é']),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EBNF)
-def test_grammars_in_ebnf(name: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer) -> None:
+def test_grammars_in_ebnf(
+    name: str, examiner: Examiner, table: TokenTable, trie: LLTokenizer
+) -> None:
     grammar, right, wrong = EBNF[name]
     form = form_of(examiner, grammar=grammar)
-    assert [accepts(form, table, trie, text) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
+    assert [accepts(form, table, trie, text) for text in right + wrong] == [True] * len(right) + [
+        False
+    ] * len(wrong)
 
 
 @pytest.mark.parametrize("grammar", ["root ::= x", 'root ::= "a', "rot ::= 'a'", "yes or no"])
-def test_a_grammar_that_cannot_be_read_is_answered_with_an_example(grammar: str, checker: GrammarChecker) -> None:
+def test_a_grammar_that_cannot_be_read_is_answered_with_an_example(
+    grammar: str, checker: GrammarChecker
+) -> None:
     with pytest.raises(GrammarError, match=r'root ::= "yes" \| "no".*start: "yes" \| "no"'):
         checker.check(StructuredOutputsParams(grammar=grammar))
 
@@ -397,7 +524,9 @@ def test_white_space_is_an_option(examiner: Examiner, table: TokenTable, trie: L
     ):
         form = form_of(examiner, json=schema, **wanted)
         texts = right + wrong
-        assert [accepts(form, table, trie, text) for text in texts] == [text in right for text in texts]
+        assert [accepts(form, table, trie, text) for text in texts] == [
+            text in right for text in texts
+        ]
     with pytest.raises(ValueError, match="whitespace_pattern"):
         StructuredOutputsParams(json=schema, disable_any_whitespace=True, whitespace_pattern=" ?")
 
@@ -411,4 +540,4 @@ def test_settings_of_an_engine() -> None:
         ('{"backend": "outlines"}', "one of auto"),
     ):
         with pytest.raises(ValueError, match=f"structured_outputs_config.*{words}"):
-            EngineConfig(structured_outputs_config=wrong)  # fmt: skip
+            EngineConfig(structured_outputs_config=wrong)

@@ -37,18 +37,27 @@ def course_reference(course_folder: Path) -> Any:
 
 
 def llama_backend(adds_bos: bool = True) -> Backend:
-    """A SentencePiece-style BPE with byte tokens, as Llama 2 has it: "▁" for spaces, "<0xE2>" for odd bytes."""
+    """A SentencePiece-style BPE with byte tokens, as Llama 2 has it: "▁" for spaces, "<0xE2>" for
+    odd bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [*"▁abcdehlot.é", "▁t", "he", "▁the", "lo", "ll"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "o"), ("l", "l")]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
     backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in pieces[:3]])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in pieces[:3]]
+    )
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
     return backend
 
 
@@ -72,7 +81,9 @@ def test_digits_are_tokens_of_their_own(course_tokenizer: Tokenizer) -> None:
 
 @given(number=st.integers(min_value=0))
 def test_every_number_is_split_into_digits(course_tokenizer: Tokenizer, number: int) -> None:
-    assert course_tokenizer.convert_ids_to_tokens(course_tokenizer.encode(str(number))) == list(str(number))
+    assert course_tokenizer.convert_ids_to_tokens(course_tokenizer.encode(str(number))) == list(
+        str(number)
+    )
 
 
 def test_named_tokens(course_tokenizer: Tokenizer) -> None:
@@ -80,13 +91,18 @@ def test_named_tokens(course_tokenizer: Tokenizer) -> None:
     assert course_tokenizer.all_special_ids == list(range(17))
     assert course_tokenizer.encode("<|im_start|>user") == [1, 4093]
     assert course_tokenizer.decode([1, 4093, 2]) == "user"
-    assert course_tokenizer.decode([1, 4093, 2], skip_special_tokens=False) == "<|im_start|>user<|im_end|>"
+    assert (
+        course_tokenizer.decode([1, 4093, 2], skip_special_tokens=False)
+        == "<|im_start|>user<|im_end|>"
+    )
 
 
-# The vocabulary was learnt from text in which six control characters and two planes of Unicode never came up:
-# it has no token for these bytes, and drops them.
+# The vocabulary was learnt from text in which six control characters and two planes of Unicode
+# never came up: it has no token for these bytes, and drops them.
 MISSING_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
-TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("0123456789 \n\té½²٣½😀👩‍🚀🇫🇷\u200d'sS.,")
+TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text(
+    "0123456789 \n\té½²٣½😀👩‍🚀🇫🇷\u200d'sS.,"
+)
 
 
 @settings(max_examples=examples(300))
@@ -96,8 +112,12 @@ def test_course_tokenizer_matches_transformers_and_round_trips(
 ) -> None:
     token_ids = course_tokenizer.encode(text)
     assert token_ids == course_reference.encode(text)
-    assert course_tokenizer.decode(token_ids) == course_reference.decode(token_ids, skip_special_tokens=True)
-    expected = bytes(byte for byte in text.encode() if byte not in MISSING_BYTES).decode(errors="replace")
+    assert course_tokenizer.decode(token_ids) == course_reference.decode(
+        token_ids, skip_special_tokens=True
+    )
+    expected = bytes(byte for byte in text.encode() if byte not in MISSING_BYTES).decode(
+        errors="replace"
+    )
     assert course_tokenizer.decode(token_ids, skip_special_tokens=False) == expected
 
 
@@ -138,10 +158,11 @@ def test_bad_input_is_a_value_error(course_tokenizer: Tokenizer) -> None:
 @pytest.mark.started
 def test_neither_torch_nor_transformers_is_imported(course_folder: Path) -> None:
     program = (
-        "import sys; from nanovllm.text.tokenizer import Tokenizer; from nanovllm.text.detokenizer import StopChecker\n"
-        f"t = Tokenizer.from_pretrained({str(course_folder)!r}); t.decode(t.encode('a b'))\n"
-        "t.apply_chat_template([{'role': 'user', 'content': 'Hi'}])\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import sys; from nanovllm.text.tokenizer import Tokenizer; from "
+        "nanovllm.text.detokenizer import StopChecker\nt = "
+        f"Tokenizer.from_pretrained({str(course_folder)!r}); t.decode(t.encode('a "
+        "b'))\nt.apply_chat_template([{'role': 'user', 'content': 'Hi'}])\nassert not "
+        "{'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -150,8 +171,12 @@ def test_neither_torch_nor_transformers_is_imported(course_folder: Path) -> None
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
-def test_llama_tokenizer_matches_transformers(tmp_path: Path, adds_bos: bool, config: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}]
+)
+def test_llama_tokenizer_matches_transformers(
+    tmp_path: Path, adds_bos: bool, config: dict[str, bool]
+) -> None:
     save(
         tmp_path,
         llama_backend(adds_bos),
@@ -160,7 +185,10 @@ def test_llama_tokenizer_matches_transformers(tmp_path: Path, adds_bos: bool, co
         unk_token="<unk>",
         **config,
     )
-    tokenizer, reference = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, reference = (
+        Tokenizer.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     for text in ("the hello", "  the  héllo €", "<s>the", "", " "):
         for special in (True, False):
             token_ids = tokenizer.encode(text, add_special_tokens=special)
@@ -187,9 +215,17 @@ def test_token_bytes_of_sentencepiece() -> None:
     ]
 
 
-@pytest.mark.parametrize("where", ["added_tokens_decoder", "additional_special_tokens", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "where", ["added_tokens_decoder", "additional_special_tokens", "special_tokens_map.json"]
+)
 def test_special_tokens_that_tokenizer_json_lacks(tmp_path: Path, where: str) -> None:
-    new = {"content": "<|eot|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    new = {
+        "content": "<|eot|>",
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
     config: dict[str, Any] = {"eos_token": "</s>"}
     size = llama_backend().get_vocab_size()
     if where == "added_tokens_decoder":
@@ -199,9 +235,14 @@ def test_special_tokens_that_tokenizer_json_lacks(tmp_path: Path, where: str) ->
     else:
         (tmp_path / where).write_text(json.dumps({"eos_token": new}))
     save(tmp_path, llama_backend(), **config)
-    tokenizer, reference = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, reference = (
+        Tokenizer.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     assert tokenizer.encode("the<|eot|>") == reference.encode("the<|eot|>") == [1, THE, size]
-    assert tokenizer.eos_token_id == reference.eos_token_id == (size if where.endswith("json") else 2)
+    assert (
+        tokenizer.eos_token_id == reference.eos_token_id == (size if where.endswith("json") else 2)
+    )
     assert tokenizer.backend.get_vocab_size() == len(reference) == size + 1
     assert size in tokenizer.all_special_ids
 
@@ -219,7 +260,11 @@ def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path)
     vocab |= {"th": 256, "<|endoftext|>": 257}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\n")
-    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "chat_template": "{{ eos_token }}"}
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "eos_token": "<|endoftext|>",
+        "chat_template": "{{ eos_token }}",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     token_ids = tokenizer.encode("the é<|endoftext|>")
@@ -242,19 +287,29 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
 # --- Chats ---------------------------------------------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "Hello"}]
-SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+SYSTEM = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n"
+)
 
 
 def test_course_template(course_tokenizer: Tokenizer) -> None:
     question = "<|im_start|>user\nHello<|im_end|>\n"
-    assert course_tokenizer.apply_chat_template(HELLO) == f"{SYSTEM}{question}<|im_start|>assistant\n"
-    assert course_tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == SYSTEM + question
+    assert (
+        course_tokenizer.apply_chat_template(HELLO) == f"{SYSTEM}{question}<|im_start|>assistant\n"
+    )
+    assert (
+        course_tokenizer.apply_chat_template(HELLO, add_generation_prompt=False)
+        == SYSTEM + question
+    )
     own_system = [{"role": "system", "content": "Be brief."}, *HELLO]
     rendered = course_tokenizer.apply_chat_template(own_system, add_generation_prompt=False)
     assert rendered == f"<|im_start|>system\nBe brief.<|im_end|>\n{question}"
 
 
-def test_course_template_matches_transformers(course_tokenizer: Tokenizer, course_reference: Any) -> None:
+def test_course_template_matches_transformers(
+    course_tokenizer: Tokenizer, course_reference: Any
+) -> None:
     answer = {"role": "assistant", "content": "The answer is "}
     for messages, options in (
         (HELLO, {"add_generation_prompt": True, "continue_final_message": False}),
@@ -273,10 +328,16 @@ def test_text_parts_are_joined(course_tokenizer: Tokenizer) -> None:
     assert parts == [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {}])
-def test_other_parts_are_refused_by_place_and_type(course_tokenizer: Tokenizer, part: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {}]
+)
+def test_other_parts_are_refused_by_place_and_type(
+    course_tokenizer: Tokenizer, part: dict[str, Any]
+) -> None:
     messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
-    with pytest.raises(ValueError, match=r"messages\[1\]\.content\[1\] is of type " + repr(part.get("type"))):
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]\.content\[1\] is of type " + repr(part.get("type"))
+    ):
         course_tokenizer.apply_chat_template(messages)
 
 
@@ -290,7 +351,9 @@ def test_other_parts_are_refused_by_place_and_type(course_tokenizer: Tokenizer, 
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_what_a_template_objects_to(course_tokenizer: Tokenizer, template: str, message: str) -> None:
+def test_what_a_template_objects_to(
+    course_tokenizer: Tokenizer, template: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         course_tokenizer.apply_chat_template(HELLO, chat_template=template)
 
@@ -299,14 +362,25 @@ def test_what_a_template_objects_to(course_tokenizer: Tokenizer, template: str, 
     ("template", "message"),
     [
         ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 seconds of CPU"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "2 seconds of CPU",
+        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ 'a' * 10**10 }}", "256 MiB of memory"),
         ("{{ '%1000000000d' % 1 }}", "256 MiB of memory"),
-        ("{% set ns = namespace(a='a') %}{% for i in range(40) %}{% set ns.a = ns.a + ns.a %}{% endfor %}", "256"),
+        (
+            (
+                "{% set ns = namespace(a='a') %}{% for i in range(40) %}{% set ns.a = ns.a + ns.a "
+                "%}{% endfor %}"
+            ),
+            "256",
+        ),
     ],
 )
-def test_a_template_that_never_ends_is_ended(course_tokenizer: Tokenizer, template: str, message: str) -> None:
+def test_a_template_that_never_ends_is_ended(
+    course_tokenizer: Tokenizer, template: str, message: str
+) -> None:
     """From a thread, as the server calls it; and the next chat is rendered."""
     with ThreadPoolExecutor(2) as pool:
         bad = pool.submit(course_tokenizer.apply_chat_template, HELLO, chat_template=template)
@@ -320,7 +394,9 @@ def test_chats_that_cannot_be_rendered(course_tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="empty"):
         course_tokenizer.apply_chat_template([])
     with pytest.raises(ValueError, match="exclude"):
-        course_tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, continue_final_message=True)
+        course_tokenizer.apply_chat_template(
+            HELLO, add_generation_prompt=True, continue_final_message=True
+        )
     assert not Tokenizer(llama_backend()).chat_templates
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer(llama_backend()).apply_chat_template(HELLO)
@@ -328,8 +404,15 @@ def test_chats_that_cannot_be_rendered(course_tokenizer: Tokenizer) -> None:
 
 def test_additional_templates_are_chosen_as_by_transformers(tmp_path: Path) -> None:
     """From files of their own, which replace all templates of tokenizer_config.json."""
-    save(tmp_path, llama_backend(), bos_token="<s>", chat_template="config {{ messages[0].content }}")
-    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    save(
+        tmp_path, llama_backend(), bos_token="<s>", chat_template="config {{ messages[0].content }}"
+    )
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+        }
+    ]
     extra = tmp_path / "additional_chat_templates"
     extra.mkdir()
 
@@ -341,8 +424,16 @@ def test_additional_templates_are_chosen_as_by_transformers(tmp_path: Path) -> N
             return type(error).__name__
 
     def compare() -> list[str]:
-        own, reference = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-        options = ({}, {"chat_template": "rag"}, {"tools": tools}, {"tools": tools, "chat_template": "rag"})
+        own, reference = (
+            Tokenizer.from_pretrained(tmp_path),
+            AutoTokenizer.from_pretrained(tmp_path),
+        )
+        options = (
+            {},
+            {"chat_template": "rag"},
+            {"tools": tools},
+            {"tools": tools, "chat_template": "rag"},
+        )
         found = [rendered(own, **each) for each in options]
         assert found == [rendered(reference, **each) for each in options]
         return found
@@ -372,12 +463,21 @@ def test_a_model_without_a_default_template_says_what_it_has(tmp_path: Path) -> 
 
 def train_sentencepiece(folder: Path) -> Any:
     """Write a tiny tokenizer.model, and return the library's processor of it."""
-    sentencepiece = pytest.importorskip("sentencepiece", reason="pip install 'nanovllm[sentencepiece]'")
+    sentencepiece = pytest.importorskip(
+        "sentencepiece", reason="pip install 'nanovllm[sentencepiece]'"
+    )
     texts = ["the cat sat on the mat", "hello world, the café is open", "one two three", "été"] * 20
     model = io.BytesIO()
-    options: dict[str, Any] = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "num_threads": 1}
+    options: dict[str, Any] = {
+        "vocab_size": 300,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "num_threads": 1,
+    }
     options |= {"character_coverage": 0.99, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **options)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, **options
+    )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
@@ -385,7 +485,10 @@ def train_sentencepiece(folder: Path) -> Any:
 
 def test_a_folder_with_only_a_sentencepiece_model(tmp_path: Path) -> None:
     reference = train_sentencepiece(tmp_path)
-    tokenizer, converted = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, converted = (
+        Tokenizer.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     for text in ("hello the cat", "the café, été 日本 😀"):
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         assert token_ids == converted.encode(text, add_special_tokens=False)
@@ -399,7 +502,10 @@ def test_a_sentencepiece_model_without_its_libraries_names_the_extra(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"tokenizer\.model' is a SentencePiece model.*{module}.*pip install 'nanovllm\[sentencepiece\]'"
+    message = (
+        rf"tokenizer\.model' is a SentencePiece model.*{module}.*pip install"
+        r" 'nanovllm\[sentencepiece\]'"
+    )
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # of tiktoken
@@ -408,7 +514,10 @@ def test_a_sentencepiece_model_without_its_libraries_names_the_extra(
 
 
 def test_where_templates_come_from(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "D{{ bos_token }}"}, {"name": "short", "template": "S{{ mood }}"}]
+    named = [
+        {"name": "default", "template": "D{{ bos_token }}"},
+        {"name": "short", "template": "S{{ mood }}"},
+    ]
     save(tmp_path, llama_backend(), bos_token="<s>", chat_template=named)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.chat_templates["default"] == "D{{ bos_token }}"

@@ -1,4 +1,5 @@
-"""The player: in a real browser with the modules as they are served, and as the bundle that a notebook gets."""
+"""The player: in a real browser with the modules as they are served, and as the bundle that a
+notebook gets."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.browser import open_site
 
 pytest_plugins = ["tests.browser"]
 
-HEAD = '<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/web/player.css">'
+HEAD = (
+    '<meta name="viewport" content="width=device-width"><link rel="stylesheet"'
+    ' href="/web/player.css">'
+)
 START = """async ({ text, options, read = Infinity }) => {
   const { createPlayer } = await import("/web/player.js");
   const { readHistory } = await import("/web/widget.js");
@@ -52,13 +56,17 @@ def start(page: Any, trace: Trace | None, read: int | None = None, **options: An
     """Open a page with a player of the trace, or of its first `read` records."""
     open_site(page, body='<div id="root"></div>', head=HEAD)
     text = b"".join(trace.lines()).decode() if trace is not None else None
-    page.evaluate(START, {"text": text, "options": options} | ({"read": read} if read is not None else {}))
+    page.evaluate(
+        START, {"text": text, "options": options} | ({"read": read} if read is not None else {})
+    )
     settle(page)
 
 
 def settle(page: Any) -> None:
     """Wait until what was asked for is drawn: a frame after the next."""
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page.evaluate(
+        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )
 
 
 def position(page: Any) -> str:
@@ -67,12 +75,16 @@ def position(page: Any) -> str:
 
 def wait_for_position(page: Any, text: str) -> None:
     """A live picture is drawn when there is time for it."""
-    page.wait_for_function("text => document.querySelector('.nv-position').textContent === text", arg=text)
+    page.wait_for_function(
+        "text => document.querySelector('.nv-position').textContent === text", arg=text
+    )
 
 
 def picture(page: Any, view: str) -> str:
     settle(page)
-    return page.evaluate("(view) => document.querySelector(`[data-view=${view}] canvas`).toDataURL()", view)
+    return page.evaluate(
+        "(view) => document.querySelector(`[data-view=${view}] canvas`).toDataURL()", view
+    )
 
 
 def story(page: Any) -> str:
@@ -122,15 +134,23 @@ def test_buttons_keys_and_slider_move_the_reader_and_all_pictures(page: Any, tra
     assert position(page) == f"step {last} of 0–{last}"
     assert page.get_by_role("button", name="Step forward").is_disabled()
     slider.press("Home")
-    assert {view: picture(page, view) for view in before} == before  # what is drawn depends on the step alone
+    assert {
+        view: picture(page, view) for view in before
+    } == before  # what is drawn depends on the step alone
 
     slider.fill("7")
     settle(page)
     assert position(page) == f"step 7 of 0–{last}"
-    assert page.locator("[data-view=tables] canvas").get_attribute("aria-label").startswith("Block tables, step 7: ")
+    assert (
+        page.locator("[data-view=tables] canvas")
+        .get_attribute("aria-label")
+        .startswith("Block tables, step 7: ")
+    )
 
 
-def test_every_control_can_be_reached_by_keyboard_and_shows_where_one_is(page: Any, trace: Trace) -> None:
+def test_every_control_can_be_reached_by_keyboard_and_shows_where_one_is(
+    page: Any, trace: Trace
+) -> None:
     start(page, trace)
     page.evaluate("player.seek(3)")
     settle(page)
@@ -138,7 +158,8 @@ def test_every_control_can_be_reached_by_keyboard_and_shows_where_one_is(page: A
     for _ in range(5):
         page.keyboard.press("Tab")
         focused = page.evaluate(
-            "[document.activeElement.ariaLabel, getComputedStyle(document.activeElement).outlineStyle]"
+            "[document.activeElement.ariaLabel, "
+            "getComputedStyle(document.activeElement).outlineStyle]"
         )
         assert focused[1] == "solid"
         names.append(focused[0])
@@ -150,8 +171,16 @@ def test_every_control_can_be_reached_by_keyboard_and_shows_where_one_is(page: A
 
 def test_keys_of_a_page_move_the_player_unless_one_types(page: Any, trace: Trace) -> None:
     open_site(page, body='<input id="field"><div id="root"></div>', head=HEAD)
-    page.evaluate(START.replace("...options,", "keysFrom: document,"), {"text": b"".join(trace.lines()).decode()})
-    for key, index in (("ArrowRight", 1), ("End", len(trace) - 1), ("ArrowLeft", len(trace) - 2), ("Home", 0)):
+    page.evaluate(
+        START.replace("...options,", "keysFrom: document,"),
+        {"text": b"".join(trace.lines()).decode()},
+    )
+    for key, index in (
+        ("ArrowRight", 1),
+        ("End", len(trace) - 1),
+        ("ArrowLeft", len(trace) - 2),
+        ("Home", 0),
+    ):
         page.keyboard.press(key)
         assert page.evaluate("player.index") == index
     page.keyboard.press(" ")
@@ -167,7 +196,10 @@ def test_keys_of_a_page_move_the_player_unless_one_types(page: Any, trace: Trace
 def test_slider_and_label_count_the_steps_of_the_engine(page: Any, trace: Trace) -> None:
     """A record may begin when the engine has computed for long, and has gaps where it was idle."""
     later = Trace(settings=trace.settings)
-    later.steps = [dataclasses.replace(record, step=386 + record.step + 5 * (i > 8)) for i, record in enumerate(trace)]
+    later.steps = [
+        dataclasses.replace(record, step=386 + record.step + 5 * (i > 8))
+        for i, record in enumerate(trace)
+    ]
     last = later.steps[-1].step
     start(page, later)
     slider = page.get_by_role("slider", name="Step")
@@ -211,7 +243,8 @@ def test_playing_goes_to_the_end_at_the_chosen_speed(page: Any, trace: Trace) ->
 def test_nothing_is_drawn_while_nothing_changes(page: Any, trace: Trace) -> None:
     start(page, trace)
     page.evaluate(
-        "window.draws = 0; const draw = player._draw; player._draw = (now) => { draws += 1; draw.call(player, now); }; 0"
+        "window.draws = 0; const draw = player._draw; player._draw = (now) => { draws += 1; "
+        "draw.call(player, now); }; 0"
     )
     page.mouse.move(5, 5)
     for _ in range(3):
@@ -233,7 +266,9 @@ def test_a_block_is_selected_in_all_views_and_tells_its_story(page: Any, trace: 
     page.mouse.move(2, 2)
     assert all(picture(page, view) != before[view] for view in before)
     told = story(page)
-    assert told.startswith("Block 0") and "r0" in told and "shared" in told and "by 2 requests" in told
+    assert (
+        told.startswith("Block 0") and "r0" in told and "shared" in told and "by 2 requests" in told
+    )
     assert "4 of 4 tokens" in told and "step 3: found in the prefix cache by r2" in told
     page.locator(".nv-slider").press("Escape")
     assert {view: picture(page, view) for view in before} == before
@@ -281,7 +316,8 @@ def test_hovering_tells_and_leaving_brings_the_selected_back(page: Any, trace: T
     click = "player.views[0].regions.find((r) => r.kind === 'block' && r.id === 0)"
     settle(page)
     x, y = page.evaluate(
-        f"(() => {{ const r = {click}, b = player.views[0].canvas.getBoundingClientRect(); return [b.x + r.x + 3, b.y + r.y + 3]; }})()"
+        f"(() => {{ const r = {click}, b = player.views[0].canvas.getBoundingClientRect(); return "
+        "[b.x + r.x + 3, b.y + r.y + 3]; })()"
     )
     page.mouse.move(x, y)
     assert story(page).startswith("Block 0")
@@ -295,13 +331,17 @@ def test_each_view_shows_in_a_player_and_has_a_name(page: Any, trace: Trace) -> 
         page.evaluate("player.seek(12)")
         settle(page)
         canvas = page.get_by_role("img")
-        assert re.match(r".+, step 12: \d+ requests computed", canvas.get_attribute("aria-label")), view
+        assert re.match(
+            r".+, step 12: \d+ requests computed", canvas.get_attribute("aria-label")
+        ), view
         assert canvas.bounding_box()["height"] > 40, view
 
 
 def test_the_views_are_those_of_the_modules(page: Any) -> None:
     open_site(page)
-    assert page.evaluate("import('/web/views.js').then((module) => Object.keys(module.VIEWS))") == list(VIEWS)
+    assert page.evaluate(
+        "import('/web/views.js').then((module) => Object.keys(module.VIEWS))"
+    ) == list(VIEWS)
 
 
 # ---------------------------------------------------------------- live
@@ -310,7 +350,8 @@ def test_the_views_are_those_of_the_modules(page: Any) -> None:
 def test_live_follows_until_it_is_paused(page: Any, trace: Trace) -> None:
     start(page, trace, read=5, live=True)
     append = (
-        "(to) => { while (history_.length < to) history_.append(whole.record(history_.length)); player.changed(); }"
+        "(to) => { while (history_.length < to) history_.append(whole.record(history_.length)); "
+        "player.changed(); }"
     )
     assert page.evaluate("player.index") == 4
     page.evaluate(append, 9)
@@ -326,7 +367,9 @@ def test_live_follows_until_it_is_paused(page: Any, trace: Trace) -> None:
     assert (position(page), live.get_attribute("aria-pressed")) == ("step 11 of 0–11", "true")
 
 
-def test_an_empty_live_page_says_so_and_begins_with_the_first_record(page: Any, trace: Trace) -> None:
+def test_an_empty_live_page_says_so_and_begins_with_the_first_record(
+    page: Any, trace: Trace
+) -> None:
     start(page, trace, read=0, live=True)
     assert position(page) == "no step yet"
     assert page.get_by_role("button", name="Play").is_disabled()
@@ -338,8 +381,7 @@ def test_an_empty_live_page_says_so_and_begins_with_the_first_record(page: Any, 
 def test_records_that_were_dropped_cannot_be_looked_at(page: Any, trace: Trace) -> None:
     start(page, trace, live=True)
     page.evaluate("player.pause(); player.seek(0)")
-    page.evaluate(
-        """async () => {
+    page.evaluate("""async () => {
           const { History } = await import("/web/history.js");
           window.history_ = new History(whole.settings, { keep: 64 });
           player.setHistory(history_);
@@ -348,16 +390,14 @@ def test_records_that_were_dropped_cannot_be_looked_at(page: Any, trace: Trace) 
           player.seek(history_.first);
           for (let i = 0; i < 8; i++) for (let k = 0; k < 20; k++) history_.append(whole.record(k));
           player.changed();
-        }"""
-    )
+        }""")
     settle(page)
     assert page.evaluate("[player.index - history_.first, history_.first > 0]") == [0, True]
 
 
 def test_a_frame_between_the_loss_of_a_record_and_the_word_of_it(page: Any, trace: Trace) -> None:
     start(page, trace, live=True)
-    page.evaluate(
-        """async () => {
+    page.evaluate("""async () => {
           const { History } = await import("/web/history.js");
           window.history_ = new History(whole.settings, { keep: 64 });
           window.append = () => { for (let k = 0; k < 20; k++) history_.append(whole.record(k)); };
@@ -368,8 +408,7 @@ def test_a_frame_between_the_loss_of_a_record_and_the_word_of_it(page: Any, trac
           player.hover = { kind: "step", index: 3 };
           while (!history_.first) append();
           player.select({ kind: "request", id: "r1" }); // draws, and `changed` was not called
-        }"""
-    )
+        }""")
     settle(page)  # the page fixture fails at an error in the frame
     assert page.evaluate("history_.record(player.index) === history_.record(history_.first)")
     assert story(page).startswith("r1")
@@ -383,14 +422,14 @@ def test_a_reader_who_looks_back_gets_no_picture_for_every_batch(page: Any, trac
     page.evaluate(START, {"text": text, "options": {"live": True}, "read": 3})
     page.evaluate("player.pause()")
     page.clock.run_for(2000)
-    page.evaluate(
-        """() => {
+    page.evaluate("""() => {
           window.draws = 0;
           const draw = player._draw;
           player._draw = (now) => { draws += 1; draw.call(player, now); player.drawingTime = 1e6; };
-        }"""
-    )
-    page.evaluate("player.drawingTime = 1e6")  # so slow that a picture a second is all there is time for
+        }""")
+    page.evaluate(
+        "player.drawingTime = 1e6"
+    )  # so slow that a picture a second is all there is time for
     for _ in range(15):
         page.evaluate("history_.append(whole.record(history_.length)); player.changed()")
         page.clock.run_for(50)
@@ -408,7 +447,8 @@ def test_a_live_picture_that_was_too_high_for_a_while_shrinks(page: Any, trace: 
     height = "player.views[0].height"
     needed = page.evaluate(height)
     grow = (
-        f"player.views[0].drawing = {{ ...player.views[0].drawing, height: () => {needed} + more }}; player.changed()"
+        f"player.views[0].drawing = {{ ...player.views[0].drawing, height: () => {needed} + more "
+        "}; player.changed()"
     )
     for more in (100, 20):
         page.evaluate(f"more => {{ {grow} }}", more)
@@ -434,7 +474,8 @@ def test_who_asked_for_less_motion_gets_two_pictures_a_second(
     page.evaluate(START, {"text": text, "options": {"live": True}, "read": 0})
     page.clock.run_for(2000)
     page.evaluate(
-        "window.draws = 0; const draw = player._draw; player._draw = (now) => { draws += 1; draw.call(player, now); }; 0"
+        "window.draws = 0; const draw = player._draw; player._draw = (now) => { draws += 1; "
+        "draw.call(player, now); }; 0"
     )
     for _ in range(20):
         page.evaluate("history_.append(whole.record(history_.length)); player.changed()")
@@ -454,7 +495,9 @@ def test_themes_follow_the_page(page: Any, trace: Trace) -> None:
     page.emulate_media(color_scheme="light")
     page.wait_for_function(f"{theme} === 'light'")
     assert picture(page, "pool") != dark
-    page.evaluate("document.body.dataset.jpThemeLight = 'false'")  # JupyterLab's word goes before the system's
+    page.evaluate(
+        "document.body.dataset.jpThemeLight = 'false'"
+    )  # JupyterLab's word goes before the system's
     page.wait_for_function(f"{theme} === 'dark'")
     assert picture(page, "pool") == dark
 
@@ -469,7 +512,10 @@ def test_it_fits_any_width_and_redraws_when_that_changes(page: Any, trace: Trace
         for canvas in page.get_by_role("img").all():
             box = canvas.bounding_box()
             assert box["x"] + box["width"] <= width
-        boxes = [each.bounding_box() for each in page.locator(".nv-controls > *:visible, .nv-buttons > *").all()]
+        boxes = [
+            each.bounding_box()
+            for each in page.locator(".nv-controls > *:visible, .nv-buttons > *").all()
+        ]
         inner = [b for b in boxes if b]
         assert all(b["x"] + b["width"] <= width for b in inner), width
 
@@ -479,7 +525,10 @@ def test_taking_it_off_the_page_leaves_nothing(page: Any, trace: Trace) -> None:
     page.evaluate("player.play(); player.destroy()")
     settle(page)
     assert page.locator("#root > *").count() == 0
-    page.evaluate("window.draws = 0; player._draw = () => (draws += 1); document.body.dataset.jpThemeLight = 'false'")
+    page.evaluate(
+        "window.draws = 0; player._draw = () => (draws += 1); document.body.dataset.jpThemeLight = "
+        "'false'"
+    )
     settle(page)
     assert page.evaluate("draws") == 0
 
@@ -502,7 +551,9 @@ def test_the_bundle_has_every_module_and_no_name_twice() -> None:
     assert not re.search(r"^import\b", text, re.MULTILINE)
     assert not re.search(r"^export\b", text, re.MULTILINE)
     exports = re.findall(r"^export .*", widget_module(), re.MULTILINE)
-    assert exports == ["export default { render: renderWidget };"] and "film.js" not in widget_module()
+    assert (
+        exports == ["export default { render: renderWidget };"] and "film.js" not in widget_module()
+    )
 
 
 MODEL = """async ({ bundle, text, step }) => {
@@ -549,10 +600,15 @@ def test_the_widget_keeps_its_step_and_the_kernels_equal(page: Any, trace: Trace
 
 def test_the_players_python_side(trace: Trace, tmp_path: pathlib.Path) -> None:
     player = play(trace, step=12)
-    assert repr(player) == f"Player: 6 requests, {len(trace)} steps; run this cell in JupyterLab to play it"
+    assert (
+        repr(player)
+        == f"Player: 6 requests, {len(trace)} steps; run this cell in JupyterLab to play it"
+    )
     assert player._repr_mimebundle_()[0]["image/png"] == image_bytes(draw_timeline(trace))
     trace.save(tmp_path / "run.jsonl")
-    assert play(tmp_path / "run.jsonl").lines == player.lines == (tmp_path / "run.jsonl").read_bytes()
+    assert (
+        play(tmp_path / "run.jsonl").lines == player.lines == (tmp_path / "run.jsonl").read_bytes()
+    )
     data, _ = player._repr_mimebundle_()
     assert data["text/plain"] == repr(player)
 
@@ -590,13 +646,20 @@ def test_turning_a_control_runs_the_simulation_again() -> None:
     assert seen.figures == figures(expected)
     seen.controls["arrival_rate"].value = 4
     faster = [SimulatedRequest(i, 20 + i % 7, 15) for i in range(16)]
-    assert seen.player.trace.steps == simulate(faster, num_kv_blocks=20, block_size=4, max_num_batched_tokens=32).steps
-    assert repr(seen) == "What if: 5 controls and a player; run this cell in JupyterLab to turn them"
+    assert (
+        seen.player.trace.steps
+        == simulate(faster, num_kv_blocks=20, block_size=4, max_num_batched_tokens=32).steps
+    )
+    assert (
+        repr(seen) == "What if: 5 controls and a player; run this cell in JupyterLab to turn them"
+    )
     assert seen._repr_mimebundle_()["image/png"] == image_bytes(draw_timeline(seen.player.trace))
 
 
 def test_an_impossible_setting_says_why_and_keeps_the_last_picture() -> None:
-    seen = what_if(REQUESTS, num_kv_blocks=40, block_size=4, controls=["num_kv_blocks", "batching_policy"])
+    seen = what_if(
+        REQUESTS, num_kv_blocks=40, block_size=4, controls=["num_kv_blocks", "batching_policy"]
+    )
     before = seen.player.lines
     seen.controls["num_kv_blocks"].min = 2
     seen.controls["num_kv_blocks"].value = 2
@@ -623,10 +686,16 @@ def test_requests_can_be_made_from_the_controls() -> None:
         prompts = [[7] * prompt_len if sharing else prompt_len for _ in range(3)]
         return [SimulatedRequest(5 * i, prompt, 3) for i, prompt in enumerate(prompts)]
 
-    seen = what_if(some, controls={"prompt_len": [4, 16, 64], "sharing": None, "arrival_rate": [1, 5]}, block_size=4)
+    seen = what_if(
+        some,
+        controls={"prompt_len": [4, 16, 64], "sharing": None, "arrival_rate": [1, 5]},
+        block_size=4,
+    )
     assert seen.values == {"prompt_len": 8, "sharing": False, "arrival_rate": 1}
     seen.controls["prompt_len"].value = 64
-    assert [record.arrived for record in seen.player.trace if record.arrived] == [{f"r{i}": 64} for i in range(3)]
+    assert [record.arrived for record in seen.player.trace if record.arrived] == [
+        {f"r{i}": 64} for i in range(3)
+    ]
     seen.controls["sharing"].value = True
     assert sum(sum(record.admitted.values()) for record in seen.player.trace) > 0
     seen.controls["arrival_rate"].value = 5

@@ -1,4 +1,5 @@
-"""The record of the engine: what is written can be read, and what is read tells exactly what the memory manager did."""
+"""The record of the engine: what is written can be read, and what is read tells exactly what the
+memory manager did."""
 
 from __future__ import annotations
 
@@ -29,7 +30,14 @@ from nanovllm.engine.core import EngineCore, NoRecorder
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.trace.format import HIDDEN_TOKEN, MIN_KNOWN, TraceDecoder, TraceEncoder, header_line, require_sizes
+from nanovllm.trace.format import (
+    HIDDEN_TOKEN,
+    MIN_KNOWN,
+    TraceDecoder,
+    TraceEncoder,
+    header_line,
+    require_sizes,
+)
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, read_trace
 from tests.examples import examples
 from tests.oracle import make_checkpoint
@@ -58,7 +66,15 @@ def records(draw: st.DrawFn) -> StepRecord:
     known = st.sampled_from(sorted(lengths))
     queues = [draw(st.lists(known, max_size=4)) for _ in range(3)]
     shares = [
-        TracedRequest(r, draw(COUNTS), size, lengths[r], draw(BLOCKS), draw(BLOCKS), draw(st.integers(0, size - 1)))
+        TracedRequest(
+            r,
+            draw(COUNTS),
+            size,
+            lengths[r],
+            draw(BLOCKS),
+            draw(BLOCKS),
+            draw(st.integers(0, size - 1)),
+        )
         for r, size in draw(st.lists(st.tuples(known, st.integers(1, 4)), max_size=4))
     ]
     snapshot = Snapshot(
@@ -122,14 +138,24 @@ def crowd(seed: int, **options: Any) -> Trace:
         )
         for _ in range(draw.randint(1, 25))
     ]
-    defaults = {"num_kv_blocks": 20, "block_size": 4, "max_num_batched_tokens": 40, "check_invariants": True}
+    defaults = {
+        "num_kv_blocks": 20,
+        "block_size": 4,
+        "max_num_batched_tokens": 40,
+        "check_invariants": True,
+    }
     return simulate(requests, **(defaults | options))
 
 
 @pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"preemption_mode": "swap"}, {"scheduling_policy": "priority"}, {"enable_prefix_caching": False}],
+    [
+        {},
+        {"preemption_mode": "swap"},
+        {"scheduling_policy": "priority"},
+        {"enable_prefix_caching": False},
+    ],
     ids=str,
 )
 def test_a_real_trace_survives_the_way_through_a_file(
@@ -140,7 +166,9 @@ def test_a_real_trace_survives_the_way_through_a_file(
         trace.save(tmp_path / name)
         loaded = Trace.load(tmp_path / name)
         assert loaded.steps == trace.steps and loaded.settings == trace.settings
-        assert loaded.steps and (tmp_path / name).read_bytes().startswith(b"\x1f\x8b") == name.endswith(".gz")
+        assert loaded.steps and (tmp_path / name).read_bytes().startswith(
+            b"\x1f\x8b"
+        ) == name.endswith(".gz")
 
 
 def test_a_decode_step_costs_few_bytes() -> None:
@@ -152,13 +180,19 @@ def test_a_decode_step_costs_few_bytes() -> None:
 def test_an_id_may_come_back_as_another_request() -> None:
     def served(step: int, length: int) -> StepRecord:
         share = TracedRequest("a", 0, length, length, [0], [7])
-        return StepRecord(step, float(step), 1.0, 64, [share], arrived={"a": length}, finished={"a": "length"})
+        return StepRecord(
+            step, float(step), 1.0, 64, [share], arrived={"a": length}, finished={"a": "length"}
+        )
 
     steps = [served(0, 5), served(1, 3), served(2, 3)]
     encoder, decoder = TraceEncoder({}), TraceDecoder({})
     lines = [encoder.encode(step) for step in steps]
     assert [decoder.decode(line) for line in lines] == steps
-    assert [json.loads(line)["named"] for line in lines] == [[[0, "a", 5]], [[1, "a", 3]], [[2, "a", 3]]]
+    assert [json.loads(line)["named"] for line in lines] == [
+        [[0, "a", 5]],
+        [[1, "a", 3]],
+        [[2, "a", 3]],
+    ]
 
 
 def test_an_encoder_remembers_only_those_who_live() -> None:
@@ -170,12 +204,17 @@ def test_an_encoder_remembers_only_those_who_live() -> None:
 
 
 def test_one_who_has_ended_keeps_its_number_while_it_is_in_a_queue(checkpoint: str) -> None:
-    """With asynchronous scheduling a request still runs in the record after its end, without a share if its length is known."""
-    config = EngineConfig(checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, async_scheduling=True)
+    """With asynchronous scheduling a request still runs in the record after its end, without a
+    share if its length is known."""
+    config = EngineConfig(
+        checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, async_scheduling=True
+    )
     trace = Trace()
     core = EngineCore(config, trace)
     for i in range(6):
-        core.add_request(EngineRequest(f"r{i}", [5, 6, 7], SamplingParams(max_tokens=2 + i, ignore_eos=True)))
+        core.add_request(
+            EngineRequest(f"r{i}", [5, 6, 7], SamplingParams(max_tokens=2 + i, ignore_eos=True))
+        )
     while core.has_unfinished:
         core.step()
     late = [
@@ -193,7 +232,9 @@ def test_one_who_has_ended_keeps_its_number_while_it_is_in_a_queue(checkpoint: s
 def test_one_who_is_mentioned_long_after_its_end_is_not_remembered() -> None:
     encoder = TraceEncoder({})
     for step in range(500):
-        encoder.encode(StepRecord(step, float(step), 0.0, 8, [], finished={"a": "stop"}, running=[f"r{step}"]))
+        encoder.encode(
+            StepRecord(step, float(step), 0.0, 8, [], finished={"a": "stop"}, running=[f"r{step}"])
+        )
     assert len(encoder._known) <= 2 + MIN_KNOWN + 1
 
 
@@ -215,11 +256,18 @@ def test_tokens_can_be_hidden(drafts: bool, checkpoint: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_kv_blocks": 14}, {"preemption_mode": "swap", "swap_space": 0.01, "num_kv_blocks": 14}],
+    [
+        {},
+        {"num_kv_blocks": 14},
+        {"preemption_mode": "swap", "swap_space": 0.01, "num_kv_blocks": 14},
+    ],
     ids=str,
 )
-def test_a_trace_tells_what_became_of_drafts(checkpoint: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    """From a file: which tokens each request got, in which steps, and which slots were written again."""
+def test_a_trace_tells_what_became_of_drafts(
+    checkpoint: str, options: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """From a file: which tokens each request got, in which steps, and which slots were written
+    again."""
     core, recorded, outputs = drafting_engine(checkpoint, **options)
     recorded.save(tmp_path / "run.jsonl")
     trace = Trace.load(tmp_path / "run.jsonl")
@@ -228,16 +276,27 @@ def test_a_trace_tells_what_became_of_drafts(checkpoint: str, options: dict[str,
     for record in trace:
         known |= dict.fromkeys(record.admitted, -1) | {r: -1 for r in record.preempted}
         for share in record.requests:
-            assert known.get(share.request_id, -1) in (-1, share.start), "it goes on behind its last computed token"
-            known[share.request_id] = share.start + share.num_tokens - share.num_drafts + share.num_accepted
+            assert known.get(share.request_id, -1) in (-1, share.start), (
+                "it goes on behind its last computed token"
+            )
+            known[share.request_id] = (
+                share.start + share.num_tokens - share.num_drafts + share.num_accepted
+            )
             told[share.request_id] += share.sampled
             assert not share.num_drafts or share.kind == "decode"
     assert told == outputs
     drafts = [share for record in trace for share in record.requests if share.num_drafts]
     assert core.scheduler.speculation is not None
     stats = core.scheduler.speculation.stats
-    assert stats.num_drafts == len(drafts) and stats.num_draft_tokens == sum(s.num_drafts for s in drafts)
-    assert 0 < stats.num_accepted_tokens == sum(s.num_accepted for s in drafts) < stats.num_draft_tokens
+    assert stats.num_drafts == len(drafts) and stats.num_draft_tokens == sum(
+        s.num_drafts for s in drafts
+    )
+    assert (
+        0
+        < stats.num_accepted_tokens
+        == sum(s.num_accepted for s in drafts)
+        < stats.num_draft_tokens
+    )
     assert {s.num_accepted for s in drafts} >= {0, 3}
     assert any(record.preempted for record in trace) == bool(options)
     _, plain, same = drafting_engine(checkpoint, speculative_config=None)
@@ -258,7 +317,9 @@ def test_a_file_that_was_cut_off(tmp_path: pathlib.Path) -> None:
         if cut == ends[4]:  # only the line's end is missing
             assert Trace.load(path).steps == trace.steps[:4]
             continue
-        with pytest.raises(TraceError, match=rf"{path}, line 5: .*cut off after 3 complete steps.*--partial"):
+        with pytest.raises(
+            TraceError, match=rf"{path}, line 5: .*cut off after 3 complete steps.*--partial"
+        ):
             Trace.load(path)
         assert Trace.load(path, partial=True).steps == trace.steps[:3]
     path.write_bytes(whole[: ends[0] - 3])
@@ -283,8 +344,19 @@ def test_a_compressed_file_that_was_cut_off_or_damaged(tmp_path: pathlib.Path) -
         Trace.load(path)
 
 
-FOREIGN = [b"", b"\n", b"{}\n", b"[1]\n", b"7\n", b'"nanovllm_trace"\n', b"\xff\xfe\x00", b"step,start\n0,1\n",
-           b'{"nanovllm_trace": "2"}\n', b'{"nanovllm_trace": 2, "settings": []}\n', b"\x00" * 1000]  # fmt: skip
+FOREIGN = [
+    b"",
+    b"\n",
+    b"{}\n",
+    b"[1]\n",
+    b"7\n",
+    b'"nanovllm_trace"\n',
+    b"\xff\xfe\x00",
+    b"step,start\n0,1\n",
+    b'{"nanovllm_trace": "2"}\n',
+    b'{"nanovllm_trace": 2, "settings": []}\n',
+    b"\x00" * 1000,
+]
 
 
 @pytest.mark.parametrize("content", FOREIGN, ids=lambda content: repr(content[:40]))
@@ -310,9 +382,24 @@ def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
         ('{"start": 0}', "step"),
         ('{"step": 0, "start": 0, "arrived": [5]}', "request number 5 is unknown"),
         ('{"step": 0, "start": 0, "requests": [[0, 1]]}', "not a share"),
-        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, 2, 3]]}', "not a share"),
-        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], [3]]]}', "not a share"),
-        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], 3, 3]]}', "not a share"),
+        (
+            '{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, 2, 3]]}',
+            "not a share",
+        ),
+        (
+            (
+                '{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [],'
+                " [3]]]}"
+            ),
+            "not a share",
+        ),
+        (
+            (
+                '{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], 3,'
+                " 3]]}"
+            ),
+            "not a share",
+        ),
         ('{"step": 0, "start": 0} and more', "malformed"),
     ],
 )
@@ -341,7 +428,9 @@ def test_without_its_size_a_pool_cannot_be_shown(name: str, tmp_path: pathlib.Pa
     path = tmp_path / "run.jsonl"
     path.write_bytes(header_line(settings))
     assert Trace.load(path).settings == settings
-    with pytest.raises(TraceError, match=f"{path} cannot be drawn: its first line does not say {name}"):
+    with pytest.raises(
+        TraceError, match=f"{path} cannot be drawn: its first line does not say {name}"
+    ):
         require_sizes(read_trace(path)[0], path)
 
 
@@ -381,7 +470,10 @@ class Witness:
             {request_id: list(table) for request_id, table in manager.tables.items()},
             list(manager.pool.ref_counts),
             {b for b in manager.pool.cached_blocks.values() if not manager.pool.ref_counts[b]},
-            {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in manager.tables},
+            {
+                request_id: scheduler.requests[request_id].num_computed_tokens
+                for request_id in manager.tables
+            },
             scheduler.num_preemptions,
         )
 
@@ -391,8 +483,13 @@ class Witness:
         for i, (record, state) in enumerate(zip(trace, pool_states(trace), strict=True)):
             ended -= record.arrived.keys()
             if record.snapshot is not None:
-                # They may have ended with the step before this one, whose results were not there yet.
-                ended |= trace.steps[i + 1].finished.keys() if i + 1 < len(trace) else set(record.running)
+                # They may have ended with the step before this one, whose results were not there
+                # yet.
+                ended |= (
+                    trace.steps[i + 1].finished.keys()
+                    if i + 1 < len(trace)
+                    else set(record.running)
+                )
             if record.requests:
                 truth = self.steps[record.step]
                 assert state.tables == truth.tables, record.step
@@ -405,7 +502,10 @@ class Witness:
                 assert written.keys() == told.keys()
                 for r, number in written.items():
                     more = rejected.get(r, 0)
-                    assert number - told[r] == more or (r not in computed and number == told[r]), (record.step, r)
+                    assert number - told[r] == more or (r not in computed and number == told[r]), (
+                        record.step,
+                        r,
+                    )
                 if record.snapshot is not None:
                     assert state.cached == truth.cached
                     assert record.snapshot.num_preemptions == truth.num_preemptions
@@ -429,12 +529,16 @@ class Witness:
     ],
     ids=str,
 )
-def test_the_pool_of_a_simulation_can_be_rebuilt(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_of_a_simulation_can_be_rebuilt(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(examples(9)):
         with monkeypatch.context() as patch:
             witness = Witness(patch)
             trace = crowd(seed, **options)
-        for number, record in enumerate(r for r in trace if r.requests):  # idle steps are counted, not scheduled
+        for number, record in enumerate(
+            r for r in trace if r.requests
+        ):  # idle steps are counted, not scheduled
             record.step = number
         witness.check(trace)
         middle = trace.steps[len(trace) // 2]
@@ -442,7 +546,8 @@ def test_the_pool_of_a_simulation_can_be_rebuilt(options: dict[str, Any], monkey
 
 
 def test_rebuilding_all_states_is_linear() -> None:
-    """`pool_states` looks at each record once; asking `pool_state_at` for every step would look at half of all each time."""
+    """`pool_states` looks at each record once; asking `pool_state_at` for every step would look at
+    half of all each time."""
     trace = crowd(4)
     looks = 0
 
@@ -473,7 +578,16 @@ ENGINES: list[dict[str, Any]] = [
     {"speculative_config": SPECULATION, "preemption_mode": "swap", "swap_space": 0.01},
     {"speculative_config": SPECULATION, "pipeline_parallel_size": 2},
 ]
-WEIGHTS = {"add": 8, "step": 10, "abort": 2, "watch": 2, "unwatch": 1, "refresh": 2, "reset cache": 1, "break": 0.3}
+WEIGHTS = {
+    "add": 8,
+    "step": 10,
+    "abort": 2,
+    "watch": 2,
+    "unwatch": 1,
+    "refresh": 2,
+    "reset cache": 1,
+    "break": 0.3,
+}
 
 
 class Reader:
@@ -525,8 +639,12 @@ class Session:
         first = draw.choice([5, 5, draw.randint(6, 300)])  # some prompts begin alike
         prompt = [3 + (first + 11 * i) % 300 for i in range(draw.randint(1, 30))]
         stops = list(range(0, 320, 16)) if draw.random() < 0.5 else []
-        params = SamplingParams(max_tokens=draw.randint(1, 25), seed=draw.randint(0, 99), stop_token_ids=stops)
-        if self.core.config.speculative is not None:  # answers that n-grams can foresee, some of the time
+        params = SamplingParams(
+            max_tokens=draw.randint(1, 25), seed=draw.randint(0, 99), stop_token_ids=stops
+        )
+        if (
+            self.core.config.speculative is not None
+        ):  # answers that n-grams can foresee, some of the time
             params.logit_bias = dict.fromkeys((5, 6, 7), 100.0)
         self.core.add_request(EngineRequest(name, prompt, params))
 
@@ -555,9 +673,17 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     checkpoint: str, options: dict[str, Any], traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
-        checkpoint, dtype="float32", device="cpu", max_model_len=64, num_kv_blocks=18, block_size=4,
-        max_num_seqs=6, max_num_batched_tokens=24, check_invariants=True, **options,
-    )  # fmt: skip
+        checkpoint,
+        dtype="float32",
+        device="cpu",
+        max_model_len=64,
+        num_kv_blocks=18,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        check_invariants=True,
+        **options,
+    )
     witness = Witness(monkeypatch)
     trace = Trace() if traced else None
     if config.pipeline_parallel_size > 1:
@@ -584,10 +710,15 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     )
     assert any(step.preempted for steps in seen for step in steps)
     assert (
-        any(max(step.admitted.values(), default=0) for steps in seen for step in steps) == config.enable_prefix_caching
+        any(max(step.admitted.values(), default=0) for steps in seen for step in steps)
+        == config.enable_prefix_caching
     )
-    shares = [share for steps in seen for step in steps for share in step.requests if share.num_drafts]
-    assert {bool(share.num_accepted) for share in shares} == ({True, False} if config.speculative else set())
+    shares = [
+        share for steps in seen for step in steps for share in step.requests if share.num_drafts
+    ]
+    assert {bool(share.num_accepted) for share in shares} == (
+        {True, False} if config.speculative else set()
+    )
     if trace is not None:
         witness.check(trace)
     else:
@@ -595,7 +726,8 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
 
 
 def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
-    """The prefix cache is emptied between two steps, and a step breaks off: both change the pool, and neither is a step."""
+    """The prefix cache is emptied between two steps, and a step breaks off: both change the pool,
+    and neither is a step."""
     config = EngineConfig(checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, block_size=4)
     core, reader = EngineCore(config), []
     core.watch(reader.append)
@@ -606,7 +738,11 @@ def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
     core.watch(reader.append)  # asks for a fresh snapshot
     assert len(reader[-1].snapshot.cached) == 5, "five blocks of 21 computed tokens are full"
     core.reset_prefix_cache()
-    assert reader[-1].snapshot is not None and not reader[-1].snapshot.cached and not reader[-1].requests
+    assert (
+        reader[-1].snapshot is not None
+        and not reader[-1].snapshot.cached
+        and not reader[-1].requests
+    )
     core.add_request(EngineRequest("b", list(range(3, 20)), params))
     core.step()
     core.runner.launch = refuse  # type: ignore[method-assign]
@@ -643,18 +779,28 @@ class FullDisk(io.RawIOBase):
 @pytest.mark.parametrize("room", [0, 300])
 @pytest.mark.parametrize("compressed", [False, True], ids=["plain", "compressed"])
 def test_a_full_disk_ends_the_trace_and_not_the_engine(
-    checkpoint: str, room: int, compressed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: str,
+    room: int,
+    compressed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = FullDisk(room)
     file: Any = io.BufferedWriter(disk, 100)
     monkeypatch.setattr(
-        nanovllm.trace.trace, "_open_for_writing", lambda _: gzip.GzipFile("", "wb", 5, file) if compressed else file
+        nanovllm.trace.trace,
+        "_open_for_writing",
+        lambda _: gzip.GzipFile("", "wb", 5, file) if compressed else file,
     )
-    config = EngineConfig(checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, trace="run.jsonl")
+    config = EngineConfig(
+        checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, trace="run.jsonl"
+    )
     core = EngineCore(config)
     assert core.trace is not None
     for name in "abc":
-        core.add_request(EngineRequest(name, [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)))
+        core.add_request(
+            EngineRequest(name, [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
+        )
         outputs = []
         while core.has_unfinished:
             outputs += core.step()
@@ -669,7 +815,8 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
 
 
 def test_a_slow_disk_is_no_hang(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's thread says of every write that it may wait: also of the records between steps, and of the last one."""
+    """The engine's thread says of every write that it may wait: also of the records between steps,
+    and of the last one."""
     waits: list[bool] = []
 
     class Disk(io.BytesIO):
@@ -682,7 +829,9 @@ def test_a_slow_disk_is_no_hang(checkpoint: str, monkeypatch: pytest.MonkeyPatch
             io.BytesIO.close(self)
 
     monkeypatch.setattr(nanovllm.trace.trace, "_open_for_writing", lambda _: Disk())
-    core = EngineCore(EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace="run.jsonl"))
+    core = EngineCore(
+        EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace="run.jsonl")
+    )
     core.add_request(EngineRequest("a", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True)))
     while core.has_unfinished:
         core.step()
@@ -692,7 +841,11 @@ def test_a_slow_disk_is_no_hang(checkpoint: str, monkeypatch: pytest.MonkeyPatch
     assert len(waits) == 5 and all(waits), "header, two steps, the abort, the end"
 
 
-def test_a_trace_that_cannot_be_begun_is_an_error_at_the_start(checkpoint: str, tmp_path: pathlib.Path) -> None:
-    config = EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace=str(tmp_path / "none" / "a"))
+def test_a_trace_that_cannot_be_begun_is_an_error_at_the_start(
+    checkpoint: str, tmp_path: pathlib.Path
+) -> None:
+    config = EngineConfig(
+        checkpoint, dtype="float32", num_kv_blocks=18, trace=str(tmp_path / "none" / "a")
+    )
     with pytest.raises(TraceError, match=r"cannot write the trace .*none/a .*a folder that exists"):
         EngineCore(config)

@@ -1,4 +1,5 @@
-"""The JavaScript that reads and draws traces, in a real browser: its states are those of Python, and its pictures show them."""
+"""The JavaScript that reads and draws traces, in a real browser: its states are those of Python,
+and its pictures show them."""
 
 import itertools
 import json
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from nanovllm.lab.viz import PALETTE, SimulatedRequest, request_color, request_ids, request_metrics, simulate
+from nanovllm.lab.viz import (
+    PALETTE,
+    SimulatedRequest,
+    request_color,
+    request_ids,
+    request_metrics,
+    simulate,
+)
 from nanovllm.lab.viz.data import PoolState, pool_states
 from nanovllm.lab.viz.style import FAINT, INK, MUTED
 from nanovllm.trace.format import TraceEncoder, header_line
@@ -23,7 +31,8 @@ pytest_plugins = ["tests.browser"]
 DEFAULT_POOL = 11_650  # blocks, as an engine with the course model has
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 
-# What the page keeps in `window`, beside the modules: how to read a trace, and how to draw a view and look at the picture.
+# What the page keeps in `window`, beside the modules: how to read a trace, and how to draw a view
+# and look at the picture.
 SETUP = """async () => {
   Object.assign(window, await import("/web/history.js"), await import("/web/views.js"));
   window.readTrace = (text, options) => {
@@ -95,7 +104,12 @@ def small_trace() -> Trace:
     """Two requests that share a prefix, and two more; so few blocks that arrows are drawn."""
     common = list(range(16))
     requests = [(0, common + [100] * 7, 10), (3, common + [200] * 10, 12), (6, 9, 14), (9, 13, 6)]
-    return simulate([SimulatedRequest(*r) for r in requests], num_kv_blocks=12, block_size=8, max_num_batched_tokens=16)
+    return simulate(
+        [SimulatedRequest(*r) for r in requests],
+        num_kv_blocks=12,
+        block_size=8,
+        max_num_batched_tokens=16,
+    )
 
 
 TRACES = {
@@ -103,7 +117,9 @@ TRACES = {
     "recompute": prefix_trace,
     "swap": lambda: prefix_trace(preemption_mode="swap"),
     "no prefix cache": lambda: prefix_trace(12, 3, enable_prefix_caching=False),
-    "prefill first": lambda: prefix_trace(20, 4, batching_policy="prefill_first", max_num_batched_tokens=512),
+    "prefill first": lambda: prefix_trace(
+        20, 4, batching_policy="prefill_first", max_num_batched_tokens=512
+    ),
     "evictions": lambda: prefix_trace(40, 5, num_kv_blocks=24, max_num_seqs=4),
     "many": lambda: prefix_trace(80, 6, num_kv_blocks=300, max_num_seqs=80),
     "drafts": drafting_trace,
@@ -116,7 +132,8 @@ NIGHTLY = "recompute", "many", "drafts"
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in TRACES]
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in TRACES],
 )
 def trace(request) -> Trace:
     return TRACES[request.param]()
@@ -128,7 +145,9 @@ def shared_site(browser) -> Iterator[tuple[Any, list[str]]]:
     context = browser.new_context()
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     open_site(page)
     page.evaluate(SETUP)
     yield page, errors
@@ -167,7 +186,8 @@ def test_the_state_after_every_step_is_that_of_python(site, trace):
     wanted = [as_in_the_browser(state) for state in pool_states(trace)]
     assert any(state["cached"] != "" for state in wanted) == trace.settings["enable_prefix_caching"]
     got = site.evaluate(
-        "text => { const history = readTrace(text); return Array.from({length: history.length}, (_, i) => stateOf(history, i)); }",
+        "text => { const history = readTrace(text); return Array.from({length: history.length}, "
+        "(_, i) => stateOf(history, i)); }",
         encode(trace),
     )
     assert len(got) == len(wanted)
@@ -179,7 +199,8 @@ def test_seeking_in_any_order_gives_the_same_states(site, trace):
     wanted = [as_in_the_browser(state) for state in pool_states(trace)]
     order = [random.Random(0).randrange(len(trace)) for _ in range(60)]
     got = site.evaluate(
-        "([text, order]) => { const history = readTrace(text); return order.map((i) => stateOf(history, i)); }",
+        "([text, order]) => { const history = readTrace(text); return order.map((i) => "
+        "stateOf(history, i)); }",
         [encode(trace), order],
     )
     assert got == [wanted[index] for index in order]
@@ -194,7 +215,10 @@ def steps_from(trace: Trace, middle: int) -> list[StepRecord]:
     live = {*first.waiting, *first.running, *first.swapped, *state.tables}
     # A snapshot is taken before it is known which drafts are rejected.
     vain = {share.request_id: share.num_drafts - share.num_accepted for share in first.requests}
-    scheduled = {request_id: number + vain.get(request_id, 0) for request_id, number in state.num_tokens.items()}
+    scheduled = {
+        request_id: number + vain.get(request_id, 0)
+        for request_id, number in state.num_tokens.items()
+    }
     snapshot = Snapshot(
         tables=state.tables,
         num_tokens=scheduled,
@@ -208,15 +232,17 @@ def steps_from(trace: Trace, middle: int) -> list[StepRecord]:
 def test_a_reader_who_starts_at_a_snapshot_sees_the_same(site, trace):
     middle = len(trace) // 2
     got = site.evaluate(
-        "text => { const history = readTrace(text); return Array.from({length: history.length}, (_, i) => stateOf(history, i)); }",
+        "text => { const history = readTrace(text); return Array.from({length: history.length}, "
+        "(_, i) => stateOf(history, i)); }",
         encode(trace, steps_from(trace, middle)),
     )
     assert got == [as_in_the_browser(state) for state in list(pool_states(trace))[middle:]]
 
 
 def test_a_reader_who_starts_in_mid_course_counts_right(site, trace):
-    """Answers of requests that sample after the start are as long as for those who saw everything, and nobody gets a
-    second first token; no more can be found in the prefix cache than was looked for."""
+    """Answers of requests that sample after the start are as long as for those who saw everything,
+    and nobody gets a second first token; no more can be found in the prefix cache than was looked
+    for."""
     middle = len(trace) // 2
     got = site.evaluate(
         """([whole, part, middle]) => {
@@ -240,9 +266,20 @@ def test_a_reader_who_starts_in_mid_course_counts_right(site, trace):
 
 
 def test_prefix_hits_of_who_was_preempted_before_the_start(site):
-    """Its answer so far is not seen; but the share that admits it again shows how much was looked for."""
-    share = {"named": [[0, "a", 4]], "waiting": [0], "snapshot": {"tables": [], "num_tokens": [], "cached": []}}
-    again = {"step": 1, "admitted": [[0, 16]], "requests": [[0, 16, 4, [0, 1], [7]]], "waiting": [], "running": [0]}
+    """Its answer so far is not seen; but the share that admits it again shows how much was looked
+    for."""
+    share = {
+        "named": [[0, "a", 4]],
+        "waiting": [0],
+        "snapshot": {"tables": [], "num_tokens": [], "cached": []},
+    }
+    again = {
+        "step": 1,
+        "admitted": [[0, 16]],
+        "requests": [[0, 16, 4, [0, 1], [7]]],
+        "waiting": [],
+        "running": [0],
+    }
     got = site.evaluate(
         """text => {
           const history = readTrace(text);
@@ -275,18 +312,35 @@ def test_a_reader_who_missed_steps_knows_who_has_ended(site):
 
 
 def test_what_is_sampled_after_the_end_is_no_answer(site):
-    first = {"named": [[0, "a", 4]], "arrived": [0], "admitted": [[0, 0]], "finished": [[0, "stop"]]}
+    first = {
+        "named": [[0, "a", 4]],
+        "arrived": [0],
+        "admitted": [[0, 0]],
+        "finished": [[0, "stop"]],
+    }
     first |= {"requests": [[0, 0, 4, [1], [7]]], "running": [0]}
     got = site.evaluate(
-        "text => { const { outputTokens, lastToken } = readTrace(text).requestStory('a', 1); return [outputTokens, lastToken]; }",
-        "\n".join([HEADER, json.dumps(STEP | first), json.dumps(STEP | {"step": 1, "requests": [[0, 4, 8]]})]),
+        "text => { const { outputTokens, lastToken } = readTrace(text).requestStory('a', 1); "
+        "return [outputTokens, lastToken]; }",
+        "\n".join(
+            [
+                HEADER,
+                json.dumps(STEP | first),
+                json.dumps(STEP | {"step": 1, "requests": [[0, 4, 8]]}),
+            ]
+        ),
     )
     assert got == [1, 0]
 
 
 def test_the_text_of_an_answer_is_not_told_twice(site):
-    """A snapshot after a gap comes with all of the text so far, one without a gap only with what is new."""
-    line = {"named": [[0, "a", 4]], "running": [0], "snapshot": {"tables": [[0, [1]]], "num_tokens": [[0, 5]]}}
+    """A snapshot after a gap comes with all of the text so far, one without a gap only with what is
+    new."""
+    line = {
+        "named": [[0, "a", 4]],
+        "running": [0],
+        "snapshot": {"tables": [[0, [1]]], "num_tokens": [[0, 5]]},
+    }
     lines = [
         line | {"text": [[0, "One"]]},
         line | {"step": 1, "text": [[0, " two"]]},
@@ -303,7 +357,8 @@ def test_preemptions_count_from_the_start_of_the_engine_whenever_a_page_was_open
     total = sum(len(record.preempted) for record in trace)
     for middle in range(0, len(trace), 7):
         got = site.evaluate(
-            "text => { const history = readTrace(text); return history.record(history.length - 1).sums.preemptions; }",
+            "text => { const history = readTrace(text); return history.record(history.length - "
+            "1).sums.preemptions; }",
             encode(trace, steps_from(trace, middle)),
         )
         assert got == total, middle
@@ -311,18 +366,27 @@ def test_preemptions_count_from_the_start_of_the_engine_whenever_a_page_was_open
 
 def test_preemptions_are_summed_up(site, trace):
     got = site.evaluate(
-        "text => { const history = readTrace(text); return Array.from({length: history.length}, (_, i) => history.record(i).sums.preemptions); }",
+        "text => { const history = readTrace(text); return Array.from({length: history.length}, "
+        "(_, i) => history.record(i).sums.preemptions); }",
         encode(trace),
     )
     assert got == list(itertools.accumulate(len(record.preempted) for record in trace))
 
 
 def asynchronous_trace() -> Trace:
-    """As an engine writes it that schedules a step before the results of the one before it are there. "a" ends with step 1
-    and is computed once more in step 2; "b" ends with step 2 and, though it has no share in step 3, still holds its blocks;
-    then another request takes the id "a"."""
+    """As an engine writes it that schedules a step before the results of the one before it are
+    there. "a" ends with step 1 and is computed once more in step 2; "b" ends with step 2 and,
+    though it has no share in step 3, still holds its blocks; then another request takes the id "a".
+    """
     share = TracedRequest
-    trace = Trace(settings={"block_size": 4, "num_blocks": 12, "token_budget": 16, "enable_prefix_caching": True})
+    trace = Trace(
+        settings={
+            "block_size": 4,
+            "num_blocks": 12,
+            "token_budget": 16,
+            "enable_prefix_caching": True,
+        }
+    )
     common = {"token_budget": 16, "num_blocks": 12}
     records = [
         StepRecord(
@@ -398,7 +462,9 @@ def test_a_request_that_has_ended_may_be_computed_once_more(site):
     assert got == [as_in_the_browser(state) for state in pool_states(trace)]
     assert [sorted(state["tables"]) for state in got] == [["a", "b"]] * 3 + [["b", "c"], ["a", "c"]]
     assert got[2]["numTokens"]["a"] == 8, "what is computed after the end does not count"
-    assert number == 0 and story["outputTokens"] == 1 and story["cachedTokens"] == 4, "the second one of this id"
+    assert number == 0 and story["outputTokens"] == 1 and story["cachedTokens"] == 4, (
+        "the second one of this id"
+    )
 
 
 def test_what_is_forgotten_changes_nothing_in_what_is_kept(site):
@@ -418,7 +484,9 @@ def test_what_is_forgotten_changes_nothing_in_what_is_kept(site):
         }""",
         encode(trace),
     )
-    assert got["length"] == len(trace) and got["length"] - 2 * 70 <= got["first"] <= got["length"] - 70
+    assert (
+        got["length"] == len(trace) and got["length"] - 2 * 70 <= got["first"] <= got["length"] - 70
+    )
     assert got["dropped"] and got["same"] and got["gone"] == got["ended"] != []
     assert got["error"] == f"no record {got['first'] - 1} is kept"
 
@@ -428,9 +496,15 @@ def test_who_ended_before_the_oldest_record_may_still_stand_in_it(site):
     share, common = TracedRequest, {"token_budget": 16, "num_blocks": 12, "duration": 1.0}
     trace = Trace(settings={"block_size": 4, "num_blocks": 12, "token_budget": 16})
     for step in range(140):
-        number = step // 8  # of who runs: ends with the 8th step, and still holds its blocks in the step after it
+        number = (
+            step // 8
+        )  # of who runs: ends with the 8th step, and still holds its blocks in the step after it
         now, first = f"r{number}", step % 8 == 0
-        mine = share(now, 0, 3, 3, [number % 12], [5]) if first else share(now, 2 + step % 8, 1, 3, [], [5])
+        mine = (
+            share(now, 0, 3, 3, [number % 12], [5])
+            if first
+            else share(now, 2 + step % 8, 1, 3, [], [5])
+        )
         trace.record(
             StepRecord(
                 step=step,
@@ -463,7 +537,9 @@ def test_stories_agree_with_the_metrics(site, trace):
         }""",
         encode(trace),
     )
-    assert [story["id"] for story in got] == request_ids(trace), "numbers, and so colours, go by appearance"
+    assert [story["id"] for story in got] == request_ids(trace), (
+        "numbers, and so colours, go by appearance"
+    )
     assert [story["number"] for story in got] == list(range(len(got)))
     for story in got:
         expected = metrics[story["id"]]
@@ -481,11 +557,15 @@ def test_stories_agree_with_the_metrics(site, trace):
 def test_the_story_of_a_block_is_what_happened_to_it(site):
     trace = small_trace()
     got = site.evaluate(
-        "text => { const history = readTrace(text); return [3, 19].map((i) => history.blockStory(0, i)); }",
+        "text => { const history = readTrace(text); return [3, 19].map((i) => "
+        "history.blockStory(0, i)); }",
         encode(trace),
     )
     assert got[0]["holders"] == ["r0", "r1"] and got[0]["refCount"] == 2 and got[0]["filled"] == 8
-    assert got[0]["history"] == ["step 0: allocated to r0", "step 3: found in the prefix cache by r1"]
+    assert got[0]["history"] == [
+        "step 0: allocated to r0",
+        "step 3: found in the prefix cache by r1",
+    ]
     assert got[1]["cached"] and got[1]["holders"] == []
     assert got[1]["history"][-1] == "step 15: freed by its last request"
 
@@ -509,12 +589,16 @@ def test_hits_and_evictions_are_those_of_the_scheduler(site, trace):
             found = record.admitted.get(share.request_id, 0) // size
             if share.request_id in record.resumed:
                 copied = {to for _, to in record.swap_in}
-                found = next((i for i, b in enumerate(share.new_block_ids) if b in copied), share.start // size)
+                found = next(
+                    (i for i, b in enumerate(share.new_block_ids) if b in copied),
+                    share.start // size,
+                )
             hits |= set(share.new_block_ids[:found])
             fresh |= set(share.new_block_ids[found:])
         assert set(seen["hits"]) == hits and set(seen["allocated"]) == fresh
     if trace.settings["enable_prefix_caching"]:
-        # Which free blocks can be found is reckoned: a copy of a block that is cached already is not, though it is full.
+        # Which free blocks can be found is reckoned: a copy of a block that is cached already is
+        # not, though it is full.
         assert evicted >= trace.steps[-1].num_evictions
     else:
         assert evicted == 0
@@ -531,12 +615,23 @@ def test_rates(site):
         encode(trace),
     )
     sampled = [sum(len(share.sampled) for share in record.requests) for record in trace]
-    assert got == [sum(sampled[16:20]) / 4, sum(sampled[18:20]) / 4, 0, pytest.approx(16 / (23 + 26))]
+    assert got == [
+        sum(sampled[16:20]) / 4,
+        sum(sampled[18:20]) / 4,
+        0,
+        pytest.approx(16 / (23 + 26)),
+    ]
 
 
 DRAFTS = [
     {"nanovllm_trace": 2, "settings": {"block_size": 4, "num_blocks": 8, "token_budget": 16}},
-    {"named": [[0, "a", 3]], "arrived": [0], "admitted": [[0, 0]], "running": [0], "requests": [[0, 0, 3, [1], [7]]]},
+    {
+        "named": [[0, "a", 3]],
+        "arrived": [0],
+        "admitted": [[0, 0]],
+        "running": [0],
+        "requests": [[0, 0, 3, [1], [7]]],
+    },
     # One draft of three is accepted; the slots of positions 5 and 6 are written again.
     {"requests": [[0, 3, 4, [2], [7, 8], 3]]},
     {"requests": [[0, 5, 4, [3], [9, 9, 9, 9], 3]]},
@@ -549,10 +644,16 @@ def draft_lines(hidden: bool = False) -> str:
     header, *records = json.loads(json.dumps(DRAFTS))
     for record in records if hidden else []:
         record["requests"] = [
-            [*share[:-1], -1] if len(share) == 3 else [*share[:4], [-1] * len(share[4]), *share[5:]]
+            (
+                [*share[:-1], -1]
+                if len(share) == 3
+                else [*share[:4], [-1] * len(share[4]), *share[5:]]
+            )
             for share in record["requests"]
         ]
-    steps = [{"step": i, "start": float(i), "duration": 1.0} | record for i, record in enumerate(records)]
+    steps = [
+        {"step": i, "start": float(i), "duration": 1.0} | record for i, record in enumerate(records)
+    ]
     return "\n".join(json.dumps(line) for line in [header, *steps])
 
 
@@ -572,7 +673,9 @@ def test_rejected_drafts_are_not_computed(site, hidden):
         }""",
         draft_lines(hidden),
     )
-    assert [each["computed"] for each in got] == [3, 5, 9, 10] and [each["output"] for each in got] == [1, 3, 7, 8]
+    assert [each["computed"] for each in got] == [3, 5, 9, 10] and [
+        each["output"] for each in got
+    ] == [1, 3, 7, 8]
     assert [each["kind"] for each in got] == ["prefill", "decode", "decode", "decode"]
     assert [each["filled"] for each in got] == [[3, 0, 0], [4, 1, 0], [4, 4, 1], [4, 4, 2]]
     assert [each["fading"] for each in got] == [[0, 0, 0], [0, 2, 0], [0, 0, 0], [0, 0, 0]]
@@ -595,19 +698,34 @@ STEP = {"step": 0, "start": 0.0, "duration": 1.0}
     [
         (["hello"], "line 1 of the trace: not a nanovllm trace"),
         (["{}"], "line 1 of the trace: not a nanovllm trace: the first line must name the format"),
-        (['{"nanovllm_trace": 1, "settings": {}}'], "the trace has format 1; this page reads format 2"),
+        (
+            ['{"nanovllm_trace": 1, "settings": {}}'],
+            "the trace has format 1; this page reads format 2",
+        ),
         (['{"nanovllm_trace": 2, "settings": {}}'], "the settings lack block_size"),
         (['{"nanovllm_trace": 2}'], "the settings lack block_size"),
         ([HEADER, '{"step": 0, "sta'], "line 2 of the trace: not JSON .*; was the file cut off"),
         ([HEADER, "7"], "line 2 of the trace: not a step record"),
         ([HEADER, "null"], "not a step record"),
         ([HEADER, "{}"], "not a step record"),
-        ([HEADER, STEP, STEP | {"requests": [[3, 0, 5]]}], "line 3 .*request 3 was not named by any line before"),
+        (
+            [HEADER, STEP, STEP | {"requests": [[3, 0, 5]]}],
+            "line 3 .*request 3 was not named by any line before",
+        ),
         ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 0]]}], "a damaged share"),
-        ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 0, 5, 1, []]]}], "a damaged share"),
+        (
+            [HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 0, 5, 1, []]]}],
+            "a damaged share",
+        ),
         ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [7]}], "a damaged share"),
-        ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 5, 4, [], [], [3]]]}], "a damaged share"),
-        ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 5, 4, [], [], 3, 3]]}], "a damaged share"),
+        (
+            [HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 5, 4, [], [], [3]]]}],
+            "a damaged share",
+        ),
+        (
+            [HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 5, 4, [], [], 3, 3]]}],
+            "a damaged share",
+        ),
         ([HEADER, STEP | {"named": [7]}], "damaged names of requests"),
         ([HEADER, STEP | {"requests": 7}], "requests is not a list"),
         ([HEADER, STEP | {"waiting": [9]}], "request 9 was not named"),
@@ -616,7 +734,12 @@ STEP = {"step": 0, "start": 0.0, "duration": 1.0}
         ([HEADER, STEP | {"snapshot": {"tables": [[9, []]]}}], "request 9 was not named"),
         # Names are not kept for ever: not beyond a snapshot, and not long after the end.
         (
-            [HEADER, STEP | {"named": [[0, "a", 5]]}, STEP | {"snapshot": {}}, STEP | {"waiting": [0]}],
+            [
+                HEADER,
+                STEP | {"named": [[0, "a", 5]]},
+                STEP | {"snapshot": {}},
+                STEP | {"waiting": [0]},
+            ],
             "line 4 .*request 0 was not named",
         ),
         (
@@ -647,7 +770,8 @@ def test_the_reader_rejects_what_is_foreign(site, lines, message):
 
 def test_colours_are_those_of_the_figures(site):
     got = site.evaluate(
-        "() => [Array.from({length: 30}, (_, i) => requestColor(i, LIGHT)), LIGHT.ink, LIGHT.muted, LIGHT.faint]"
+        "() => [Array.from({length: 30}, (_, i) => requestColor(i, LIGHT)), LIGHT.ink, "
+        "LIGHT.muted, LIGHT.faint]"
     )
     assert [color.lower() for color in got[0]] == [request_color(i).lower() for i in range(30)]
     assert got[0][:6] == list(PALETTE) and got[1:] == [INK, MUTED, FAINT]
@@ -658,8 +782,12 @@ def test_requests_of_http_clients_have_different_short_names(site):
     ids = [f"cmpl-5c1e35ab77d94d0b9f2e6a31c1d2e{i:03}-{i}" for i in range(12)] + [
         "cmpl-5c1e99ab77d94d0b9f2e6a31c1d2e-0"
     ]
-    trace = simulate([SimulatedRequest(0, 4, 2, request_id=each) for each in ids], num_kv_blocks=40, block_size=4)
-    got = site.evaluate("text => Array.from(readTrace(text).requests.values(), ({ label }) => label)", encode(trace))
+    trace = simulate(
+        [SimulatedRequest(0, 4, 2, request_id=each) for each in ids], num_kv_blocks=40, block_size=4
+    )
+    got = site.evaluate(
+        "text => Array.from(readTrace(text).requests.values(), ({ label }) => label)", encode(trace)
+    )
     assert got == [*(f"5c1e-{i}" for i in range(12)), "5c1e99-0"]
 
 
@@ -686,7 +814,8 @@ def test_a_large_pool_shows_the_blocks_in_use_and_the_rest_as_a_number(site, wid
 
 
 def test_a_picture_that_keeps_its_height_has_no_hole_in_it(site):
-    """Squares shrink while a pool fills, and the picture shrinks later: rows of free blocks fill the room."""
+    """Squares shrink while a pool fills, and the picture shrinks later: rows of free blocks fill
+    the room."""
     trace = prefix_trace(num_kv_blocks=DEFAULT_POOL)
     needed = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560])
     got = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560, 150])
@@ -700,7 +829,9 @@ def test_a_small_pool_is_drawn_once_in_however_high_a_picture(site):
     trace = prefix_trace(num_kv_blocks=40)
     needed = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560])
     got = site.evaluate(POOL, [encode(trace), len(trace) // 2, 560, 150])
-    assert got["number"] == needed["number"] == 40 and got["below"] == pytest.approx(needed["below"])
+    assert got["number"] == needed["number"] == 40 and got["below"] == pytest.approx(
+        needed["below"]
+    )
 
 
 def test_held_blocks_are_drawn_first_where_all_blocks_have_content(site):
@@ -722,14 +853,21 @@ def test_a_full_pool_is_drawn_whole(site):
         "running": [0],
         "snapshot": {"tables": [[0, table]], "num_tokens": [[0, 186_400]]},
     }
-    header = json.dumps({"nanovllm_trace": 2, "settings": {"block_size": 16, "num_blocks": DEFAULT_POOL}})
+    header = json.dumps(
+        {"nanovllm_trace": 2, "settings": {"block_size": 16, "num_blocks": DEFAULT_POOL}}
+    )
     got = site.evaluate(POOL, ["\n".join([header, json.dumps(STEP | share)]), 0, 900])
     assert got["held"] == 0 and got["number"] == DEFAULT_POOL
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(14, 2048), (300, 2048), (1000, 2048), (7, 0)])
 def test_the_budget_bar_shows_what_is_used_and_names_the_limit(site, tokens, budget):
-    share = {"named": [[0, "a", 9000]], "requests": [[0, 0, tokens, [], []]], "running": [0], "token_budget": budget}
+    share = {
+        "named": [[0, "a", 9000]],
+        "requests": [[0, 0, tokens, [], []]],
+        "running": [0],
+        "token_budget": budget,
+    }
     got = site.evaluate(
         """text => {
           const { regions, texts, size } = drawn("budget", readTrace(text), 0, { width: 560 });
@@ -738,12 +876,21 @@ def test_the_budget_bar_shows_what_is_used_and_names_the_limit(site, tokens, bud
         }""",
         "\n".join([HEADER, json.dumps(STEP | share)]),
     )
-    assert 0.14 < got[0] < 1 and f"budget: {budget:,} tokens" in got[1] and f"{tokens:,} tokens" in got[1]
+    assert (
+        0.14 < got[0] < 1
+        and f"budget: {budget:,} tokens" in got[1]
+        and f"{tokens:,} tokens" in got[1]
+    )
 
 
 @pytest.mark.parametrize(("of_step", "note"), [(79, " (--max-step-ms)"), (256, "")])
 def test_a_step_below_the_budget_names_what_limits_it(site, of_step, note):
-    share = {"named": [[0, "a", 9000]], "requests": [[0, 0, 15, [], []]], "running": [0], "token_budget": of_step}
+    share = {
+        "named": [[0, "a", 9000]],
+        "requests": [[0, 0, 15, [], []]],
+        "running": [0],
+        "token_budget": of_step,
+    }
     sizes = {"block_size": 16, "num_blocks": 64, "token_budget": 256}
     header = json.dumps({"nanovllm_trace": 2, "settings": sizes})
     got = site.evaluate(
@@ -756,14 +903,18 @@ def test_a_step_below_the_budget_names_what_limits_it(site, of_step, note):
         }""",
         "\n".join([header, json.dumps(STEP | share)]),
     )
-    assert f"15 of at most {of_step}{note}" in got[0] and f"budget: {of_step} tokens{note}" in got[1]
+    assert (
+        f"15 of at most {of_step}{note}" in got[0] and f"budget: {of_step} tokens{note}" in got[1]
+    )
     assert ("--max-step-ms" in got[0] + got[1]) == bool(note)
 
 
 def test_the_use_of_a_large_pool_is_drawn_to_its_peak_and_the_pool_is_named(site):
     trace = prefix_trace(num_kv_blocks=DEFAULT_POOL)
     peak = max(record.num_blocks - record.num_free_blocks for record in trace)
-    got = site.evaluate("text => drawn('usage', readTrace(text), 3).texts.map(({ text }) => text)", encode(trace))
+    got = site.evaluate(
+        "text => drawn('usage', readTrace(text), 3).texts.map(({ text }) => text)", encode(trace)
+    )
     assert str(peak) in got and "pool: 11,650 ↑" in got
 
 
@@ -782,14 +933,18 @@ def test_a_live_table_view_gives_up_the_room_that_a_burst_needed(site):
 
 def steps_to_look_at(trace: Trace) -> list[int]:
     """The first, the last, some between, and where something rare happens."""
-    rare = [i for i, r in enumerate(trace) if r.preempted or r.resumed or not r.requests or any(r.admitted.values())]
+    rare = [
+        i
+        for i, r in enumerate(trace)
+        if r.preempted or r.resumed or not r.requests or any(r.admitted.values())
+    ]
     return sorted({0, len(trace) // 2, len(trace) - 1, *rare[1:2], *rare[-1:]})
 
 
 @pytest.mark.parametrize("name", [*TRACES, "default pool"])
 def test_every_view_draws_every_trace(site, name):
-    """No exception, no text that is too small, cut or over another one, regions within the picture, and the same picture
-    when drawn again."""
+    """No exception, no text that is too small, cut or over another one, regions within the picture,
+    and the same picture when drawn again."""
     trace = TRACES[name]() if name in TRACES else prefix_trace(24, 7, num_kv_blocks=DEFAULT_POOL)
     problems = site.evaluate(
         """([text, names, steps]) => {
@@ -827,17 +982,30 @@ def test_every_view_draws_every_trace(site, name):
 
 
 def test_blocks_that_transfers_hold(site):
-    """A request's blocks are filled by a producer, computed with, and then read by a peer: they are dotted while no request
-    computes with them, and the pool's line counts them as held."""
+    """A request's blocks are filled by a producer, computed with, and then read by a peer: they are
+    dotted while no request computes with them, and the pool's line counts them as held."""
     settings = {"block_size": 4, "num_blocks": 6, "enable_prefix_caching": True, "token_budget": 16}
     trace, table = Trace(settings=settings), [4, 2]
     share = TracedRequest("a", 6, 1, 7, table, [9])
-    ended = {"finished": {"a": "length"}, "admitted": {"a": 6}, "requests": [share], "running": ["a"]}
+    ended = {
+        "finished": {"a": "length"},
+        "admitted": {"a": 6},
+        "requests": [share],
+        "running": ["a"],
+    }
     for i, changes in enumerate([{"held": {"a": table}}, ended, {"held": {"a": table}}, {}]):
         number, free = i // 2, 4 if i < 3 else 6
-        fields = {"step": number, "start": float(i), "duration": 0.5, "token_budget": 16, "requests": []}
+        fields = {
+            "step": number,
+            "start": float(i),
+            "duration": 0.5,
+            "token_budget": 16,
+            "requests": [],
+        }
         sizes = {"num_blocks": 6, "num_free_blocks": free}
-        trace.record(StepRecord(**(fields | sizes | ({} if i else {"arrived": {"a": 7}}) | changes)))
+        trace.record(
+            StepRecord(**(fields | sizes | ({} if i else {"arrived": {"a": 7}}) | changes))
+        )
     states = [as_in_the_browser(state) for state in pool_states(trace)]
     assert [state["refCounts"].count("1") for state in states] == [2, 2, 2, 0]
     got = site.evaluate(
@@ -861,7 +1029,8 @@ def test_blocks_that_transfers_hold(site):
 
 
 def test_everything_can_be_pointed_at(site, trace):
-    """The regions name each block of the pool, each table that fits, each request of the step, each step in the window."""
+    """The regions name each block of the pool, each table that fits, each request of the step, each
+    step in the window."""
     index = len(trace) // 2
     got = site.evaluate(
         """([text, names, index]) => {
@@ -903,17 +1072,23 @@ def test_attention_and_batch_say_what_the_runner_gets(site) -> None:
     for record, state, (words, pages, cells) in zip(trace, states, got, strict=True):
         if not record.requests:
             continue
-        assert pages == [block for share in record.requests for block in state.tables[share.request_id]]
+        assert pages == [
+            block for share in record.requests for block in state.tables[share.request_id]
+        ]
         positions, slots = [], []
         for share in record.requests:
             before = -(-share.start // size)
             reads = (
-                f"reads {share.start} in {before} page{'s' * (before != 1)}" if share.start else "reads nothing before"
+                f"reads {share.start} in {before} page{'s' * (before != 1)}"
+                if share.start
+                else "reads nothing before"
             )
             assert f"{share.kind}: {reads}, writes {share.num_tokens}" in words
             for position in range(share.start, share.start + share.num_tokens):
                 positions.append(position)
-                slots.append(state.tables[share.request_id][position // size] * size + position % size)
+                slots.append(
+                    state.tables[share.request_id][position // size] * size + position % size
+                )
         numbers = [int(text) for text in cells if text.isdigit()]
         assert [number for pair in zip(positions, slots, strict=True) for number in pair] == numbers
         computed += len(positions)
@@ -937,13 +1112,16 @@ def test_the_pool_shows_who_holds_what(site):
         if holders:
             assert first == request_color(min(holders)).upper(), f"block {block}"
             full = state.filled(block) == state.block_size
-            assert last == (request_color(max(holders)).upper() if full else "#FFFFFF"), f"block {block}"
+            assert last == (request_color(max(holders)).upper() if full else "#FFFFFF"), (
+                f"block {block}"
+            )
         elif block not in state.cached:
             assert first == last == "#FFFFFF", f"block {block}"
 
 
 def test_the_timeline_shows_kinds_of_tokens(site):
-    """Prefill is solid, decode pale, in the colour of the request; what comes after the current step is veiled."""
+    """Prefill is solid, decode pale, in the colour of the request; what comes after the current
+    step is veiled."""
     trace = small_trace()
     got = site.evaluate(
         """text => {
@@ -959,12 +1137,15 @@ def test_the_timeline_shows_kinds_of_tokens(site):
     for number, request_id in enumerate(request_ids(trace)):
         assert (request_id, request_color(number).upper()) in bars, "its prefill"
         assert (request_id, got["pale"][number]) in bars, "its decode"
-        kinds = [color for r, _, color in sorted(got["bars"], key=lambda bar: bar[1]) if r == request_id]
+        kinds = [
+            color for r, _, color in sorted(got["bars"], key=lambda bar: bar[1]) if r == request_id
+        ]
         assert kinds[0] == request_color(number).upper() and kinds[-1] == got["pale"][number]
 
 
 def test_drafts_have_the_colours_of_what_became_of_them(site):
-    """One of three is accepted. In the batch, the budget, the timeline and memory, rejected ones fade."""
+    """One of three is accepted. In the batch, the budget, the timeline and memory, rejected ones
+    fade."""
     got = site.evaluate(
         """text => {
           const history = readTrace(text);
@@ -1011,7 +1192,10 @@ def test_drafts_are_told(site):
     for view, mine, others in zip(views, *told, strict=True):
         assert "rejected draft" in mine and "rejected draft" not in others, view
         assert ("accepted draft" in mine) == (view in ("timeline", "budget", "batch")), view
-    assert "decode: reads 3 in 1 page, writes 4, 1 of 3 drafts accepted" in told[0][views.index("attention")]
+    assert (
+        "decode: reads 3 in 1 page, writes 4, 1 of 3 drafts accepted"
+        in told[0][views.index("attention")]
+    )
     assert "0 prefill, 1 decode, 3 drafted of 16 tokens" in words[0]
     assert words[1:] == [
         "This step computes: 0 prefill and 1 decode tokens. Drafts accepted: 1 of 3.",

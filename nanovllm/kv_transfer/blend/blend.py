@@ -1,14 +1,18 @@
-"""Reuses the keys and values of a text behind another prefix: CacheBlend (Yao et al. 2025, arXiv 2405.16444).
+"""Reuses the keys and values of a text behind another prefix: CacheBlend (Yao et al. 2025, arXiv
+2405.16444).
 
-A prefix cache finds a document only if everything before it is the same. But documents that were retrieved for a question come
-in any order, behind any text. Their cached keys and values are wrong there in two ways:
+A prefix cache finds a document only if everything before it is the same. But documents that were
+retrieved for a question come in any order, behind any text. Their cached keys and values are wrong
+there in two ways:
 
 1. The keys were rotated for other positions. A rotation by the difference corrects that exactly.
-2. The document's tokens have not attended to the text that is before them now. Only computing them corrects that, but most
-   tokens hardly change. So the first two layers are computed for all tokens, the tokens whose keys and values then differ most
-   from the reused ones are computed in the other layers too, and all other tokens keep the reused keys and values.
+2. The document's tokens have not attended to the text that is before them now. Only computing them
+   corrects that, but most tokens hardly change. So the first two layers are computed for all
+   tokens, the tokens whose keys and values then differ most from the reused ones are computed in
+   the other layers too, and all other tokens keep the reused keys and values.
 
-The result is an approximation. Blocks from the first reused token on must not be found in the prefix cache.
+The result is an approximation. Blocks from the first reused token on must not be found in the
+prefix cache.
 
 Built by notebooks/32_kv_sharing.ipynb: edit it there.
 """
@@ -24,29 +28,39 @@ import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, ForwardContext, Rotary, forward_context
+from nanovllm.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    Rotary,
+    forward_context,
+)
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.ops.attention import gather_kv
 
-# ---------------------------------------------------------------------------------------------------- rotation
+# ----------------------------------------------------------------------------------------- rotation
 
 
 def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate keys to other positions: RoPE turns channel pair i by `position * frequency_i`, and rotations add up (Su et al. 2021).
+    """Rotate keys to other positions: RoPE turns channel pair i by `position * frequency_i`, and
+    rotations add up (Su et al. 2021).
 
-    Channel pair i is channels i and i + head_dim / 2. Turned by an angle d, a pair (a, b) becomes (a cos d - b sin d, b cos d + a sin d).
-    Here, d is the angle of `after` minus that of `before`; cos d and sin d follow from the cosines and sines of both.
+    Channel pair i is channels i and i + head_dim / 2. Turned by an angle d, a pair (a, b) becomes
+    (a cos d - b sin d, b cos d + a sin d). Here, d is the angle of `after` minus that of `before`;
+    cos d and sin d follow from the cosines and sines of both.
 
-    cos d and sin d are computed in float64 from the table's entries at `before` and `after`, and not looked up at their difference:
-    the table's angles are rounded, by 1e-4 at position 2000, but the rotation that was made with an entry can be undone to the last
-    digit. For that, cos d and sin d are divided by cos² + sin² of `before`, which is not quite 1 in a rounded table. The keys are
-    turned in float32, or in their own dtype if that is wider.
+    cos d and sin d are computed in float64 from the table's entries at `before` and `after`, and
+    not looked up at their difference: the table's angles are rounded, by 1e-4 at position 2000, but
+    the rotation that was made with an entry can be undone to the last digit. For that, cos d and
+    sin d are divided by cos² + sin² of `before`, which is not quite 1 in a rounded table. The keys
+    are turned in float32, or in their own dtype if that is wider.
 
     Args:
         keys: `[..., num_tokens, num_kv_heads, head_dim]`, rotated for the positions `before`.
         before, after: `[num_tokens]` int64.
-        cos_sin: `[max_positions, head_dim]`, as in `Rotary`: of each position the cosines of all pairs, then their sines.
+        cos_sin: `[max_positions, head_dim]`, as in `Rotary`: of each position the cosines of all
+            pairs, then their sines.
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -58,11 +72,13 @@ def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) ->
     turn_cos = ((new_cos * cos + new_sin * sin) / length).to(wide)
     turn_sin = ((new_sin * cos - new_cos * sin) / length).to(wide)
     first, second = keys.to(wide).chunk(2, dim=-1)
-    turned = torch.cat((first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin), dim=-1)
+    turned = torch.cat(
+        (first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin), dim=-1
+    )
     return turned.to(keys.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------ chunks
+# ------------------------------------------------------------------------------------------- chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +87,8 @@ class Chunk:
 
     Attributes:
         start: position of the first token there. A chunk that began at 0 is exact as a prefix.
-        kv: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`: keys, rotated for those positions, and values.
+        kv: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`: keys, rotated for those
+            positions, and values.
     """
 
     start: int
@@ -82,13 +99,17 @@ class Chunk:
 
 
 def save_chunk(kv_caches: list[Tensor], block_table: Tensor, start: int, end: int) -> Chunk:
-    """Copy the keys and values of the positions `start` to `end - 1` out of a sequence's blocks, to host memory.
+    """Copy the keys and values of the positions `start` to `end - 1` out of a sequence's blocks, to
+    host memory.
 
     Args:
         kv_caches: by layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
         block_table: `[max_blocks]` int32, the sequence's.
     """
-    layers = [torch.stack(gather_kv(cache, block_table, end))[:, :, start:].transpose(1, 2) for cache in kv_caches]
+    layers = [
+        torch.stack(gather_kv(cache, block_table, end))[:, :, start:].transpose(1, 2)
+        for cache in kv_caches
+    ]
     return Chunk(start, torch.stack(layers).cpu())
 
 
@@ -98,10 +119,15 @@ def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
 
 
 def place_chunk(
-    chunk: Chunk, start: int, kv_caches: list[Tensor], block_table: Tensor, cos_sin: Tensor, first: int = 0
+    chunk: Chunk,
+    start: int,
+    kv_caches: list[Tensor],
+    block_table: Tensor,
+    cos_sin: Tensor,
+    first: int = 0,
 ) -> None:
-    """Write a chunk into a sequence's blocks at the positions from `start` on, to which its keys are rotated. Positions before
-    `first` are not written."""
+    """Write a chunk into a sequence's blocks at the positions from `start` on, to which its keys
+    are rotated. Positions before `first` are not written."""
     skipped = min(max(first - start, 0), len(chunk))
     positions = torch.arange(start + skipped, start + len(chunk), device=block_table.device)
     keys, values = chunk.kv[:, :, skipped:].to(block_table.device).unbind(1)
@@ -112,15 +138,18 @@ def place_chunk(
         ops.write_kv_cache(keys[layer], values[layer], kv_cache, slots)
 
 
-# ---------------------------------------------------------------------------------------------- scattered rows
+# ----------------------------------------------------------------------------------- scattered rows
 
 
-def scattered_metadata(positions: Tensor, block_table: Tensor, block_size: int) -> AttentionMetadata:
+def scattered_metadata(
+    positions: Tensor, block_table: Tensor, block_size: int
+) -> AttentionMetadata:
     """Attention metadata for computing only some tokens of one sequence.
 
-    A backend assumes that a sequence's new tokens are its last ones. So each run of neighbouring tokens becomes its own sequence,
-    which ends with the run, and all of them have the same block table. Two of them may write to the same block, since all writes
-    of a layer come before its reads.
+    A backend assumes that a sequence's new tokens are its last ones. So each run of neighbouring
+    tokens becomes its own sequence, which ends with the run, and all of them have the same block
+    table. Two of them may write to the same block, since all writes of a layer come before its
+    reads.
 
     Args:
         positions: `[num_tokens]` int64, ascending.
@@ -128,7 +157,8 @@ def scattered_metadata(positions: Tensor, block_table: Tensor, block_size: int) 
     """
     host = positions.cpu().numpy()
     last = np.flatnonzero(np.append(np.diff(host) != 1, True))  # of each run
-    starts, seq_lens = np.append(0, last + 1), host[last] + 1
+    starts = np.append(0, last + 1)
+    seq_lens = host[last] + 1
     device = positions.device
     return AttentionMetadata(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
@@ -140,7 +170,7 @@ def scattered_metadata(positions: Tensor, block_table: Tensor, block_size: int) 
     )
 
 
-# -------------------------------------------------------------------------------------------------------- blend
+# -------------------------------------------------------------------------------------------- blend
 
 
 @dataclass
@@ -150,8 +180,8 @@ class BlendRows:
     Attributes:
         positions: `[num_rows]` int64.
         offsets: `[num_rows]` int64, of each token in its chunk.
-        reused, fresh: `[num_rows, 2, num_kv_heads, head_dim]`: keys and values of this rank's heads, from the chunk and as they
-            were just computed.
+        reused, fresh: `[num_rows, 2, num_kv_heads, head_dim]`: keys and values of this rank's
+            heads, from the chunk and as they were just computed.
     """
 
     positions: Tensor
@@ -161,8 +191,11 @@ class BlendRows:
 
 
 def kv_deviation(rows: BlendRows) -> Tensor:
-    """How far the reused keys and values are from the fresh ones: squared distance, `[num_rows]` float32."""
-    return get_tp_group().all_reduce((rows.fresh.float() - rows.reused.float()).square().flatten(1).sum(1))
+    """How far the reused keys and values are from the fresh ones: squared distance, `[num_rows]`
+    float32."""
+    return get_tp_group().all_reduce(
+        (rows.fresh.float() - rows.reused.float()).square().flatten(1).sum(1)
+    )
 
 
 @dataclass
@@ -190,18 +223,27 @@ class _Prompt:
     block_table: Tensor
     max_rows: int
 
-    def compute(self, layers: range, positions: Tensor, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute some layers for the tokens at these positions, piece by piece: each piece attends to those before it.
+    def compute(
+        self, layers: range, positions: Tensor, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute some layers for the tokens at these positions, piece by piece: each piece attends
+        to those before it.
 
         Args:
             positions: `[num_rows]` int64, ascending.
             x, residual: `[num_rows, hidden_size]`, as before the first of the layers.
         """
-        pieces, cos_sin = positions.split(self.max_rows), self.model.model.cos_sin
-        metadata = [scattered_metadata(piece, self.block_table, self.kv_caches[0].shape[3]) for piece in pieces]
+        pieces = positions.split(self.max_rows)
+        cos_sin = self.model.model.cos_sin
+        metadata = [
+            scattered_metadata(piece, self.block_table, self.kv_caches[0].shape[3])
+            for piece in pieces
+        ]
         for layer in layers:
             out = []
-            for i, parts in enumerate(zip(x.split(self.max_rows), residual.split(self.max_rows), strict=True)):
+            for i, parts in enumerate(
+                zip(x.split(self.max_rows), residual.split(self.max_rows), strict=True)
+            ):
                 with forward_context(ForwardContext(self.backend, self.kv_caches, metadata[i])):
                     out.append(self.model.model.layers[layer](*parts, Rotary(pieces[i], cos_sin)))
             x, residual = (torch.cat(parts) for parts in zip(*out, strict=True))
@@ -209,8 +251,11 @@ class _Prompt:
 
     def kv(self, layer: int, positions: Tensor) -> Tensor:
         """Keys and values in a layer's cache, `[num_positions, 2, num_kv_heads, head_dim]`."""
-        kv_cache, block_size = self.kv_caches[layer], self.kv_caches[layer].shape[3]
-        return kv_cache[self.block_table[positions // block_size].long(), :, :, positions % block_size]
+        kv_cache = self.kv_caches[layer]
+        block_size = self.kv_caches[layer].shape[3]
+        return kv_cache[
+            self.block_table[positions // block_size].long(), :, :, positions % block_size
+        ]
 
 
 def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
@@ -221,24 +266,35 @@ def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
 
 @torch.inference_mode()
 def blend(
-    model: LlamaForCausalLM, backend: AttentionBackend, kv_caches: list[Tensor], block_table: Tensor,
-    token_ids: Sequence[int], chunks: Sequence[tuple[int, Chunk]], recompute_ratio: float = 0.15,
-    num_computed_tokens: int = 0, check_layer: int = 1, score: Callable[[BlendRows], Tensor] = kv_deviation,
+    model: LlamaForCausalLM,
+    backend: AttentionBackend,
+    kv_caches: list[Tensor],
+    block_table: Tensor,
+    token_ids: Sequence[int],
+    chunks: Sequence[tuple[int, Chunk]],
+    recompute_ratio: float = 0.15,
+    num_computed_tokens: int = 0,
+    check_layer: int = 1,
+    score: Callable[[BlendRows], Tensor] = kv_deviation,
     max_rows: int | None = None,
-) -> BlendOutput:  # fmt: skip
+) -> BlendOutput:
     """Prefill a prompt with chunks that were computed earlier, behind other prefixes.
 
-    All tokens that are in no chunk are computed, and of the others the share `recompute_ratio` with the highest scores. Up to and
-    including the check layer, where the score is computed, all tokens are computed. Attention always runs over the whole sequence.
-    At ratio 0 a chunk's keys are only rotated; at ratio 1 everything is computed.
+    All tokens that are in no chunk are computed, and of the others the share `recompute_ratio` with
+    the highest scores. Up to and including the check layer, where the score is computed, all tokens
+    are computed. Attention always runs over the whole sequence. At ratio 0 a chunk's keys are only
+    rotated; at ratio 1 everything is computed.
 
     Args:
         block_table: `[max_blocks]` int32, with room for all tokens.
         token_ids: of the prompt, at least one.
-        chunks: with the position at which each begins in the prompt, in order; each has the tokens that the prompt has there.
-        num_computed_tokens: how many tokens at the beginning are in the blocks already. They are exact, and not written.
+        chunks: with the position at which each begins in the prompt, in order; each has the tokens
+            that the prompt has there.
+        num_computed_tokens: how many tokens at the beginning are in the blocks already. They are
+            exact, and not written.
         score: rates the tokens; those with the highest values are computed.
-        max_rows: tokens per forward pass of a layer, which bounds the memory for activations; None: all.
+        max_rows: tokens per forward pass of a layer, which bounds the memory for activations; None:
+            all.
     """
     device = block_table.device
     offsets = torch.full((len(token_ids),), -1)  # of each token in its chunk; -1: it is in none
@@ -252,17 +308,21 @@ def blend(
     positions = positions[offsets[positions] < 0] if recompute_ratio == 0 else positions
     prompt = _Prompt(model, backend, kv_caches, block_table, max_rows or len(token_ids))
     x = model.model.embed_tokens(torch.tensor(token_ids, device=device)[positions])
-    residual, layers = torch.zeros_like(x), range(len(kv_caches))
+    residual = torch.zeros_like(x)
+    layers = range(len(kv_caches))
     num_rows = [len(positions)] * len(layers)
     if 0 < recompute_ratio < 1:
-        before, layers = layers[: check_layer + 1], layers[check_layer + 1 :]
+        before = layers[: check_layer + 1]
+        layers = layers[check_layer + 1 :]
         reused = prompt.kv(check_layer, positions)
         x, residual = prompt.compute(before, positions, x, residual)
         rows = BlendRows(positions, offsets[positions], reused, prompt.kv(check_layer, positions))
         kept = rows.offsets < 0
         num_kept = math.ceil(recompute_ratio * int((~kept).sum()))
         kept[score(rows).masked_fill(kept, -math.inf).topk(num_kept).indices] = True
-        positions, x, residual = positions[kept], x[kept], residual[kept]
+        positions = positions[kept]
+        x = x[kept]
+        residual = residual[kept]
         num_rows[len(before) :] = [len(positions)] * len(layers)
     x, residual = prompt.compute(layers, positions, x, residual)
     hidden = model.model.norm.add(x[-1:], residual[-1:])[0]

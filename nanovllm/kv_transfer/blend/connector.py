@@ -1,10 +1,12 @@
-"""Blends parts of a prompt that were computed before, behind another prefix: CacheBlend as a connector.
+"""Blends parts of a prompt that were computed before, behind another prefix: CacheBlend as a
+connector.
 
-A separator marks a prompt's parts, as in LMCache: `system SEP document SEP document SEP question`. Each part in the middle is a
-chunk: when it has been computed for the first time, its keys and values are copied. A later prompt with the same chunk at any
-position gets them at its own positions, with the tokens that differ most computed anew; see `blend`. For the scheduler, that is KV
-that another engine provides, and the next step computes the question as usual.
-"""
+A separator marks a prompt's parts, as in LMCache: `system SEP document SEP document SEP question`.
+Each part in the middle is a
+chunk: when it has been computed for the first time, its keys and values are copied. A later prompt
+with the same chunk at any position gets them at its own positions, with the tokens that differ most
+computed anew; see `blend`. For the scheduler, that is KV that another engine provides, and the next
+step computes the question as usual."""
 
 import functools
 from collections.abc import Sequence
@@ -24,13 +26,18 @@ from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
 from nanovllm.text.tokenizer import Tokenizer
 
 _DEFAULTS: dict[str, Any] = dict(
-    blend_special_str="<file_sep>", blend_recompute_ratio=0.15, blend_check_layer=1, blend_min_tokens=64, blend_gib=1.0
+    blend_special_str="<file_sep>",
+    blend_recompute_ratio=0.15,
+    blend_check_layer=1,
+    blend_min_tokens=64,
+    blend_gib=1.0,
 )
 
 
 @dataclass
 class Part:
-    """The tokens `start : end` of a prompt, the key of their chunk, and whether they may be saved from this prompt."""
+    """The tokens `start : end` of a prompt, the key of their chunk, and whether they may be saved
+    from this prompt."""
 
     start: int
     end: int
@@ -40,7 +47,8 @@ class Part:
 
 @dataclass
 class BlendJob:
-    """Fill a request's blocks with the keys and values of `token_ids`; the options are those of `blend`."""
+    """Fill a request's blocks with the keys and values of `token_ids`; the options are those of
+    `blend`."""
 
     request_id: str
     token_ids: list[int]
@@ -66,29 +74,50 @@ class BlendMetadata:
 class BlendScheduler(KVConnectorScheduler):
     """Cuts prompts into parts, and knows which parts are kept.
 
-    kv_connector_extra_config: `blend_special_str`, the separator, preferably a special token, which cannot merge with its
-    neighbours; `blend_recompute_ratio`; `blend_check_layer`; `blend_min_tokens`, the minimum length of a part;
-    `blend_gib`, host memory for parts on each rank.
+    kv_connector_extra_config: `blend_special_str`, the separator, preferably a special token, which
+    cannot merge with its neighbours; `blend_recompute_ratio`; `blend_check_layer`;
+    `blend_min_tokens`, the minimum length of a part; `blend_gib`, host memory for parts on each
+    rank.
 
     Raises:
-        ValueError: a setting that makes no sense, or a model or a grid of ranks for which blending is not possible.
+        ValueError: a setting that makes no sense, or a model or a grid of ranks for which blending
+            is not possible.
     """
 
-    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
+    def __init__(
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+    ) -> None:
         super().__init__(config, identity, ranks)
         if config.pipeline_parallel_size > 1:
-            raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
+            raise ValueError(
+                "use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank"
+            )
         if identity["num_kv_heads"] == 0 or identity["kv_cache_dtype"] != "auto":
-            raise ValueError("use another connector: kv_connector blend cannot rotate latent or quantized keys")
+            raise ValueError(
+                "use another connector: kv_connector blend cannot rotate latent or quantized keys"
+            )
         separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
-            mistake = "blend_recompute_ratio must be from 0 to 1, and blend_check_layer one of the model's"
-            raise ValueError(f"{mistake} {identity['num_layers']} layers, counted from 0; got {ratio} and {check}")
-        self._options = {"recompute_ratio": ratio, "check_layer": check, "max_rows": config.token_budget}
-        self.min_tokens, self.max_kept_tokens = max(1, min_tokens), int(gib * 2**30) // max(ranks)
+            mistake = (
+                "blend_recompute_ratio must be from 0 to 1, and blend_check_layer one of the "
+                "model's"
+            )
+            raise ValueError(
+                f"{mistake} {identity['num_layers']} layers, counted from 0; got {ratio} and "
+                f"{check}"
+            )
+        self._options = {
+            "recompute_ratio": ratio,
+            "check_layer": check,
+            "max_rows": config.token_budget,
+        }
+        self.min_tokens = max(1, min_tokens)
+        self.max_kept_tokens = int(gib * 2**30) // max(ranks)
         self.separator = Tokenizer.of(config).encode(separator, add_special_tokens=False)
         if not self.separator:
-            raise ValueError("blend_special_str separates the parts of a prompt; it must not be empty")
+            raise ValueError(
+                "blend_special_str separates the parts of a prompt; it must not be empty"
+            )
         self._kept: dict[bytes, int] = {}  # key -> tokens; least recently used first
         self._prompts: dict[str, list[Part]] = {}  # by request id
         self._jobs: dict[str, BlendJob] = {}  # by request id, in order
@@ -97,18 +126,26 @@ class BlendScheduler(KVConnectorScheduler):
 
     def _parts(self, request: Request) -> list[Part]:
         """The token ranges between two separators of the prompt that are long enough."""
-        token_ids, width = request.token_ids[: request.num_prompt_tokens], len(self.separator)
+        token_ids = request.token_ids[: request.num_prompt_tokens]
+        width = len(self.separator)
         cuts = [i for i in range(len(token_ids)) if token_ids[i : i + width] == self.separator]
         salt = hash_salt(request.cache_salt)
-        ranges = [(before + width, end) for before, end in pairwise(cuts) if end - before - width >= self.min_tokens]
+        ranges = [
+            (before + width, end)
+            for before, end in pairwise(cuts)
+            if end - before - width >= self.min_tokens
+        ]
         return [Part(start, end, hash_block(salt, token_ids[start:end])) for start, end in ranges]
 
     def _reusable(self, request: Request, num_computed_tokens: int) -> list[Part]:
         parts = self._prompts[request.request_id]
         return [part for part in parts if part.end > num_computed_tokens and part.key in self._kept]
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """The tokens up to the end of the last part that is kept, if enough of them have not been computed."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """The tokens up to the end of the last part that is kept, if enough of them have not been
+        computed."""
         if request.request_id not in self._prompts:
             self._prompts[request.request_id] = self._parts(request)
         request.num_exact_tokens = None
@@ -116,8 +153,11 @@ class BlendScheduler(KVConnectorScheduler):
         gain = sum(part.end - max(part.start, num_computed_tokens) for part in reused)
         return reused[-1].end - num_computed_tokens if gain >= self.min_tokens else 0, True
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Queue the request. Its KV is approximate from the first reused token on, and must not be found in the prefix cache."""
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Queue the request. Its KV is approximate from the first reused token on, and must not be
+        found in the prefix cache."""
         before = request.num_computed_tokens
         reused = self._reusable(request, before)
         for part in reused:
@@ -126,10 +166,14 @@ class BlendScheduler(KVConnectorScheduler):
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
         options = self._options | {"num_computed_tokens": before}
-        self._jobs[request.request_id] = BlendJob(request.request_id, token_ids, list(block_ids), reused, options)
+        self._jobs[request.request_id] = BlendJob(
+            request.request_id, token_ids, list(block_ids), reused, options
+        )
         self._in_flight.add(request.request_id)
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request, and drop its blend if it is still queued."""
         self._prompts.pop(request.request_id, None)
         if self._jobs.pop(request.request_id, None) is not None:
@@ -138,13 +182,18 @@ class BlendScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> BlendMetadata | None:
+    def build_connector_meta(
+        self, schedule: SchedulerOutput, tables: Tables
+    ) -> BlendMetadata | None:
         """One blend per step, and the parts that are complete after the step."""
-        metadata = BlendMetadata(blend=self._jobs.pop(next(iter(self._jobs))) if self._jobs else None)
+        metadata = BlendMetadata(
+            blend=self._jobs.pop(next(iter(self._jobs))) if self._jobs else None
+        )
         for scheduled in schedule.requests:
             for part in self._prompts.get(scheduled.request_id, ()):
                 if part.may_be_saved and part.end <= scheduled.start + scheduled.num_tokens:
-                    part.may_be_saved, size = False, part.end - part.start
+                    part.may_be_saved = False
+                    size = part.end - part.start
                     if part.key not in self._kept and size <= self.max_kept_tokens:
                         self._kept[part.key] = size
                         metadata.saves.append((part, list(tables[scheduled.request_id])))
@@ -180,7 +229,8 @@ class BlendWorker(KVConnectorWorker):
         return sum(cache[0].nbytes // self.config.block_size for cache in self.kv_caches.values())
 
     def wait_for_save(self) -> None:
-        """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
+        """Save, blend and drop when the step's own tokens are computed, since a blend may attend to
+        them."""
         metadata: BlendMetadata = self.metadata
         caches = list(self.kv_caches.values())
         as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
@@ -188,7 +238,15 @@ class BlendWorker(KVConnectorWorker):
             self.chunks[part.key] = save_chunk(caches, as_table(block_ids), part.start, part.end)
         if (job := metadata.blend) is not None:
             chunks = [(part.start, self.chunks[part.key]) for part in job.parts]
-            blend(self.model, self.backend, caches, as_table(job.block_ids), job.token_ids, chunks, **job.options)
+            blend(
+                self.model,
+                self.backend,
+                caches,
+                as_table(job.block_ids),
+                job.token_ids,
+                chunks,
+                **job.options,
+            )
         for key in metadata.drops:
             del self.chunks[key]
 

@@ -1,4 +1,5 @@
-"""The side of an engine that takes KV from others: what it has asked for, and how far that has come.
+"""The side of an engine that takes KV from others: what it has asked for, and how far that has
+come.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
@@ -14,7 +15,17 @@ from typing import Any
 
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
-from nanovllm.kv_transfer.pd.control import Claim, Prefill, Prefilled, Producer, Ranks, Release, Released, Side, seal
+from nanovllm.kv_transfer.pd.control import (
+    Claim,
+    Prefill,
+    Prefilled,
+    Producer,
+    Ranks,
+    Release,
+    Released,
+    Side,
+    seal,
+)
 from nanovllm.kv_transfer.pd.plan import Move, TransferParams
 
 logger = logging.getLogger(__name__)
@@ -29,7 +40,10 @@ NEXT_STAGE = {
     ("asked", "ready"): "moving",  # the producer's ranks are known and, to read, its blocks
     ("asked", "error"): "over",
     ("moving", "read"): "confirming",  # the ranks report: all is read
-    ("moving", "pushed"): "over",  # the ranks report: all has come from a producer that held its blocks
+    (
+        "moving",
+        "pushed",
+    ): "over",  # the ranks report: all has come from a producer that held its blocks
     ("moving", "broken"): "over",  # the ranks report: they have stopped before the end
     ("moving", "error"): "stopping",
     ("stopping", "error"): "stopping",
@@ -45,7 +59,8 @@ class Fetch:
 
     Attributes:
         remote_id: the producer's name for it.
-        local_block_ids, remote_block_ids: what is to be filled, and from what; the latter is known only for reads.
+        local_block_ids, remote_block_ids: what is to be filled, and from what; the latter is known
+            only for reads.
         order: what the producer was asked to compute; None if it has computed already.
         deadline: for the current stage.
         error: why its KV will not be used; empty so far.
@@ -79,10 +94,12 @@ class ConsumerSide(Side):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._block_size, extra = self.config.block_size, self.kv_transfer.extra
+        self._block_size = self.config.block_size
+        extra = self.kv_transfer.extra
         self.prefill_timeout = float(extra("prefill_timeout", PREFILL_TIMEOUT))
         self.timeout = float(extra("timeout", TRANSFER_TIMEOUT))
-        # This engine computes a token of the prompt's last block in any case: fetching that block alone saves nothing.
+        # This engine computes a token of the prompt's last block in any case: fetching that block
+        # alone saves nothing.
         self.min_remote_tokens = extra("min_remote_tokens", self._block_size + 1)
         self._producers: dict[tuple[str, int], Producer] = {}
         self.fetches: dict[str, Fetch] = {}
@@ -103,7 +120,9 @@ class ConsumerSide(Side):
             self._happens(fetch, "error", f"no KV arrived for {self.prefill_timeout:g} seconds")
         return super().take_output()
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """If the request's KV is in flight, its blocks must be held until that has ended."""
         for fetch in self._fetches_of(request):
             self._happens(fetch, "error", "the request has ended")
@@ -124,13 +143,16 @@ class ConsumerSide(Side):
             producer.close()
         super().close()
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens of the prompt come from another engine: all behind the first `num_computed_tokens`, or 0. And True: the
-        request waits for them.
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """How many tokens of the prompt come from another engine: all behind the first
+        `num_computed_tokens`, or 0. And True: the request waits for them.
 
-        It is 0 without `do_remote_prefill` (see `TransferParams.of`). Otherwise another engine must have the prompt: if
-        `is_prefill_first`, the remote table must have as many blocks as the prompt needs; if not, there must be producers to ask
-        (`_others`). And fewer than `min_remote_tokens` are not worth a transfer. If one of these fails, `_decline` the request.
+        It is 0 without `do_remote_prefill` (see `TransferParams.of`). Otherwise another engine must
+        have the prompt: if `is_prefill_first`, the remote table must have as many blocks as the
+        prompt needs; if not, there must be producers to ask (`_others`). And fewer than
+        `min_remote_tokens` are not worth a transfer. If one of these fails, `_decline` the request.
         """
         params = TransferParams.of(request)
         if not params.do_remote_prefill:
@@ -138,7 +160,9 @@ class ConsumerSide(Side):
         missing = request.num_prompt_tokens - num_computed_tokens
         is_known = bool(self._others(params))
         if params.is_prefill_first:
-            is_known = len(params.remote_block_ids or ()) == -(-request.num_prompt_tokens // self._block_size)
+            is_known = len(params.remote_block_ids or ()) == -(
+                -request.num_prompt_tokens // self._block_size
+            )
         if is_known and missing >= self.min_remote_tokens:
             return missing, True
         self._decline(request)
@@ -157,27 +181,48 @@ class ConsumerSide(Side):
 
     def _settle(self, request: Request) -> None:
         """What has been tried once is not tried again, should the request lose its blocks."""
-        request.kv_transfer_params = (request.kv_transfer_params or {}) | {"do_remote_prefill": False}
+        request.kv_transfer_params = (request.kv_transfer_params or {}) | {
+            "do_remote_prefill": False
+        }
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
         """Ask the producer."""
         params = TransferParams.of(request)
         self._settle(request)
         number = next(self._numbers)
         transfer_id = f"{self.kv_transfer.engine_id}-{request.request_id}-{number}"
-        first, order = request.num_computed_tokens // self._block_size, None
+        first = request.num_computed_tokens // self._block_size
+        order = None
         if params.is_prefill_first:
             producer = self._claim(params, request)
         else:
             others = self._others(params)
             producer = self._producer(others[number % len(others)])
-            prompt, push = request.token_ids[: request.num_prompt_tokens], params.kv_direction == "push"
-            order = Prefill(transfer_id, prompt, request.num_computed_tokens, request.cache_salt, request.order[0])
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            push = params.kv_direction == "push"
+            order = Prefill(
+                transfer_id,
+                prompt,
+                request.num_computed_tokens,
+                request.cache_salt,
+                request.order[0],
+            )
             order.push = list(block_ids) if push else None
             producer.tell(order)
-        remote_id, remote_block_ids = params.remote_request_id or transfer_id, (params.remote_block_ids or [])[first:]
-        fetch = Fetch(request.request_id, transfer_id, producer, remote_id, list(block_ids[first:]), remote_block_ids)
-        fetch.deadline, fetch.order = time.monotonic() + self.prefill_timeout, order
+        remote_id = params.remote_request_id or transfer_id
+        remote_block_ids = (params.remote_block_ids or [])[first:]
+        fetch = Fetch(
+            request.request_id,
+            transfer_id,
+            producer,
+            remote_id,
+            list(block_ids[first:]),
+            remote_block_ids,
+        )
+        fetch.deadline = time.monotonic() + self.prefill_timeout
+        fetch.order = order
         self.fetches[transfer_id] = fetch
         self._move_if_ready(fetch)
 
@@ -185,7 +230,9 @@ class ConsumerSide(Side):
         """Tell a producer that this engine is about to read the blocks that it holds."""
         producer = self._producer((str(params.remote_host), int(params.remote_port or 0)))
         prompt = request.token_ids[: request.num_prompt_tokens]
-        producer.tell(Claim(str(params.remote_request_id), seal(prompt, params.remote_block_ids or ())))
+        producer.tell(
+            Claim(str(params.remote_request_id), seal(prompt, params.remote_block_ids or ()))
+        )
         return producer
 
     def _producer(self, address: tuple[str, int]) -> Producer:
@@ -197,11 +244,14 @@ class ConsumerSide(Side):
     def _happens(self, fetch: Fetch, event: str, error: str = "") -> None:
         """Take a fetch to its next stage."""
         fetch.error = fetch.error or error
-        fetch.stage, now = NEXT_STAGE[fetch.stage, event], time.monotonic()
+        fetch.stage = NEXT_STAGE[fetch.stage, event]
+        now = time.monotonic()
         if fetch.stage == "moving":
             assert fetch.producer.ranks is not None, "it is ready"
             local = fetch.local_block_ids
-            move = Move(fetch.transfer_id, fetch.producer.ranks, local, fetch.remote_block_ids[: len(local)])
+            move = Move(
+                fetch.transfer_id, fetch.producer.ranks, local, fetch.remote_block_ids[: len(local)]
+            )
             (self.metadata.expects if fetch.is_push else self.metadata.reads).append(move)
             self._in_flight.add(fetch.transfer_id)
             fetch.deadline = now + self.prefill_timeout + self.timeout
@@ -219,7 +269,9 @@ class ConsumerSide(Side):
         del self.fetches[fetch.transfer_id]
         self._output.finished_recving.add(fetch.request_id)
         if fetch.error:
-            fetch.producer.tell(Release(fetch.remote_id))  # it need neither compute nor hold anything any longer
+            fetch.producer.tell(
+                Release(fetch.remote_id)
+            )  # it need neither compute nor hold anything any longer
             self._output.invalid_block_ids[fetch.request_id] = set(fetch.local_block_ids)
             if not fetch.is_given_up:
                 self._output.reasons[fetch.request_id] = fetch.error
@@ -227,26 +279,38 @@ class ConsumerSide(Side):
 
     def _move_if_ready(self, fetch: Fetch) -> None:
         """The ranks can begin once the producer's ranks are known and, to read, its blocks."""
-        if fetch.stage == "asked" and fetch.producer.ranks is not None and (fetch.is_push or fetch.remote_block_ids):
+        if (
+            fetch.stage == "asked"
+            and fetch.producer.ranks is not None
+            and (fetch.is_push or fetch.remote_block_ids)
+        ):
             self._happens(fetch, "ready")
 
-    def hear_producer(self, producer: Producer, message: Ranks | Prefilled | Released | None) -> None:
+    def hear_producer(
+        self, producer: Producer, message: Ranks | Prefilled | Released | None
+    ) -> None:
         """Act on a producer's message; None: the connection is lost."""
         for fetch in [f for f in self.fetches.values() if f.producer is producer]:
             if message is None:
                 self._happens(fetch, "error", producer.error)
             elif isinstance(message, Prefilled) and message.transfer_id == fetch.transfer_id:
                 self._prefilled(fetch, message)
-            elif isinstance(message, Released) and (message.request_id, fetch.stage) == (fetch.remote_id, "confirming"):
+            elif isinstance(message, Released) and (message.request_id, fetch.stage) == (
+                fetch.remote_id,
+                "confirming",
+            ):
                 error = "" if message.was_held else "the producer no longer reserved the blocks"
                 self._happens(fetch, "error" if error else "confirmed", error)
             self._move_if_ready(fetch)
 
     def _prefilled(self, fetch: Fetch, message: Prefilled) -> None:
         assert fetch.order is not None, "only an order has this id"
-        num_blocks, error = -(-len(fetch.order.token_ids) // self._block_size), message.error
+        num_blocks = -(-len(fetch.order.token_ids) // self._block_size)
+        error = message.error
         if not error and not fetch.is_push and len(message.block_ids) != num_blocks:
-            error = f"the producer sent {len(message.block_ids)} block ids, but {num_blocks} are needed"
+            error = (
+                f"the producer sent {len(message.block_ids)} block ids, but {num_blocks} are needed"
+            )
         if error:
             self._happens(fetch, "error", error)
         elif fetch.stage == "asked":
@@ -265,4 +329,6 @@ class ConsumerSide(Side):
         for fetch in reversed(self.fetches.values()):
             if fetch.stage != "stopping":
                 fetch.is_given_up = True
-                return self._happens(fetch, "error", "it depends on an engine that may depend on this one")
+                return self._happens(
+                    fetch, "error", "it depends on an engine that may depend on this one"
+                )

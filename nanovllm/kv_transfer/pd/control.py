@@ -1,8 +1,9 @@
-"""What engines tell each other about KV: messages, mailboxes, leases and connections; and what both sides of an engine share.
+"""What engines tell each other about KV: messages, mailboxes, leases and connections; and what both
+sides of an engine share.
 
-Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this module receive the messages. Those
-for the scheduler wait in a mailbox until its next step; claims and releases of leases are answered at once.
-"""
+Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this
+module receive the messages. Those for the scheduler wait in a mailbox until its next step; claims
+and releases of leases are answered at once."""
 
 import hashlib
 import logging
@@ -24,10 +25,11 @@ from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, conn
 
 logger = logging.getLogger(__name__)
 
-# A peer that does not take a control message for so long is lost: an engine's thread sends them between two steps.
+# A peer that does not take a control message for so long is lost: an engine's thread sends them
+# between two steps.
 PATIENCE = 2.0
-# A reader that has claimed blocks and has not read them after so long has stopped without losing its connection. Should it go on,
-# it is told that what it has read is worth nothing.
+# A reader that has claimed blocks and has not read them after so long has stopped without losing
+# its connection. Should it go on, it is told that what it has read is worth nothing.
 CLAIM_SECONDS = 300.0
 
 
@@ -40,7 +42,8 @@ class Prefill(msgspec.Struct, tag="prefill"):
     Attributes:
         transfer_id: unique among all engines.
         num_computed_tokens: so many at the beginning are not needed; a whole number of blocks.
-        push: the consumer's blocks, from the first token on, into which KV is to be written; None: it will read.
+        push: the consumer's blocks, from the first token on, into which KV is to be written; None:
+            it will read.
     """
 
     transfer_id: str
@@ -52,7 +55,8 @@ class Prefill(msgspec.Struct, tag="prefill"):
 
 
 class Prefilled(msgspec.Struct, tag="prefilled"):
-    """A producer's answer: the blocks in which the KV is, and which stay as they are until `Release`; or why there are none."""
+    """A producer's answer: the blocks in which the KV is, and which stay as they are until
+    `Release`; or why there are none."""
 
     transfer_id: str
     block_ids: list[int] = []
@@ -60,10 +64,12 @@ class Prefilled(msgspec.Struct, tag="prefilled"):
 
 
 class Claim(msgspec.Struct, tag="claim"):
-    """A consumer is about to read these blocks: the lease does not end while the consumer is connected.
+    """A consumer is about to read these blocks: the lease does not end while the consumer is
+    connected.
 
     Attributes:
-        seal: of the tokens and blocks that it believes to find there (`seal`): its client has told it, and may be wrong.
+        seal: of the tokens and blocks that it believes to find there (`seal`): its client has told
+            it, and may be wrong.
     """
 
     request_id: str
@@ -77,7 +83,8 @@ class Release(msgspec.Struct, tag="release"):
 
 
 class Released(msgspec.Struct, tag="released"):
-    """The answer: whether these blocks were held for it until now. If not, what was read is worth nothing."""
+    """The answer: whether these blocks were held for it until now. If not, what was read is worth
+    nothing."""
 
     request_id: str
     was_held: bool
@@ -90,7 +97,8 @@ _decode_ranks = msgspec.msgpack.Decoder(Ranks).decode
 
 
 def credentials(identity: dict[str, str | int], ranks: Ranks) -> Credentials:
-    """With which engines connect to each other. Both ends say what their KV is made of, and how their ranks are reached."""
+    """With which engines connect to each other. Both ends say what their KV is made of, and how
+    their ranks are reached."""
     return Credentials(secret(), identity, encode(ranks), patience=PATIENCE)
 
 
@@ -100,8 +108,8 @@ def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
 
 
 class Mailbox:
-    """Messages from many threads to one. `fileno` is readable if, and only if, there are any, so that the thread can wait for them
-    together with other sources."""
+    """Messages from many threads to one. `fileno` is readable if, and only if, there are any, so
+    that the thread can wait for them together with other sources."""
 
     def __init__(self) -> None:
         self._messages: list[Any] = []
@@ -124,7 +132,8 @@ class Mailbox:
         with self._lock:
             if self._messages:
                 self._reader.recv(1)
-            messages, self._messages = self._messages, []
+            messages = self._messages
+            self._messages = []
             return messages
 
     @property
@@ -145,7 +154,8 @@ class _Lease:
     """Blocks that are held until the deadline, and not longer than there are readers.
 
     Attributes:
-        readers: that have claimed or ordered the blocks, perhaps several times; None: the one that is expected.
+        readers: that have claimed or ordered the blocks, perhaps several times; None: the one that
+            is expected.
     """
 
     deadline: float
@@ -159,11 +169,12 @@ class _Lease:
 
 
 class Leases:
-    """The blocks of requests that have ended, by their ids, and until when they are held for a reader.
+    """The blocks of requests that have ended, by their ids, and until when they are held for a
+    reader.
 
-    A lease that no reader claims ends at its deadline; a claimed one ends when all readers that have claimed it have released it or
-    are gone, or `CLAIM_SECONDS` after the last claim. The threads of readers and the scheduler's thread all use this object.
-    """
+    A lease that no reader claims ends at its deadline; a claimed one ends when all readers that
+    have claimed it have released it or are gone, or `CLAIM_SECONDS` after the last claim. The
+    threads of readers and the scheduler's thread all use this object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -182,12 +193,17 @@ class Leases:
     def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
         """A reader is about to read; nothing happens if it is mistaken about what there is."""
         with self._lock:
-            if (lease := self._leases.get(request_id)) is not None and lease.readers and lease.seal == seal:
+            if (
+                (lease := self._leases.get(request_id)) is not None
+                and lease.readers
+                and lease.seal == seal
+            ):
                 lease.deadline = time.monotonic() + CLAIM_SECONDS
                 lease.readers = [*filter(None, lease.readers), reader]
 
     def release(self, request_id: str, reader: Connection | None = None) -> bool:
-        """A reader has read, or the expected one does not come; returns whether the blocks were held for it until now."""
+        """A reader has read, or the expected one does not come; returns whether the blocks were
+        held for it until now."""
         with self._lock:
             lease = self._leases.get(request_id)
             if lease is None or reader not in lease.readers:
@@ -210,7 +226,8 @@ class Leases:
                 del self._leases[request_id]
                 if lease.readers:
                     logger.warning(
-                        "the KV of %s was not read before its lease expired: its blocks are freed", request_id
+                        "the KV of %s was not read before its lease expired: its blocks are freed",
+                        request_id,
                     )
             return set(ended)
 
@@ -226,11 +243,12 @@ class Leases:
             return min((lease.end for lease in self._leases.values()), default=float("inf"))
 
 
-# ------------------------------------------------------------------------------------------------ the two ends
+# ------------------------------------------------------------------------------------- the two ends
 
 
 def _send(connection: Connection, message: msgspec.Struct) -> None:
-    """Send a message, which takes up to PATIENCE if the other engine does not read; nothing happens if it is gone."""
+    """Send a message, which takes up to PATIENCE if the other engine does not read; nothing happens
+    if it is gone."""
     try:
         connection.send(encode(message))
     except (PeerLost, ValueError) as error:
@@ -255,11 +273,14 @@ class Consumer:
             _send(self.connection, message)
 
 
-def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, leases: Leases) -> Listener:
+def listen(
+    host: str, port: int, credentials: Credentials, mailbox: Mailbox, leases: Leases
+) -> Listener:
     """Listen for consumers.
 
     Args:
-        mailbox: gets pairs of a `Consumer` and its message, or in place of `Release` the answer; None at its end.
+        mailbox: gets pairs of a `Consumer` and its message, or in place of `Release` the answer;
+            None at its end.
         leases: claims and releases act on them at once.
     """
 
@@ -271,7 +292,9 @@ def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, lea
                 if isinstance(message, Claim):
                     leases.claim(message.request_id, message.seal, connection)
                 elif isinstance(message, Release):
-                    message = Released(message.request_id, leases.release(message.request_id, connection))
+                    message = Released(
+                        message.request_id, leases.release(message.request_id, connection)
+                    )
                     consumer.tell(message)
                 mailbox.put((consumer, message))
         finally:
@@ -286,22 +309,30 @@ class Producer:
     """An engine that this one asks for KV. A thread connects to it, and then receives its messages.
 
     Args:
-        mailbox: gets pairs of this object and its ranks, when they are known, or its message; None when it is lost.
+        mailbox: gets pairs of this object and its ranks, when they are known, or its message; None
+            when it is lost.
 
     Attributes:
         ranks: how its ranks are reached; None before this is known.
         error: why the engine is lost; empty while it is not.
     """
 
-    def __init__(self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox) -> None:
+    def __init__(
+        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox
+    ) -> None:
         self.ranks: Ranks | None = None
-        self.error, self._lock = "", threading.Lock()
+        self.error = ""
+        self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._unsent: list[Prefill | Claim | Release] = []
         arguments = address, credentials, mailbox
-        threading.Thread(target=self._receive, args=arguments, name="kv-control", daemon=True).start()
+        threading.Thread(
+            target=self._receive, args=arguments, name="kv-control", daemon=True
+        ).start()
 
-    def _receive(self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox) -> None:
+    def _receive(
+        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox
+    ) -> None:
         try:
             with closing(connect(*address, credentials)) as connection:
                 self.ranks = _decode_ranks(connection.hello)
@@ -338,17 +369,21 @@ class Side(KVConnectorScheduler):
     Attributes:
         address: where consumers can ask this engine; None if it is no producer.
         credentials: for connections to other engines.
-        mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its message; None at its end.
+        mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its
+            message; None at its end.
         metadata: for the ranks, with the next step.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.kv_transfer.extras(lease_seconds=0.0, min_remote_tokens=0, prefill_timeout=0.0, timeout=0.0)  # checks them
+        self.kv_transfer.extras(
+            lease_seconds=0.0, min_remote_tokens=0, prefill_timeout=0.0, timeout=0.0
+        )  # checks them
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
         self.credentials = credentials(self.identity, self.ranks)
-        self.mailbox, self.metadata = Mailbox(), TransferMetadata()
+        self.mailbox = Mailbox()
+        self.metadata = TransferMetadata()
         self.sources = [self.mailbox.fileno()]
 
     def forget_requests(self) -> None:

@@ -22,9 +22,12 @@ class TransferParams(msgspec.Struct, kw_only=True):
     Attributes:
         do_remote_decode: another engine will go on with this request: hold its KV for it.
         do_remote_prefill: another engine has computed, or will compute, the prompt's KV.
-        remote_request_id, remote_block_ids, remote_host, remote_port: prefill first: where the KV is, as the producer has said.
-        prefill_addresses: decode first: host and port of producers that can be asked, `KVConnectorScheduler.information`.
-        kv_direction: decode first: whether the consumer reads layer by layer (push), or all at once (pull).
+        remote_request_id, remote_block_ids, remote_host, remote_port: prefill first: where the KV
+            is, as the producer has said.
+        prefill_addresses: decode first: host and port of producers that can be asked,
+            `KVConnectorScheduler.information`.
+        kv_direction: decode first: whether the consumer reads layer by layer (push), or all at once
+            (pull).
     """
 
     do_remote_decode: bool = False
@@ -63,9 +66,18 @@ class TransferParams(msgspec.Struct, kw_only=True):
             raise ValueError(f"kv_transfer_params: {error}") from error
         for name, role in ("do_remote_decode", "producer"), ("do_remote_prefill", "consumer"):
             if getattr(params, name) and kv_role not in ("kv_both", f"kv_{role}"):
-                raise ValueError(f"kv_transfer_params: {name} needs an engine with --kv-role {role} or both")
-        if params.is_prefill_first and None in (params.remote_host, params.remote_port, params.remote_block_ids):
-            raise ValueError("kv_transfer_params: remote_request_id needs remote_host, remote_port, remote_block_ids")
+                raise ValueError(
+                    f"kv_transfer_params: {name} needs an engine with --kv-role {role} or both"
+                )
+        if params.is_prefill_first and None in (
+            params.remote_host,
+            params.remote_port,
+            params.remote_block_ids,
+        ):
+            raise ValueError(
+                "kv_transfer_params: remote_request_id needs remote_host, remote_port, "
+                "remote_block_ids"
+            )
 
 
 @dataclass

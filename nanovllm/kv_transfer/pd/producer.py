@@ -1,4 +1,5 @@
-"""The side of an engine that computes KV for others: their orders, and the blocks that it holds for them.
+"""The side of an engine that computes KV for others: their orders, and the blocks that it holds for
+them.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
@@ -12,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv_transfer.pd.control import Claim, Consumer, Leases, Prefill, Prefilled, Released, Side, listen, seal
+from nanovllm.kv_transfer.pd.control import (
+    Claim,
+    Consumer,
+    Leases,
+    Prefill,
+    Prefilled,
+    Released,
+    Side,
+    listen,
+    seal,
+)
 from nanovllm.kv_transfer.pd.plan import Move, TransferParams
 
 if TYPE_CHECKING:
@@ -46,13 +57,15 @@ class ProducerSide(Side):
         self.lease_seconds = float(self.kv_transfer.extra("lease_seconds", 60.0))
         self.orders: dict[str, Order] = {}
         if self.kv_transfer.is_producer:
-            host, port = self.kv_transfer.kv_ip, self.kv_transfer.kv_port
+            host = self.kv_transfer.kv_ip
+            port = self.kv_transfer.kv_port
             self._listener = listen(host, port, self.credentials, self.mailbox, self.leases)
             self.address = self._listener.address
 
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`."""
-        # If the ranks have stopped pushing a request that still runs, the push has failed, and its consumer cannot use the rest.
+        # If the ranks have stopped pushing a request that still runs, the push has failed, and its
+        # consumer cannot use the rest.
         self._output.aborts += self._output.finished_sending & self.orders.keys()
         self._output.finished_sending |= self.leases.take_ended()
         return super().take_output()
@@ -78,13 +91,19 @@ class ProducerSide(Side):
     def decline(self, request: Request, reason: str) -> None:
         """Tell the consumer that ordered the request why this engine does not compute it."""
         order = self.orders.pop(request.request_id)
-        order.consumer.tell(Prefilled(request.request_id, error=f"it rejected the prompt: {reason}"))
+        order.consumer.tell(
+            Prefilled(request.request_id, error=f"it rejected the prompt: {reason}")
+        )
 
     def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Released | None) -> None:
         """Act on a consumer's message; None: the consumer is gone."""
         if message is None:
-            self._output.aborts += [key for key, order in self.orders.items() if order.consumer is consumer]
-        elif isinstance(message, Released) and not message.was_held:  # an order, which may have been computed meanwhile
+            self._output.aborts += [
+                key for key, order in self.orders.items() if order.consumer is consumer
+            ]
+        elif (
+            isinstance(message, Released) and not message.was_held
+        ):  # an order, which may have been computed meanwhile
             self._output.aborts += {message.request_id} & self.orders.keys()
             self.leases.release(message.request_id, consumer.connection)
         elif isinstance(message, Prefill):
@@ -93,20 +112,24 @@ class ProducerSide(Side):
                 return
             params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
             request = EngineRequest(message.transfer_id, message.token_ids, params)
-            request.priority, request.cache_salt = message.priority, message.cache_salt
+            request.priority = message.priority
+            request.cache_salt = message.cache_salt
             self.orders[message.transfer_id] = Order(consumer, message)
             self._output.requests.append(request)
 
     def _why_not(self, message: Prefill) -> str:
         """What is wrong with an order; "" if nothing."""
-        size, tokens = self.config.block_size, message.token_ids
+        size = self.config.block_size
+        tokens = message.token_ids
         vocab_size = int(self.identity["vocab_size"])
         if message.transfer_id in self.orders:
             return "this id is in use"
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             return f"token ids must be from 0 to {vocab_size - 1}"
         if not 0 <= message.num_computed_tokens < len(tokens) or message.num_computed_tokens % size:
-            return "num_computed_tokens must be a multiple of block_size and smaller than the prompt"
+            return (
+                "num_computed_tokens must be a multiple of block_size and smaller than the prompt"
+            )
         if message.push is not None and len(message.push) != -(-len(tokens) // size):
             return f"{len(message.push)} blocks for {len(tokens)} tokens"
         return ""
@@ -118,24 +141,30 @@ class ProducerSide(Side):
                 self._push(order, share, tables[share.request_id])
 
     def _push(self, order: Order, share: ScheduledRequest, table: list[int]) -> None:
-        """Push what the step computes of an order; the first push also contains what the producer had in its cache.
+        """Push what the step computes of an order; the first push also contains what the producer
+        had in its cache.
 
-        The tokens to push are those of the order (`token_ids`) up to the end of this step's share, without those that were pushed
-        (`num_pushed`) and those that the consumer has (its first `num_computed_tokens`). All blocks that contain such a token are
-        pushed whole, so a block that this step fills only in part is pushed again by the next step. `metadata.pushes` gets a `Move`
-        with the order's `consumer.ranks`, from blocks of `table` to those at the same places in `Prefill.push`; `is_last` says that
-        it ends the order. The order's `num_pushed` becomes the end, and `_in_flight` gets the id, which is that of the request.
+        The tokens to push are those of the order (`token_ids`) up to the end of this step's share,
+        without those that were pushed (`num_pushed`) and those that the consumer has (its first
+        `num_computed_tokens`). All blocks that contain such a token are pushed whole, so a block
+        that this step fills only in part is pushed again by the next step. `metadata.pushes` gets a
+        `Move` with the order's `consumer.ranks`, from blocks of `table` to those at the same places
+        in `Prefill.push`; `is_last` says that it ends the order. The order's `num_pushed` becomes
+        the end, and `_in_flight` gets the id, which is that of the request.
 
-        Nothing is pushed if there is no such token, if the consumer will read (`push` is None), or if a part was pushed and the id
-        is no longer in flight: then the ranks have stopped.
-        """
-        message, size = order.message, self.config.block_size
+        Nothing is pushed if there is no such token, if the consumer will read (`push` is None), or
+        if a part was pushed and the id is no longer in flight: then the ranks have stopped."""
+        message = order.message
+        size = self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))
-        is_lost = order.num_pushed > 0 and share.request_id not in self._in_flight  # the ranks have stopped pushing
+        is_lost = (
+            order.num_pushed > 0 and share.request_id not in self._in_flight
+        )  # the ranks have stopped pushing
         if message.push is None or end <= start or is_lost:
             return
-        blocks, order.num_pushed = slice(start // size, -(-end // size)), end
+        blocks = slice(start // size, -(-end // size))
+        order.num_pushed = end
         moved = table[blocks], message.push[blocks]
         is_last = end == len(message.token_ids)
         self.metadata.pushes.append(Move(share.request_id, order.consumer.ranks, *moved, is_last))
@@ -145,7 +174,9 @@ class ProducerSide(Side):
         """See `KVConnectorScheduler.is_sending`."""
         return request.request_id in self.orders and request.request_id in self._in_flight
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Hold the blocks of a prompt that another engine wants."""
         # A request that was preempted while its token was pending ends without blocks.
         is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
@@ -172,7 +203,8 @@ class ProducerSide(Side):
 
     def _order_finished(self, order: Order, blocks: list[int], is_complete: bool) -> bool:
         """Answer the consumer; returns whether the blocks have to be held."""
-        transfer_id, consumer = order.message.transfer_id, order.consumer
+        transfer_id = order.message.transfer_id
+        consumer = order.consumer
         if not is_complete:
             consumer.tell(Prefilled(transfer_id, error="the producer has given it up"))
             if transfer_id in self._in_flight:

@@ -1,9 +1,10 @@
-"""Decides which KV blocks are kept outside of the pool: in host memory and on a disk (connector "offloading"), or in a store that
-engines share (connector "pool").
+"""Decides which KV blocks are kept outside of the pool: in host memory and on a disk (connector
+"offloading"), or in a store that engines share (connector "pool").
 
-Every block is saved once, when it has become full, and not when it is evicted from the pool. So no step waits until a block has
-been copied before it can be overwritten, a block that is still in one engine's pool can be used by another, and a crash costs
-nothing. Blocks that are never loaded are saved in vain, but in the background.
+Every block is saved once, when it has become full, and not when it is evicted from the pool. So no
+step waits until a block has been copied before it can be overwritten, a block that is still in one
+engine's pool can be used by another, and a crash costs nothing. Blocks that are never loaded are
+saved in vain, but in the background.
 
 A block that is missing or damaged is not an error: it is computed.
 
@@ -31,7 +32,8 @@ _BYTE = memoryview(b"\0")
 
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
-    """The key of a block's KV: a hash of everything that determines it, and of all tokens up to its end (`kv.manager.hash_block`)."""
+    """The key of a block's KV: a hash of everything that determines it, and of all tokens up to its
+    end (`kv.manager.hash_block`)."""
     parts = "\0".join(f"{name}={value}" for name, value in sorted(identity.items()))
     return hashlib.sha256(hashlib.sha256(parts.encode()).digest() + block_hash).digest()
 
@@ -47,7 +49,8 @@ class OffloadingMetadata:
 
     Attributes:
         evict: keys that are evicted from host memory, before the saves.
-        saves: key -> block id, of blocks that are full when the step has been computed; the most recently used come last.
+        saves: key -> block id, of blocks that are full when the step has been computed; the most
+            recently used come last.
         loads: request id -> key -> block id, of the blocks that it waits for, in their order.
     """
 
@@ -57,8 +60,8 @@ class OffloadingMetadata:
 
 
 class _BelowHost(KVStore):
-    """What is below the ranks' host memory, as the scheduler's half sees it: blocks can be looked up, and the ranks move evicted
-    blocks there.
+    """What is below the ranks' host memory, as the scheduler's half sees it: blocks can be looked
+    up, and the ranks move evicted blocks there.
 
     Attributes:
         shared: the store that other engines use, too.
@@ -67,7 +70,8 @@ class _BelowHost(KVStore):
 
     def __init__(self, shared: KVStore | None, shares: Sequence[str]) -> None:
         super().__init__()
-        self.shared, self._shares = shared or KVStore(), shares
+        self.shared = shared or KVStore()
+        self._shares = shares
         self.evicted: list[bytes] = []
 
     def contains(self, keys: Sequence[bytes]) -> int:
@@ -84,20 +88,27 @@ class _BelowHost(KVStore):
 class OffloadingScheduler(KVConnectorScheduler):
     """Knows which blocks are kept, and which requests wait for them.
 
-    It decides which blocks are in the ranks' host memory, and therefore knows it: all ranks have the same blocks there, each its
-    share. In a store that other engines use too, it looks blocks up.
+    It decides which blocks are in the ranks' host memory, and therefore knows it: all ranks have
+    the same blocks there, each its share. In a store that other engines use too, it looks blocks
+    up.
 
     Raises:
         ValueError: settings that make no sense; the message names the fix.
     """
 
-    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
+    def __init__(
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+    ) -> None:
         super().__init__(config, identity, ranks)
         if not config.enable_prefix_caching:
-            raise ValueError("enable enable_prefix_caching: blocks are stored under the hashes of the prefix cache")
+            raise ValueError(
+                "enable enable_prefix_caching: blocks are stored under the hashes of the prefix "
+                "cache"
+            )
         if self.kv_transfer.kv_load_failure_policy == "fail":
             raise ValueError(
-                "use kv_load_failure_policy 'recompute': this connector recomputes blocks that are not stored"
+                "use kv_load_failure_policy 'recompute': this connector recomputes blocks that are "
+                "not stored"
             )
         self._key = lru_cache(1 << 16)(partial(block_key, identity))
         shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
@@ -106,7 +117,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
         self._host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
         self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
-        # Request id -> the request, and how many blocks from its beginning are kept, or have been given to the ranks to be saved.
+        # Request id -> the request, and how many blocks from its beginning are kept, or have been
+        # given to the ranks to be saved.
         self._saved: dict[str, tuple[Request, int]] = {}
         self._loading: dict[str, dict[bytes, int]] = {}  # request id -> key -> block id
         self._loads: dict[str, dict[bytes, int]] = {}  # those of them that begin with the next step
@@ -114,27 +126,39 @@ class OffloadingScheduler(KVConnectorScheduler):
     def _keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
         return [self._key(block_hash) for block_hash in block_hashes]
 
-    # ---------------------------------------------------------------- a request's KV comes from elsewhere
+    # ---------------------------------------------------------- a request's KV comes from elsewhere
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens after the first `num_computed_tokens` can be loaded (0 if none), and True: the request waits for them.
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """How many tokens after the first `num_computed_tokens` can be loaded (0 if none), and
+        True: the request waits for them.
 
-        The kept blocks are those of `request.block_hashes` that `_host.contains` finds (by their `_keys`), counted from the beginning
-        of the prompt. `_saved[request_id]` becomes the pair of the request and their number, even if nothing can be loaded. Only whole
-        blocks are loaded, not the one with the last of `num_tokens`, whose logits are needed, and none unless
+        The kept blocks are those of `request.block_hashes` that `_host.contains` finds (by their
+        `_keys`), counted from the beginning of the prompt. `_saved[request_id]` becomes the pair of
+        the request and their number, even if nothing can be loaded. Only whole blocks are loaded,
+        not the one with the last of `num_tokens`, whose logits are needed, and none unless
         `kv_transfer.is_consumer`.
 
-        The scheduler asks again as long as the request waits for free blocks. If other engines share the store (`_is_shared`), a lookup
-        is slow, and the number in `_saved` is used again; host memory is looked up anew, since it may have evicted blocks.
-        """
+        The scheduler asks again as long as the request waits for free blocks. If other engines
+        share the store (`_is_shared`), a lookup is slow, and the number in `_saved` is used again;
+        host memory is looked up anew, since it may have evicted blocks."""
         if request.request_id not in self._saved or not self._is_shared:
-            self._saved[request.request_id] = request, self._host.contains(self._keys(request.block_hashes))
-        size, (_, num_saved) = self.config.block_size, self._saved[request.request_id]
+            self._saved[request.request_id] = (
+                request,
+                self._host.contains(self._keys(request.block_hashes)),
+            )
+        size = self.config.block_size
+        _, num_saved = self._saved[request.request_id]
         # The last token's logits are needed.
-        usable = min(num_saved, (request.num_tokens - 1) // size) if self.kv_transfer.is_consumer else 0
+        usable = (
+            min(num_saved, (request.num_tokens - 1) // size) if self.kv_transfer.is_consumer else 0
+        )
         return max(0, usable * size - num_computed_tokens), True
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
         """See `KVConnectorScheduler.update_state_after_alloc`."""
         first = request.num_computed_tokens // self.config.block_size
         end = first + num_external_tokens // self.config.block_size
@@ -145,10 +169,12 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._host.put(keys, [_BYTE] * len(keys))  # blocks from a disk stay in host memory
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no longer count as kept."""
+        """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no
+        longer count as kept."""
         KVConnectorScheduler.update_connector_output(self, output)
         for request_id in output.finished_recving:
-            blocks, invalid = self._loading.pop(request_id), output.invalid_block_ids.get(request_id, set())
+            blocks = self._loading.pop(request_id)
+            invalid = output.invalid_block_ids.get(request_id, set())
             lost = [key for key, block_id in blocks.items() if block_id in invalid]
             self._host.evict(lost)
             if lost and request_id in self._saved:
@@ -156,8 +182,11 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- a request's KV is kept
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> OffloadingMetadata | None:
-        """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this step, and those to be loaded."""
+    def build_connector_meta(
+        self, schedule: SchedulerOutput, tables: Tables
+    ) -> OffloadingMetadata | None:
+        """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this
+        step, and those to be loaded."""
         saves: dict[bytes, int] = {}
         for scheduled in schedule.requests if self.kv_transfer.is_producer else ():
             if scheduled.request_id in self._saved:
@@ -168,7 +197,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             # A block that got a slot and lost it again in the same step is not copied at all.
             saves = {key: saves[key] for key in new if key in self._host}
         metadata = OffloadingMetadata(self._below.evicted, saves, self._loads)
-        self._below.evicted, self._loads = [], {}
+        self._below.evicted = []
+        self._loads = {}
         return metadata if self._in_flight or saves or metadata.evict else None
 
     def _new_blocks(self, request_id: str, table: Sequence[int]) -> dict[bytes, int]:
@@ -180,8 +210,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         keys = self._keys(request.block_hashes[first:end])
         return dict(zip(reversed(keys), reversed(table[first:end]), strict=True))
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved have been copied."""
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved
+        have been copied."""
         self._saved.pop(request.request_id, None)
         return False, None
 

@@ -1,4 +1,5 @@
-"""Keeps KV blocks outside of this process: each entry behind a header that reveals damage, in a store that may fail at any time."""
+"""Keeps KV blocks outside of this process: each entry behind a header that reveals damage, in a
+store that may fail at any time."""
 
 import logging
 import struct
@@ -15,7 +16,8 @@ from nanovllm.kv_transfer.stores.store import KVStore
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
-COMPLAINT_SECONDS, RETRY_SECONDS = 60.0, 10.0
+COMPLAINT_SECONDS = 60.0
+RETRY_SECONDS = 10.0
 
 # The header of an entry outside of this process: magic and version, key, length; then a checksum.
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ")
@@ -27,8 +29,8 @@ Pair = tuple[bytes, memoryview]  # a key and the bytes of its entry
 def seal(key: bytes, payload: memoryview) -> bytes:
     """The header of an entry, `HEADER_BYTES` long."""
     header = _HEADER.pack(b"nanoKV\x00\x01", key, len(payload))
-    # xxh3 reads 45 GB/s on one core here, crc32 4.7, blake2b 0.9: no slower than copying. It finds accidents, not forgeries:
-    # a program that may write to the pool may write anything.
+    # xxh3 reads 45 GB/s on one core here, crc32 4.7, blake2b 0.9: no slower than copying. It finds
+    # accidents, not forgeries: a program that may write to the pool may write anything.
     checksum = xxhash.xxh3_64(header)
     checksum.update(payload)
     return header + checksum.intdigest().to_bytes(8, "little")
@@ -40,7 +42,8 @@ def is_intact(header: bytes, key: bytes, payload: memoryview) -> bool:
 
 
 def unpack(entry: memoryview, payload: memoryview) -> bytes:
-    """Fill a payload with that of a sealed entry; returns the entry's header, or b"" if its payload has another length."""
+    """Fill a payload with that of a sealed entry; returns the entry's header, or b"" if its payload
+    has another length."""
     if len(entry) != HEADER_BYTES + len(payload):
         return b""
     np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(entry, np.uint8)[HEADER_BYTES:])
@@ -48,10 +51,11 @@ def unpack(entry: memoryview, payload: memoryview) -> bytes:
 
 
 class SealedStore(KVStore):
-    """Entries outside of this process, each behind a header (`seal`). A subclass says how they get there and back.
+    """Entries outside of this process, each behind a header (`seal`). A subclass says how they get
+    there and back.
 
-    A store that fails counts as empty: it logs a warning, at most one per minute, and the engine computes the blocks. One that does
-    not answer is asked again after some seconds.
+    A store that fails counts as empty: it logs a warning, at most one per minute, and the engine
+    computes the blocks. One that does not answer is asked again after some seconds.
 
     Attributes:
         place: what warnings call it.
@@ -67,7 +71,8 @@ class SealedStore(KVStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ask_again, self._quiet_until = 0.0, 0.0
+        self._ask_again = 0.0
+        self._quiet_until = 0.0
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
         """True for the keys that are there; they count as used, in this order."""
@@ -78,7 +83,8 @@ class SealedStore(KVStore):
         raise NotImplementedError
 
     def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
-        """Fill the buffers. Returns the entries' headers: b"" if the length is not the buffer's, None if there is no entry."""
+        """Fill the buffers. Returns the entries' headers: b"" if the length is not the buffer's,
+        None if there is no entry."""
         raise NotImplementedError
 
     def _delete(self, keys: Sequence[bytes]) -> None:
@@ -102,10 +108,14 @@ class SealedStore(KVStore):
         found: list[bool] = []
         for batch in self._batches(keys, buffers):
             headers = self._ask(self._fetch, batch) or [None] * len(batch)
-            found += [self._check(header, *pair) for header, pair in zip(headers, batch, strict=True)]
+            found += [
+                self._check(header, *pair) for header, pair in zip(headers, batch, strict=True)
+            ]
         return self._count_found(found)
 
-    def _batches(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Pair]]:
+    def _batches(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Iterator[list[Pair]]:
         pairs = self._last_first(keys, buffers)
         return (pairs[i : i + self.batch] for i in range(0, len(pairs), self.batch))
 
@@ -119,7 +129,8 @@ class SealedStore(KVStore):
         return False
 
     def _ask(self, question: Callable[[Any], Any], items: Sequence[Any]) -> Any:
-        """The store's answer; None if it gives none, or gave none a moment ago, or if there is nothing to ask."""
+        """The store's answer; None if it gives none, or gave none a moment ago, or if there is
+        nothing to ask."""
         if items and time.monotonic() >= self._ask_again:
             try:
                 return question(items)

@@ -1,8 +1,8 @@
 """Keeps KV blocks outside of the KV pool, as bytes under a key.
 
-A key is made of everything that determines the bytes (model, layout, tokens: see `offloading.block_key`), so the same key always
-means the same bytes. Hence an entry is never updated: if it is there, a second writer need not write it, and no reader can get a
-stale block.
+A key is made of everything that determines the bytes (model, layout, tokens: see
+`offloading.block_key`), so the same key always means the same bytes. Hence an entry is never
+updated: if it is there, a second writer need not write it, and no reader can get a stale block.
 
 Built by notebooks/32_kv_sharing.ipynb: edit it there.
 """
@@ -20,16 +20,18 @@ import torch
 
 
 class KVStore:
-    """Keeps bytes under keys, up to a bound: the least recently used entries are evicted. Any thread may call it. This one keeps
-    nothing.
+    """Keeps bytes under keys, up to a bound: the least recently used entries are evicted. Any
+    thread may call it. This one keeps nothing.
 
-    The keys of a call name blocks that follow one another, and a block is useless without those before it. So the first key
-    counts as used last: the end of a chain is evicted before its beginning.
+    The keys of a call name blocks that follow one another, and a block is useless without those
+    before it. So the first key counts as used last: the end of a chain is evicted before its
+    beginning.
 
     Attributes:
         num_slots: for entries in host memory.
-        stats: counts of entries, as seen from this process: `hits` and `misses` of those that were requested; `stored`; `evicted` to
-            make room; found `damaged`, which are removed, and count as misses too; `failed` to be stored.
+        stats: counts of entries, as seen from this process: `hits` and `misses` of those that were
+            requested; `stored`; `evicted` to make room; found `damaged`, which are removed, and
+            count as misses too; `failed` to be stored.
     """
 
     num_slots = 0
@@ -48,8 +50,8 @@ class KVStore:
         """Fill the buffers, each as long as its entry.
 
         Returns:
-            Whether each was filled with its entry. If not, its content is undefined: the entry is not there, or was damaged
-            and has been removed.
+            Whether each was filled with its entry. If not, its content is undefined: the entry is
+            not there, or was damaged and has been removed.
         """
         return [False] * len(keys)
 
@@ -59,7 +61,9 @@ class KVStore:
     def close(self) -> None:
         """Close files and connections. Entries that other processes share stay."""
 
-    def _last_first(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[tuple[bytes, memoryview]]:
+    def _last_first(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[tuple[bytes, memoryview]]:
         """All entries, the first one last, so that it counts as used last."""
         return list(zip(keys, buffers, strict=True))[::-1]
 
@@ -71,12 +75,13 @@ class KVStore:
 
 
 class HostStore(KVStore):
-    """Entries of one size in host memory: one allocation, divided into slots. A large slow store may be below this small fast one:
-    entries that are evicted here go there. Entries that are found there come back, and stay below too: when they are evicted again,
-    there is nothing to write.
+    """Entries of one size in host memory: one allocation, divided into slots. A large slow store
+    may be below this small fast one: entries that are evicted here go there. Entries that are found
+    there come back, and stay below too: when they are evicted again, there is nothing to write.
 
-    The constructor writes to all of the memory: the kernel allocates a page when it is first touched, which takes several
-    times as long as the copy itself. A GPU can read pinned memory without a copy in between.
+    The constructor writes to all of the memory: the kernel allocates a page when it is first
+    touched, which takes several times as long as the copy itself. A GPU can read pinned memory
+    without a copy in between.
 
     Args:
         num_bytes: how much memory to take.
@@ -85,19 +90,27 @@ class HostStore(KVStore):
         lower: the store below.
 
     Attributes:
-        is_in_use: whether an entry must not be evicted now. If none may be, a new one is not stored.
+        is_in_use: whether an entry must not be evicted now. If none may be, a new one is not
+            stored.
         stats: of this store alone.
     """
 
-    def __init__(self, num_bytes: int, entry_bytes: int, pinned: bool = False, lower: KVStore | None = None) -> None:
+    def __init__(
+        self, num_bytes: int, entry_bytes: int, pinned: bool = False, lower: KVStore | None = None
+    ) -> None:
         super().__init__()
-        self.num_slots, self.lower = num_bytes // entry_bytes, lower or KVStore()
-        self._memory = torch.zeros(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self.num_slots = num_bytes // entry_bytes
+        self.lower = lower or KVStore()
+        self._memory = torch.zeros(
+            self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned
+        ).numpy()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(self.num_slots))
         self.is_in_use: Callable[[bytes], bool] = lambda key: False
-        # `_lock` guards `_slots`, and is held for one copy at most; the thread that fills or empties slots holds `_writing`.
-        self._lock, self._writing = threading.Lock(), threading.RLock()
+        # `_lock` guards `_slots`, and is held for one copy at most; the thread that fills or
+        # empties slots holds `_writing`.
+        self._lock = threading.Lock()
+        self._writing = threading.RLock()
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an entry is in this very store."""
@@ -119,7 +132,9 @@ class HostStore(KVStore):
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """See `KVStore.get`."""
-        found = self._count_found([self._read(key, buffer) for key, buffer in self._last_first(keys, buffers)])
+        found = self._count_found(
+            [self._read(key, buffer) for key, buffer in self._last_first(keys, buffers)]
+        )
         missing = [i for i, there in enumerate(found) if not there]
         below = self.lower.get([keys[i] for i in missing], [buffers[i] for i in missing])
         risen = [i for i, there in zip(missing, below, strict=True) if there]
@@ -136,18 +151,21 @@ class HostStore(KVStore):
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Copy the bytes of these buffers into slots of `_memory`, in the order of `_last_first`.
 
-        An entry that is there already only counts as used (`_touch`). If there is no free slot, `_make_room` evicts an entry; it
-        returns False if there is still none, and then this entry is not stored. Each new one counts in `stats.stored`.
+        An entry that is there already only counts as used (`_touch`). If there is no free slot,
+        `_make_room` evicts an entry; it returns False if there is still none, and then this entry
+        is not stored. Each new one counts in `stats.stored`.
 
-        This thread holds `_writing` all the time, and `_lock` only to enter a key into `_slots`. Another thread may read a slot as
-        soon as its key is there, so the bytes are copied before.
+        This thread holds `_writing` all the time, and `_lock` only to enter a key into `_slots`.
+        Another thread may read a slot as soon as its key is there, so the bytes are copied before.
         """
         with self._writing:
             for key, buffer in self._last_first(keys, buffers):
                 if self._touch([key]) or not self._make_room():
                     continue
                 slot = self._free.pop()
-                self._memory[slot] = np.frombuffer(buffer, np.uint8)  # no other thread knows this slot yet
+                self._memory[slot] = np.frombuffer(
+                    buffer, np.uint8
+                )  # no other thread knows this slot yet
                 with self._lock:
                     self._slots[key] = slot
                 self.stats.stored += 1
@@ -163,7 +181,8 @@ class HostStore(KVStore):
         """See `KVStore.evict`."""
         with self._writing:
             for key in filter(self.__contains__, keys):
-                # The store below may be slow: until it has the entry, the entry can still be read here.
+                # The store below may be slow: until it has the entry, the entry can still be read
+                # here.
                 self.lower.put([key], [memoryview(self._memory[self._slots[key]])])
                 with self._lock:
                     self._free.append(self._slots.pop(key))

@@ -1,11 +1,12 @@
 """Moves KV blocks between the caches of two ranks: what all transports have in common.
 
-A rank reads blocks of ranks of another engine when they are complete (`read`), or expects them (`expect`) and reads each layer when
-its owner offers it (`push`). Only the rank itself writes to its cache: a peer that was stopped in mid-transfer cannot damage it later.
+A rank reads blocks of ranks of another engine when they are complete (`read`), or expects them
+(`expect`) and reads each layer when its owner offers it (`push`). Only the rank itself writes to
+its cache: a peer that was stopped in mid-transfer cannot damage it later.
 
-Each pair of ranks that has something in common uses an authenticated connection, opened by the rank that reads or pushes. A
-thread serves each end. The engine's own thread never waits: it asks with `poll` which transfers have ended.
-"""
+Each pair of ranks that has something in common uses an authenticated connection, opened by the rank
+that reads or pushes. A thread serves each end. The engine's own thread never waits: it asks with
+`poll` which transfers have ended."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect
-from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, check_same, common_piece, pieces_from, pieces_to
+from nanovllm.kv_transfer.transport.pieces import (
+    BlockIds,
+    Piece,
+    check_same,
+    common_piece,
+    pieces_from,
+    pieces_to,
+)
 from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
 
@@ -44,14 +52,16 @@ _JOIN = 30.0  # seconds in which a thread whose connection is closed ends
 
 
 class Link:
-    """A connection to a rank of another engine, used by one thread at each end: the end that has opened it reads and pushes.
+    """A connection to a rank of another engine, used by one thread at each end: the end that has
+    opened it reads and pushes.
 
     Attributes:
         theirs: what the other rank has said of itself and its cache.
     """
 
     def __init__(self, transport: Transport, connection: Connection) -> None:
-        self.transport, self.connection = transport, connection
+        self.transport = transport
+        self.connection = connection
         self.theirs = messages.decode_hello(connection.hello)
         check_same(transport.layout.fingerprint, self.theirs.layout.fingerprint)
 
@@ -71,7 +81,8 @@ class Link:
         return messages.decode(self.connection.receive(timeout))
 
     def receive_answer(self) -> None:
-        """Wait until the other rank grants a request, and answer what it asks meanwhile. A payload has still to be received."""
+        """Wait until the other rank grants a request, and answer what it asks meanwhile. A payload
+        has still to be received."""
         while not isinstance(message := self.receive(self.transport.timeout), messages.Answer):
             self.answer(message)
         if message.error:
@@ -90,7 +101,9 @@ class Link:
                 layout.check_blocks(request.block_ids)
                 if not 0 <= request.head < request.head + request.num_heads <= len(layout.heads):
                     last = request.head + request.num_heads - 1
-                    raise messages.Refused(f"heads {request.head} to {last}, but this rank has {len(layout.heads)}")
+                    raise messages.Refused(
+                        f"heads {request.head} to {last}, but this rank has {len(layout.heads)}"
+                    )
                 return self.serve_fetch(request, _layers(request, layout.layers))
             if isinstance(request, messages.Push):
                 self._take(request)
@@ -108,11 +121,16 @@ class Link:
         """Read what the other rank offers."""
         piece = common_piece(self.transport.layout, self.theirs.layout)
         if piece is None or len(push.block_ids) != len(push.source_ids):
-            raise messages.Refused("these two ranks share no KV heads and layers, or do not have that many blocks")
+            raise messages.Refused(
+                "these two ranks share no KV heads and layers, or do not have that many blocks"
+            )
         piece = dataclasses.replace(piece, layers=_layers(push, piece.layers))
         self.theirs.layout.check_blocks(push.source_ids)
-        transfers, part = self.transport.transfers, (piece.layers, push.block_ids, push.is_last)
-        transfers.is_known(push.transfer_id, min(_GRACE, self.transport.timeout / 2))  # before our engine has been told
+        transfers = self.transport.transfers
+        part = (piece.layers, push.block_ids, push.is_last)
+        transfers.is_known(
+            push.transfer_id, min(_GRACE, self.transport.timeout / 2)
+        )  # before our engine has been told
         with transfers.moving(push.transfer_id, self.theirs.id, *part):
             if push.block_ids:
                 self.read(piece, push.block_ids, push.source_ids)
@@ -124,15 +142,17 @@ class Link:
 def _layers(request: messages.Fetch | messages.Push, known: range) -> range:
     """The layers that a peer asks for."""
     if not known.start <= request.first_layer < request.end_layer <= known.stop:
-        raise messages.Refused(f"layers {request.first_layer} to {request.end_layer - 1} of {known}")
+        raise messages.Refused(
+            f"layers {request.first_layer} to {request.end_layer - 1} of {known}"
+        )
     return range(request.first_layer, request.end_layer)
 
 
 class Rank:
     """A rank of another engine, from which this rank reads, and to which it pushes.
 
-    A thread of this object connects to the rank, and then does jobs, until one fails or the connection is lost. A rank that is lost
-    stays lost: to try again, make a new object.
+    A thread of this object connects to the rank, and then does jobs, until one fails or the
+    connection is lost. A rank that is lost stays lost: to try again, make a new object.
 
     Attributes:
         error: why the rank is lost; empty while it is not.
@@ -142,11 +162,17 @@ class Rank:
     link: Link  # while there is a connection
 
     def __init__(self, transport: Transport, address: messages.Address) -> None:
-        self.transport, self.address, self.error = transport, address, ""
-        self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Callable[[], object], bool]] = deque()
+        self.transport = transport
+        self.address = address
+        self.error = ""
+        self.pushes: deque[
+            tuple[tuple[str, list[int], list[int]], int, Callable[[], object], bool]
+        ] = deque()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._connection: Connection | None = None
-        self._thread = threading.Thread(target=self._work, name=f"kv-{address.host}:{address.port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"kv-{address.host}:{address.port}", daemon=True
+        )
         self._thread.start()
 
     def put(self, job: Callable[[], object]) -> None:
@@ -166,12 +192,22 @@ class Rank:
             raise PeerLost("it has left")
 
     def _work(self) -> None:
-        host, port, transport = self.address.host, self.address.port, self.transport
+        host = self.address.host
+        port = self.address.port
+        transport = self.transport
         try:
             connection = connect(host, port, transport.credentials)
-            with closing(connection), closing(transport.link_class(transport, connection)) as self.link:
-                if (self.link.theirs.id, self.link.theirs.layout) != (self.address.id, self.address.layout):
-                    raise PeerLost("another rank now has this address, or the rank has a different cache")
+            with (
+                closing(connection),
+                closing(transport.link_class(transport, connection)) as self.link,
+            ):
+                if (self.link.theirs.id, self.link.theirs.layout) != (
+                    self.address.id,
+                    self.address.layout,
+                ):
+                    raise PeerLost(
+                        "another rank now has this address, or the rank has a different cache"
+                    )
                 self._connection = connection
                 while not self.error:
                     try:
@@ -191,13 +227,16 @@ class Rank:
     def close(self) -> None:
         """End the thread. A running job fails, waiting jobs are dropped."""
         self.error = self.error or "this end is closed"
-        if connection := self._connection:  # a thread that still connects runs no job, and will find that it is closed
+        if (
+            connection := self._connection
+        ):  # a thread that still connects runs no job, and will find that it is closed
             connection.close()
             self._jobs.put(lambda: None)
             self._thread.join(_JOIN)
 
     def _move(self, transfer_id: str, work: Callable[[], object], *part: Any) -> None:
-        """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is cancelled.
+        """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is
+        cancelled.
 
         Args:
             part: see `Transfers.moving`.
@@ -211,7 +250,9 @@ class Rank:
 
     def read(self, transfer_id: str, piece: Piece, local: list[int], remote: list[int]) -> None:
         """Read blocks of all layers of a piece."""
-        self._move(transfer_id, lambda: self.link.read(piece, local, remote), piece.layers, local, True)
+        self._move(
+            transfer_id, lambda: self.link.read(piece, local, remote), piece.layers, local, True
+        )
 
     def push(self) -> None:
         """Push the next layers: those that were computed meanwhile go together."""
@@ -239,8 +280,9 @@ class Rank:
 class Transport:
     """One rank's end of all transfers: it serves its own blocks and moves those of its peers.
 
-    All methods return at once. Each transfer has its own id and is reported once by `poll`, when its blocks are no longer
-    touched. A peer that dies or breaks the protocol ends the transfer with an error, and never raises here.
+    All methods return at once. Each transfer has its own id and is reported once by `poll`, when
+    its blocks are no longer touched. A peer that dies or breaks the protocol ends the transfer with
+    an error, and never raises here.
 
     Args:
         layout: of this rank.
@@ -263,18 +305,33 @@ class Transport:
     link_class: type[Link]
 
     def __init__(
-        self, layout: KVLayout, kv_caches: Caches, host: str, secret: bytes, port: int = 0, timeout: float = 30.0
+        self,
+        layout: KVLayout,
+        kv_caches: Caches,
+        host: str,
+        secret: bytes,
+        port: int = 0,
+        timeout: float = 30.0,
     ) -> None:
-        caches = {i: (cache.shape, cache.dtype, cache.is_contiguous()) for i, cache in kv_caches.items()}
+        caches = {
+            i: (cache.shape, cache.dtype, cache.is_contiguous()) for i, cache in kv_caches.items()
+        }
         expected = torch.Size(layout.cache_shape), getattr(torch, layout.dtype), True
         if caches != dict.fromkeys(layout.layers, expected):
-            raise ValueError(f"the caches do not match the layout, {expected} for {layout.layers}: {caches}")
+            raise ValueError(
+                f"the caches do not match the layout, {expected} for {layout.layers}: {caches}"
+            )
         if host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"peers cannot connect to kv_ip={host!r}: name an address of this machine")
-        self.layout, self.kv_caches, self.timeout = layout, kv_caches, timeout
+            raise ValueError(
+                f"peers cannot connect to kv_ip={host!r}: name an address of this machine"
+            )
+        self.layout = layout
+        self.kv_caches = kv_caches
+        self.timeout = timeout
         self.device = next(iter(kv_caches.values())).device
         self.addresses = {layer: kv_caches[layer].data_ptr() for layer in layout.layers}
-        self.id, self.is_closed = os.urandom(8).hex(), False
+        self.id = os.urandom(8).hex()
+        self.is_closed = False
         self.transfers = Transfers()
         self._peers: dict[messages.Address, Rank] = {}
         self._pushes: dict[str, dict[Rank, range]] = {}  # open pushes, and to where they go
@@ -284,7 +341,9 @@ class Transport:
         self._listener = Listener(host, port, self.credentials, self._serve)
 
     @classmethod
-    def empty_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def empty_cache(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
         """Zeros in memory that peers can reach."""
         return zeros(tuple(shape), dtype, torch.device(device))
 
@@ -296,7 +355,13 @@ class Transport:
 
     # -------------------------------------------------------------- what the engine asks for
 
-    def read(self, transfer_id: str, peers: Peers, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+    def read(
+        self,
+        transfer_id: str,
+        peers: Peers,
+        local_block_ids: list[int],
+        remote_block_ids: list[int],
+    ) -> None:
         """Begin to fill this rank's blocks with those of another engine.
 
         Args:
@@ -307,7 +372,10 @@ class Transport:
         """
         self.layout.check_blocks(local_block_ids)
         if len(local_block_ids) != len(remote_block_ids):
-            raise ValueError(f"{len(local_block_ids)} blocks of this rank, but {len(remote_block_ids)} of the peer")
+            raise ValueError(
+                f"{len(local_block_ids)} blocks of this rank, but {len(remote_block_ids)} of the "
+                "peer"
+            )
         plan, error = self._plan(pieces_from, peers, remote_block_ids)
         ranks = {self._rank(address): piece for address, piece in plan if remote_block_ids}
         layers: dict[Hashable, range] = {rank: piece.layers for rank, piece in ranks.items()}
@@ -316,16 +384,25 @@ class Transport:
             rank.put(partial(rank.read, transfer_id, piece, local_block_ids, remote_block_ids))
 
     def expect(self, transfer_id: str, peers: Peers, block_ids: list[int]) -> None:
-        """Read into these blocks what the ranks of another engine offer; ends when all of them say that this was all. Raises a
-        ValueError as `read` does."""
+        """Read into these blocks what the ranks of another engine offer; ends when all of them say
+        that this was all. Raises a ValueError as `read` does."""
         self.layout.check_blocks(block_ids)
         plan, error = self._plan(pieces_from, peers)
-        self.transfers.begin(transfer_id, {address.id: piece.layers for address, piece in plan}, block_ids, error)
+        self.transfers.begin(
+            transfer_id, {address.id: piece.layers for address, piece in plan}, block_ids, error
+        )
 
     def push(
-        self, transfer_id: str, peers: Peers, layer: int, local: list[int], remote: list[int], is_last: bool = False
+        self,
+        transfer_id: str,
+        peers: Peers,
+        layer: int,
+        local: list[int],
+        remote: list[int],
+        is_last: bool = False,
     ) -> None:
-        """Begin to push blocks of a layer that has just been computed. May be called again, also for the same blocks.
+        """Begin to push blocks of a layer that has just been computed. May be called again, also
+        for the same blocks.
 
         Args:
             is_last: no more blocks are pushed; the transfer is complete after the last layer.
@@ -336,16 +413,23 @@ class Transport:
         self.layout.check_blocks(local)
         if not self.transfers.is_known(transfer_id):
             plan, error = self._plan(pieces_to, peers)
-            self._pushes[transfer_id] = {self._rank(address): piece.layers for address, piece in plan}
-            self.transfers.begin(transfer_id, dict.fromkeys(self._pushes[transfer_id], ()), error=error)
+            self._pushes[transfer_id] = {
+                self._rank(address): piece.layers for address, piece in plan
+            }
+            self.transfers.begin(
+                transfer_id, dict.fromkeys(self._pushes[transfer_id], ()), error=error
+            )
         wait = self.mark()
         for rank, layers in self._pushes.get(transfer_id, {}).items():
             if layer in layers:
-                rank.pushes.append(((transfer_id, local, remote), layer, wait, is_last and layer == layers[-1]))
+                rank.pushes.append(
+                    ((transfer_id, local, remote), layer, wait, is_last and layer == layers[-1])
+                )
                 rank.put(rank.push)
 
     def cancel(self, transfer_id: str, reason: str = "cancelled") -> None:
-        """Begin nothing more for a transfer, and tell the peers that wait for its pushes. `poll` still reports its end."""
+        """Begin nothing more for a transfer, and tell the peers that wait for its pushes. `poll`
+        still reports its end."""
         self.transfers.fail(transfer_id, reason)
         for peer in self._pushes.pop(transfer_id, {}):
             if not peer.error:
@@ -364,9 +448,11 @@ class Transport:
         return ended
 
     def reset(self, reason: str) -> None:
-        """Cancel all transfers and end all connections. When this returns, no thread touches a block."""
+        """Cancel all transfers and end all connections. When this returns, no thread touches a
+        block."""
         self.lost(reason)
-        peers, self._peers = self._peers, {}
+        peers = self._peers
+        self._peers = {}
         for peer in peers.values():
             peer.close()
         self._listener.hang_up()
@@ -377,14 +463,16 @@ class Transport:
         self.reset("this engine has closed its transport")
         self._listener.close()
 
-    # -------------------------------------------------------------- what each kind of transport brings
+    # ----------------------------------------------------------- what each kind of transport brings
 
     def _prepare(self, host: str) -> bytes:
-        """Make the caches reachable; returns what a peer must know to access them directly, nothing if it cannot."""
+        """Make the caches reachable; returns what a peer must know to access them directly, nothing
+        if it cannot."""
         raise NotImplementedError
 
     def mark(self) -> Callable[[], object]:
-        """A function that waits until everything that was computed so far can be read. On a CPU it already can."""
+        """A function that waits until everything that was computed so far can be read. On a CPU it
+        already can."""
         if self.device.type != "cuda":
             return lambda: None
         return torch.cuda.current_stream(self.device).record_event().synchronize
@@ -405,7 +493,8 @@ class Transport:
         return [(addresses[piece.peer], piece) for piece in found], ""
 
     def _serve(self, connection: Connection) -> None:
-        """Answer one peer's requests until it leaves, or sends what makes no sense; then raise an error."""
+        """Answer one peer's requests until it leaves, or sends what makes no sense; then raise an
+        error."""
         link = self.link_class(self, connection)
         try:
             while True:

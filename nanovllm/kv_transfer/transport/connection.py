@@ -1,7 +1,8 @@
-"""Sends and receives messages and payloads in frames, each with a checksum, over one TCP connection.
+"""Sends and receives messages and payloads in frames, each with a checksum, over one TCP
+connection.
 
-A frame is a header and a message, and perhaps a payload; both parts end with their xxHash, which is as fast as memory.
-"""
+A frame is a header and a message, and perhaps a payload; both parts end with their xxHash, which is
+as fast as memory."""
 
 import contextlib
 import select
@@ -18,13 +19,23 @@ MAX_MESSAGE = 16 << 20  # bytes
 _MAGIC = b"nvkv"
 _HEADER = struct.Struct("<4sIQ")  # magic, bytes of the message and of the payload
 _CHECKSUM_BYTES = 8
-_STEP_BYTES = 1 << 20  # of payload that are sent and checked at a time: they are still in the processor's cache
-# Half a minute after a host has vanished silently its connections count as lost, even if nothing is being sent.
-_TCP_OPTIONS = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30000}
+_STEP_BYTES = (
+    1 << 20
+)  # of payload that are sent and checked at a time: they are still in the processor's cache
+# Half a minute after a host has vanished silently its connections count as lost, even if nothing is
+# being sent.
+_TCP_OPTIONS = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": 15,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 30000,
+}
 
 
 class CorruptFrame(PeerLost):
-    """The received bytes are not those that were sent, or make no sense. The connection is of no use any more."""
+    """The received bytes are not those that were sent, or make no sense. The connection is of no
+    use any more."""
 
 
 class Connection:
@@ -32,17 +43,25 @@ class Connection:
 
     Args:
         peer: what error messages call the other end.
-        patience: seconds after which a peer counts as lost that stops in the middle of a frame or takes no bytes.
+        patience: seconds after which a peer counts as lost that stops in the middle of a frame or
+            takes no bytes.
 
     Attributes:
-        payload_bytes: length of the payload that follows the last message and has not been received yet.
+        payload_bytes: length of the payload that follows the last message and has not been received
+            yet.
         deadline: `time.monotonic()` after which bytes no longer move; set during the handshake.
         hello: what the other end has said of itself in the handshake.
     """
 
     def __init__(self, sock: socket.socket, peer: str, patience: float = 30.0) -> None:
-        self.peer, self.patience, self.payload_bytes, self.deadline, self.hello = peer, patience, 0, float("inf"), b""
-        self._socket, self._closed, self._sending = sock, False, threading.Lock()
+        self.peer = peer
+        self.patience = patience
+        self.payload_bytes = 0
+        self.deadline = float("inf")
+        self.hello = b""
+        self._socket = sock
+        self._closed = False
+        self._sending = threading.Lock()
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():
@@ -76,7 +95,9 @@ class Connection:
             CorruptFrame: the bytes are not a frame.
         """
         if self.payload_bytes:
-            raise CorruptFrame(f"{self.peer} sent {self.payload_bytes} bytes with a message that has none")
+            raise CorruptFrame(
+                f"{self.peer} sent {self.payload_bytes} bytes with a message that has none"
+            )
         if self._closed:
             raise PeerLost(f"the connection to {self.peer} is closed")
         if not self.is_ready(timeout):
@@ -96,7 +117,8 @@ class Connection:
 
         Raises:
             PeerLost: as in `receive`; part of the buffer may have been filled.
-            CorruptFrame: the payload has another length (then no byte was written), or a wrong checksum.
+            CorruptFrame: the payload has another length (then no byte was written), or a wrong
+            checksum.
         """
         if len(buffer) != self.payload_bytes:
             raise self._corrupt(f"{self.payload_bytes} bytes where {len(buffer)} were expected")
@@ -105,13 +127,15 @@ class Connection:
         self.payload_bytes = 0
 
     def is_ready(self, seconds: float | None = 0, event: int = select.POLLIN) -> bool:
-        """Whether receiving, or with POLLOUT sending, would return or raise at once; waits for that moment, None: without a limit."""
+        """Whether receiving, or with POLLOUT sending, would return or raise at once; waits for that
+        moment, None: without a limit."""
         poller = select.poll()
         poller.register(self._socket, event)
         return bool(poller.poll(None if seconds is None else 1000 * max(0.0, seconds)))
 
     def is_lost(self) -> bool:
-        """Whether the other end is gone, as far as can be known without waiting and without taking bytes it has sent."""
+        """Whether the other end is gone, as far as can be known without waiting and without taking
+        bytes it has sent."""
         try:
             return self._closed or self._socket.recv(1, socket.MSG_PEEK) == b""
         except OSError as error:
@@ -120,7 +144,8 @@ class Connection:
     def close(self) -> None:
         """End the connection: the other end, and threads that wait here, get `PeerLost`."""
         self._closed = True
-        # The descriptor stays open: a thread that waits for it now could otherwise meet another file with its number.
+        # The descriptor stays open: a thread that waits for it now could otherwise meet another
+        # file with its number.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -143,7 +168,11 @@ class Connection:
 
     def _transfer(self, data: memoryview, is_sending: bool = False) -> bytes:
         """Send or fill all of `data`, step by step; returns its checksum."""
-        step, event = (self._socket.send, select.POLLOUT) if is_sending else (self._socket.recv_into, select.POLLIN)
+        step, event = (
+            (self._socket.send, select.POLLOUT)
+            if is_sending
+            else (self._socket.recv_into, select.POLLIN)
+        )
         checksum = xxhash.xxh3_64()
         while data:
             try:

@@ -1,11 +1,12 @@
-"""Makes connections on which both ends have proved that they know a secret, before either reads anything else.
+"""Makes connections on which both ends have proved that they know a secret, before either reads
+anything else.
 
-The client sends a random number, the listener another one, and then each sends the HMAC of both numbers under the secret (a
-mutual challenge and response). The secret itself never travels, and no proof can be used a second time. Then both send a flat
-dict that describes them, and an end that finds a difference refuses; and a hello, which says what else the other end has to know.
-What follows is authenticated at its beginning but neither signed nor encrypted: across a network that strangers can reach, use a
-tunnel (WireGuard, IPsec).
-"""
+The client sends a random number, the listener another one, and then each sends the HMAC of both
+numbers under the secret (a mutual challenge and response). The secret itself never travels, and no
+proof can be used a second time. Then both send a flat dict that describes them, and an end that
+finds a difference refuses; and a hello, which says what else the other end has to know. What
+follows is authenticated at its beginning but neither signed nor encrypted: across a network that
+strangers can reach, use a tunnel (WireGuard, IPsec)."""
 
 import contextlib
 import hashlib
@@ -40,19 +41,22 @@ class HandshakeError(ConnectionError):
     """The other end does not know the secret, or does not fit; the message says what differs."""
 
 
-# ------------------------------------------------------------------------------------------------ the secret
+# --------------------------------------------------------------------------------------- the secret
 
 
 def secret() -> bytes:
-    """The secret that engines must share to exchange KV: `NANOVLLM_KV_SECRET`, or else the content of a file of this user,
-    which is made once (~/.cache/nanovllm/kv_secret, or under `NANOVLLM_HOME` if that is set).
+    """The secret that engines must share to exchange KV: `NANOVLLM_KV_SECRET`, or else the content
+    of a file of this user, which is made once (~/.cache/nanovllm/kv_secret, or under
+    `NANOVLLM_HOME` if that is set).
 
     Raises:
         ValueError: the secret is too short, other users can read the file, or it cannot be written.
     """
     if (given := os.environ.get("NANOVLLM_KV_SECRET")) is not None:
         return _long_enough(given.encode(), "NANOVLLM_KV_SECRET")
-    path = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm") / "kv_secret"
+    path = (
+        Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm") / "kv_secret"
+    )
     if not path.exists():
         try:
             _make_secret(path)
@@ -64,7 +68,10 @@ def secret() -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.geteuid():
-            raise ValueError(f"{path} can be read by others: remove it (a new one is made), or chmod 600 and chown it")
+            raise ValueError(
+                f"{path} can be read by others: remove it (a new one is made), or chmod 600 and "
+                "chown it"
+            )
         return _long_enough(file.read(), str(path))
 
 
@@ -81,11 +88,13 @@ def _make_secret(path: Path) -> None:
 
 def _long_enough(value: bytes, name: str) -> bytes:
     if len(value.strip()) < 16:
-        raise ValueError(f"{name} is too short for a secret: 16 characters at least, better 64 random ones")
+        raise ValueError(
+            f"{name} is too short for a secret: 16 characters at least, better 64 random ones"
+        )
     return value.strip()
 
 
-# ------------------------------------------------------------------------------------------------ the handshake
+# ------------------------------------------------------------------------------------ the handshake
 
 
 @dataclass(frozen=True)
@@ -107,15 +116,18 @@ class Credentials:
 
 
 def _proof(secret: bytes, role: str, nonces: bytes) -> bytes:
-    """Proof that a process knows the secret. It contains the role, so that sending a proof back proves nothing."""
+    """Proof that a process knows the secret. It contains the role, so that sending a proof back
+    proves nothing."""
     return hmac.digest(secret, _HELLO + role.encode() + nonces, hashlib.sha256)
 
 
 def _shake_hands(connection: Connection, is_client: bool, credentials: Credentials) -> None:
-    """Prove to each other that both know the secret, then compare the fingerprints and exchange the hellos.
+    """Prove to each other that both know the secret, then compare the fingerprints and exchange the
+    hellos.
 
     Raises:
-        HandshakeError: the other end does not know the secret, has another fingerprint, or takes too long.
+        HandshakeError: the other end does not know the secret, has another fingerprint, or takes
+            too long.
     """
     # One deadline for the whole handshake: a peer that sends one byte per second gains no time.
     connection.deadline = time.monotonic() + credentials.timeout
@@ -163,12 +175,14 @@ def connect(host: str, port: int, credentials: Credentials) -> Connection:
 
 
 class Listener:
-    """Accepts connections in a thread, and gives each its own thread for the handshake and for `on_connection`.
+    """Accepts connections in a thread, and gives each its own thread for the handshake and for
+    `on_connection`.
 
     Args:
         host: the only address to listen on.
         port: 0: any free one.
-        on_connection: called with each connection after its handshake; when it returns, the connection is closed.
+        on_connection: called with each connection after its handshake; when it returns, the
+            connection is closed.
 
     Attributes:
         address: host and port.
@@ -178,9 +192,14 @@ class Listener:
     """
 
     def __init__(
-        self, host: str, port: int, credentials: Credentials, on_connection: Callable[[Connection], None]
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        on_connection: Callable[[Connection], None],
     ) -> None:
-        self._credentials, self._on_connection = credentials, on_connection
+        self._credentials = credentials
+        self._on_connection = on_connection
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
         self._socket.settimeout(0.5)
@@ -201,14 +220,19 @@ class Listener:
                     logger.warning("cannot accept a connection: %s", error)
                 continue
             connection = Connection(sock, f"{host}:{port}", self._credentials.patience)
-            thread = threading.Thread(target=self._serve, args=[connection], name=f"kv-{connection.peer}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=[connection], name=f"kv-{connection.peer}", daemon=True
+            )
             self._connections[connection] = thread
             thread.start()
 
     def _serve(self, connection: Connection) -> None:
         try:
             if not self._handshakes.acquire(blocking=False):
-                raise HandshakeError(f"{_MAX_HANDSHAKES} handshakes are in progress, and {connection.peer} has to wait")
+                raise HandshakeError(
+                    f"{_MAX_HANDSHAKES} handshakes are in progress, and {connection.peer} has to "
+                    "wait"
+                )
             try:
                 _shake_hands(connection, False, self._credentials)
             finally:
@@ -228,7 +252,9 @@ class Listener:
         """End all connections."""
         for connection, thread in list(self._connections.items()):
             connection.close()
-            if thread.is_alive():  # else it has ended, or begins now and finds the connection closed
+            if (
+                thread.is_alive()
+            ):  # else it has ended, or begins now and finds the connection closed
                 thread.join(self._credentials.patience)
 
     def close(self) -> None:

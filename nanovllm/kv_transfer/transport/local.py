@@ -1,10 +1,9 @@
 """Moves KV blocks by shared memory between processes of one machine, and by TCP between machines.
 
-On one machine a rank maps the other's cache and copies blocks from one into the other: every byte is touched once, and the
-other process does nothing. Elsewhere the owner gathers the blocks of a layer and sends them in one piece, and the other rank
-spreads them over its cache if their checksum is right. Caches on a GPU go through pinned host memory, on their own stream, and
-always by TCP.
-"""
+On one machine a rank maps the other's cache and copies blocks from one into the other: every byte
+is touched once, and the other process does nothing. Elsewhere the owner gathers the blocks of a
+layer and sends them in one piece, and the other rank spreads them over its cache if their checksum
+is right. Caches on a GPU go through pinned host memory, on their own stream, and always by TCP."""
 
 from __future__ import annotations
 
@@ -42,22 +41,38 @@ def _copy_function() -> Callable[..., None] | None:
     """`copy_blocks` of blocks.cpp; None where there is no compiler."""
     source = Path(__file__).with_name("blocks.cpp")
     try:
-        copy = load_library([source], flags=("-O3", "-std=c++17", "-fPIC"), what=source.name).copy_blocks
+        copy = load_library(
+            [source], flags=("-O3", "-std=c++17", "-fPIC"), what=source.name
+        ).copy_blocks
     except BuildError as error:
         logger.warning("using TCP for KV blocks on this machine, too: %s", error)
         return None
-    place, number = ctypes.c_void_p, ctypes.c_int64
-    copy.argtypes = [place, place, number, number, place, place, number, number, number, number, number]
+    place = ctypes.c_void_p
+    number = ctypes.c_int64
+    copy.argtypes = [
+        place,
+        place,
+        number,
+        number,
+        place,
+        place,
+        number,
+        number,
+        number,
+        number,
+        number,
+    ]
     copy.restype = None
     return copy
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:
-    """The bytes of a tensor. Its own operators would start threads that compete with those that compute."""
+    """The bytes of a tensor. Its own operators would start threads that compete with those that
+    compute."""
     return tensor.view(torch.uint8).numpy()
 
 
-# ------------------------------------------------------------------------------------------ ways to another cache
+# ---------------------------------------------------------------------------- ways to another cache
 
 
 class LocalLink(Link):
@@ -79,7 +94,10 @@ class LocalLink(Link):
         if len(places) != len(layout.layers):
             raise ValueError(f"{len(places)} segments for {layout.layers}")
         try:
-            return [_map(handle, offset, layout.num_blocks * layout.block_bytes) for handle, offset in places]
+            return [
+                _map(handle, offset, layout.num_blocks * layout.block_bytes)
+                for handle, offset in places
+            ]
         except OSError as error:
             logger.info("receiving KV blocks of %s by TCP: %s", self.connection.peer, error)
             return []
@@ -95,13 +113,19 @@ class LocalLink(Link):
             self.transport.fill(heads, local_ids, self.connection.receive_payload)
 
     def _copy(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        copy, here, there = _copy_function(), self.transport.layout, self.theirs.layout
+        copy = _copy_function()
+        here = self.transport.layout
+        there = self.theirs.layout
         assert copy is not None, "else no memory is shared"
         local, remote = ((ctypes.c_int64 * len(ids))(*ids) for ids in (local_ids, remote_ids))
-        size, far_size = here.block_bytes, there.block_bytes
+        size = here.block_bytes
+        far_size = there.block_bytes
         for layer in piece.layers:
             to = self.transport.addresses[layer] + piece.local_head * here.head_bytes
-            source = self._caches[layer - there.first_layer].ctypes.data + piece.remote_head * there.head_bytes
+            source = (
+                self._caches[layer - there.first_layer].ctypes.data
+                + piece.remote_head * there.head_bytes
+            )
             far = source, remote, far_size, far_size // 2
             copy(to, local, size, size // 2, *far, len(local), *piece.runs(here, there))
 
@@ -125,7 +149,7 @@ def _map(handle: SegmentHandle, offset: int, num_bytes: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, num_bytes, offset)
 
 
-# ------------------------------------------------------------------------------------------ the transport
+# ------------------------------------------------------------------------------------ the transport
 
 
 class LocalTransport(Transport):
@@ -135,12 +159,16 @@ class LocalTransport(Transport):
         share_memory: False: TCP everywhere, as for a cache on a GPU.
     """
 
-    kind, link_class = "local", LocalLink
+    kind = "local"
+    link_class = LocalLink
     share_memory = True
 
     @classmethod
-    def empty_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Zeros, in host memory in a segment that others can map. The segment takes memory only as it fills, see `device.zeros`."""
+    def empty_cache(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        """Zeros, in host memory in a segment that others can map. The segment takes memory only as
+        it fills, see `device.zeros`."""
         if torch.device(device).type != "cpu":
             return super().empty_cache(shape, dtype, device)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -155,7 +183,9 @@ class LocalTransport(Transport):
         """Each layer's segment and the offset of its data there; nothing if a layer has no segment."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # The function is compiled now, not while the first request waits.
-        self.share_memory = self.share_memory and self._stream is None and _copy_function() is not None
+        self.share_memory = (
+            self.share_memory and self._stream is None and _copy_function() is not None
+        )
         segments = [_segments.get(address) for address in self.addresses.values()]
         if not self.share_memory or not all(segments):
             return b""
@@ -175,7 +205,9 @@ class LocalTransport(Transport):
         self._stream.synchronize()
         return _as_numpy(blocks).reshape(-1).data
 
-    def fill(self, heads: Tensor, block_ids: BlockIds, receive: Callable[[memoryview], None]) -> None:
+    def fill(
+        self, heads: Tensor, block_ids: BlockIds, receive: Callable[[memoryview], None]
+    ) -> None:
         """Receive the content of some blocks of `heads`."""
         shape = len(block_ids), *heads.shape[1:]
         blocks = torch.empty(shape, dtype=heads.dtype, pin_memory=self._stream is not None)
@@ -184,5 +216,7 @@ class LocalTransport(Transport):
             _as_numpy(heads)[block_ids] = _as_numpy(blocks)
             return
         with torch.cuda.stream(self._stream):
-            heads[torch.tensor(block_ids, device=self.device)] = blocks.to(self.device, non_blocking=True)
+            heads[torch.tensor(block_ids, device=self.device)] = blocks.to(
+                self.device, non_blocking=True
+            )
         self._stream.synchronize()

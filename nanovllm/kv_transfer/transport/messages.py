@@ -19,7 +19,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct):
-    """What both ends say in the handshake. `memory` says how the cache can be accessed directly, in the transport's own format."""
+    """What both ends say in the handshake. `memory` says how the cache can be accessed directly, in
+    the transport's own format."""
 
     id: str
     layout: KVLayout
@@ -33,7 +34,8 @@ class Answer(msgspec.Struct, tag="answer"):
 
 
 class Fetch(msgspec.Struct, tag="fetch"):
-    """Asks the owner for blocks of some layers. It answers as the transport says: see `Link.serve_fetch`.
+    """Asks the owner for blocks of some layers. It answers as the transport says: see
+    `Link.serve_fetch`.
 
     Attributes:
         head: counted from the owner's first head.
@@ -47,8 +49,8 @@ class Fetch(msgspec.Struct, tag="fetch"):
 
 
 class Push(msgspec.Struct, tag="push"):
-    """Offers blocks of some layers, which have just been computed, for a transfer that the receiver expects. It reads them, and then
-    answers.
+    """Offers blocks of some layers, which have just been computed, for a transfer that the receiver
+    expects. It reads them, and then answers.
 
     Attributes:
         block_ids: the receiver's.

@@ -1,9 +1,9 @@
-"""Moves KV blocks by NIXL, which vLLM and Dynamo use too: over UCX, on whatever the network offers, to and from GPUs as well.
+"""Moves KV blocks by NIXL, which vLLM and Dynamo use too: over UCX, on whatever the network offers,
+to and from GPUs as well.
 
-The engine that reads does all the work; the other one only gives it the keys of its memory, over a connection that has
-been authenticated before. With these keys NIXL allows access to everything that is registered, so the end that
-reads must check which blocks it may touch.
-"""
+The engine that reads does all the work; the other one only gives it the keys of its memory, over a
+connection that has been authenticated before. With these keys NIXL allows access to everything that
+is registered, so the end that reads must check which blocks it may touch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def _load(host: str, device: torch.device) -> Any:
     try:
         from nixl_cu12 import _api
     except ImportError as error:
-        raise ValueError(f"kv_connector='nixl' needs NIXL ({error}): pip install 'nanovllm[nixl]'") from error
+        raise ValueError(
+            f"kv_connector='nixl' needs NIXL ({error}): pip install 'nanovllm[nixl]'"
+        ) from error
     return _api
 
 
@@ -77,8 +79,12 @@ class NixlLink(Link):
         self.ask(messages.Fetch(*piece.remote_part, list(remote_ids)))
         (memory, name), mine, theirs = self._agent, self.transport.layout, self.theirs.layout
         runs = piece.runs(mine, theirs)
-        local = self._descriptors(self.transport.memory, mine, piece.layers, piece.local_head, runs, local_ids)
-        remote = self._descriptors(memory, theirs, piece.layers, piece.remote_head, runs, remote_ids)
+        local = self._descriptors(
+            self.transport.memory, mine, piece.layers, piece.local_head, runs, local_ids
+        )
+        remote = self._descriptors(
+            memory, theirs, piece.layers, piece.remote_head, runs, remote_ids
+        )
         handle = self.transport.call("initialize_xfer", "READ", local, remote, name)
         try:
             self._wait(handle)
@@ -87,13 +93,24 @@ class NixlLink(Link):
         self.connection.send(messages.encode(messages.Moved()))
 
     def _descriptors(
-        self, memory: _Memory, layout: KVLayout, layers: range, head: int, runs: tuple[int, int], ids: BlockIds
+        self,
+        memory: _Memory,
+        layout: KVLayout,
+        layers: range,
+        head: int,
+        runs: tuple[int, int],
+        ids: BlockIds,
     ) -> Any:
         """Address, bytes and device of each run of some blocks, in all layers."""
-        caches, blocks = np.array(memory.addresses, dtype=np.uint64), np.array(ids, dtype=np.uint64)
+        caches = np.array(memory.addresses, dtype=np.uint64)
+        blocks = np.array(ids, dtype=np.uint64)
         inner = [head * layout.head_bytes + i * layout.block_bytes // 2 for i in range(runs[0])]
         starts = caches[[layer - layout.first_layer for layer in layers], None, None]
-        starts = starts + blocks[:, None] * np.uint64(layout.block_bytes) + np.array(inner, dtype=np.uint64)
+        starts = (
+            starts
+            + blocks[:, None] * np.uint64(layout.block_bytes)
+            + np.array(inner, dtype=np.uint64)
+        )
         table = np.empty((starts.size, 3), dtype=np.uint64)
         table[:, 0], table[:, 1], table[:, 2] = starts.ravel(), runs[1], memory.device
         return self.transport.call("get_xfer_descs", table, memory.kind)
@@ -146,7 +163,8 @@ class NixlLink(Link):
 class NixlTransport(Transport):
     """One NIXL agent, in which all caches of the rank are registered."""
 
-    kind, link_class = "nixl", NixlLink
+    kind = "nixl"
+    link_class = NixlLink
 
     def _prepare(self, host: str) -> bytes:
         """The agent's keys, and the addresses of the layers' caches."""
@@ -154,12 +172,20 @@ class NixlTransport(Transport):
         self._lock = threading.Lock()
         self.num_links: Counter[str] = Counter()  # by agent
         known = vars(api.nixlBind).values()
-        self._errors = tuple(kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
-        # NIXL's own thread would use a whole core, also when there is nothing to do: see `serve_fetch`.
-        self._agent = api.nixl_agent(self.id, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        self._registered = self._agent.register_memory([self.kv_caches[layer] for layer in self.layout.layers])
+        self._errors = tuple(
+            kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)
+        )
+        # NIXL's own thread would use a whole core, also when there is nothing to do: see
+        # `serve_fetch`.
+        self._agent = api.nixl_agent(
+            self.id, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        )
+        self._registered = self._agent.register_memory(
+            [self.kv_caches[layer] for layer in self.layout.layers]
+        )
         kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
-        keys, addresses = self.call("get_agent_metadata"), [*self.addresses.values()]
+        keys = self.call("get_agent_metadata")
+        addresses = [*self.addresses.values()]
         self.memory = _Memory(keys, addresses, self.device.index or 0, kind)
         return messages.encode(self.memory)
 

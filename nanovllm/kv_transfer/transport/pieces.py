@@ -17,7 +17,9 @@ def check_same(mine: dict[str, str | int], theirs: dict[str, str | int]) -> None
     """
     differing = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     if differing:
-        values = (f"{key} is {mine.get(key)!r} here and {theirs.get(key)!r} there" for key in differing)
+        values = (
+            f"{key} is {mine.get(key)!r} here and {theirs.get(key)!r} there" for key in differing
+        )
         raise ValueError("these two cannot exchange KV blocks: " + ", ".join(values))
 
 
@@ -44,7 +46,8 @@ class Piece:
         return self.layers.start, self.layers.stop, self.remote_head, self.num_heads
 
     def runs(self, mine: KVLayout, theirs: KVLayout) -> tuple[int, int]:
-        """In how many contiguous runs of each block the heads are, here and there, and the bytes of a run."""
+        """In how many contiguous runs of each block the heads are, here and there, and the bytes of
+        a run."""
         if self.num_heads == len(mine.heads) == len(theirs.heads):
             return 1, mine.block_bytes
         return mine.num_planes, self.num_heads * mine.head_bytes
@@ -60,7 +63,9 @@ def common_piece(mine: KVLayout, theirs: KVLayout, peer: int = 0) -> Piece | Non
     return Piece(peer, layers, first - mine.heads.start, first - theirs.heads.start, num_heads)
 
 
-def _pieces(mine: KVLayout, theirs: tuple[KVLayout, ...], exchanges: Callable[[KVLayout], bool]) -> tuple[Piece, ...]:
+def _pieces(
+    mine: KVLayout, theirs: tuple[KVLayout, ...], exchanges: Callable[[KVLayout], bool]
+) -> tuple[Piece, ...]:
     for other in theirs:
         check_same(mine.fingerprint, other.fingerprint)
     peers = [(common_piece(mine, other, peer), other) for peer, other in enumerate(theirs)]
@@ -69,7 +74,8 @@ def _pieces(mine: KVLayout, theirs: tuple[KVLayout, ...], exchanges: Callable[[K
 
 @lru_cache(maxsize=256)
 def pieces_from(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ...]:
-    """What this rank reads from which ranks of another engine: every layer and head of its own exactly once.
+    """What this rank reads from which ranks of another engine: every layer and head of its own
+    exactly once.
 
     Where several ranks hold the same heads on both sides, each of them reads from a different one.
 
@@ -80,15 +86,24 @@ def pieces_from(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ..
         ValueError: the layouts do not fit, or a layer or head is missing or there twice.
     """
     found = _pieces(mine, theirs, lambda other: other.replica == mine.replica % other.num_replicas)
-    cells = [(layer, p.local_head + head) for p in found for layer in p.layers for head in range(p.num_heads)]
+    cells = [
+        (layer, p.local_head + head)
+        for p in found
+        for layer in p.layers
+        for head in range(p.num_heads)
+    ]
     if len(cells) != len(set(cells)) or len(cells) != len(mine.layers) * len(mine.heads):
-        raise ValueError(f"the other engine's {len(theirs)} ranks do not have every layer and KV head exactly once")
+        raise ValueError(
+            f"the other engine's {len(theirs)} ranks do not have every layer and KV head exactly "
+            "once"
+        )
     return found
 
 
 @lru_cache(maxsize=256)
 def pieces_to(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ...]:
-    """What this rank pushes to which ranks of another engine: the counterpart of what `pieces_from` computes there.
+    """What this rank pushes to which ranks of another engine: the counterpart of what `pieces_from`
+    computes there.
 
     Raises:
         ValueError: the layouts do not fit.

@@ -1,4 +1,5 @@
-"""Keeps the book of a rank's transfers: which are open, how many threads touch their blocks, and which have ended."""
+"""Keeps the book of a rank's transfers: which are open, how many threads touch their blocks, and
+which have ended."""
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -28,7 +29,8 @@ class _Transfer:
 
     Attributes:
         blocks: of this rank, that peers may fill.
-        missing: those of them that have not arrived yet, by layer, of each peer whose part has not ended.
+        missing: those of them that have not arrived yet, by layer, of each peer whose part has not
+            ended.
         touching: how many threads are moving blocks at the moment.
     """
 
@@ -44,7 +46,9 @@ class _Transfer:
         if not self.missing[peer].keys() >= {*layers} or not self.blocks.issuperset(blocks):
             raise Refused("these blocks are not the requested ones")
 
-    def arrived(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], is_last: bool) -> None:
+    def arrived(
+        self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], is_last: bool
+    ) -> None:
         """Note that the peer's blocks have moved, and perhaps the end of its part."""
         self.check(peer, layers, blocks)
         for layer in layers:
@@ -58,8 +62,9 @@ class _Transfer:
 class Transfers:
     """All transfers of a rank, shared by its threads.
 
-    A transfer has a part per peer (of a peer that pushes, its id; else the `Rank` that serves it), and ends when all have ended.
-    After an error it refuses everything new, and ends when no thread touches its blocks any more.
+    A transfer has a part per peer (of a peer that pushes, its id; else the `Rank` that serves it),
+    and ends when all have ended. After an error it refuses everything new, and ends when no thread
+    touches its blocks any more.
 
     Attributes:
         on_ended: called, by any thread, when `poll` has a transfer to report.
@@ -73,7 +78,11 @@ class Transfers:
         self._recent: dict[str, None] = {}  # the last that have ended
 
     def begin(
-        self, transfer_id: str, parts: Mapping[Hashable, Iterable[int]], blocks: Collection[int] = (), error: str = ""
+        self,
+        transfer_id: str,
+        parts: Mapping[Hashable, Iterable[int]],
+        blocks: Collection[int] = (),
+        error: str = "",
     ) -> None:
         """Note a new transfer.
 
@@ -88,7 +97,9 @@ class Transfers:
         with self._changed:
             if transfer_id in self._open or transfer_id in self._recent:
                 raise ValueError(f"transfer {transfer_id!r} already exists: use a unique id")
-            missing = {peer: {layer: set(blocks) for layer in layers} for peer, layers in parts.items()}
+            missing = {
+                peer: {layer: set(blocks) for layer in layers} for peer, layers in parts.items()
+            }
             self._open[transfer_id] = _Transfer(frozenset(blocks), missing, error)
             self._settle(transfer_id)
             self._changed.notify_all()
@@ -102,10 +113,15 @@ class Transfers:
 
     @contextmanager
     def moving(
-        self, transfer_id: str, peer: Hashable, layers: Iterable[int] = (), blocks: Collection[int] = (),
+        self,
+        transfer_id: str,
+        peer: Hashable,
+        layers: Iterable[int] = (),
+        blocks: Collection[int] = (),
         is_last: bool = False,
-    ) -> Iterator[None]:  # fmt: skip
-        """While a thread moves blocks with a peer, or takes note of the end of its part. An exception inside fails the transfer.
+    ) -> Iterator[None]:
+        """While a thread moves blocks with a peer, or takes note of the end of its part. An
+        exception inside fails the transfer.
 
         Args:
             layers, blocks: what is filled here, perhaps again.
@@ -132,7 +148,8 @@ class Transfers:
                 self._settle(transfer_id)
 
     def fail(self, transfer_id: str, error: str) -> None:
-        """Refuse anything new for a transfer. It ends when the threads that touch its blocks have left."""
+        """Refuse anything new for a transfer. It ends when the threads that touch its blocks have
+        left."""
         with self._changed:
             if transfer := self._open.get(transfer_id):
                 transfer.error = transfer.error or error
@@ -141,7 +158,11 @@ class Transfers:
     def of(self, peer: Hashable = None) -> list[str]:
         """The open transfers, or only those in which a peer's part has not ended."""
         with self._changed:
-            return [key for key, transfer in self._open.items() if peer is None or peer in transfer.missing]
+            return [
+                key
+                for key, transfer in self._open.items()
+                if peer is None or peer in transfer.missing
+            ]
 
     def _settle(self, transfer_id: str) -> None:
         """Close the transfer if it is over. The caller holds the lock."""
@@ -160,5 +181,6 @@ class Transfers:
         """Transfers that have ended since the last call; waits for one if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended, wait_seconds)
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
             return ended

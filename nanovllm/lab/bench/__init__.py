@@ -1,8 +1,8 @@
 """`nanovllm bench`: speed, start-up and memory, beside other engines on the same machine.
 
-Every engine gets the same token ids, the same number of threads and processes of its own. Engines take turns, run by run, and
-are compared pair by pair, because the load of a shared machine changes all the time.
-"""
+Every engine gets the same token ids, the same number of threads and processes of its own. Engines
+take turns, run by run, and are compared pair by pair, because the load of a shared machine changes
+all the time."""
 
 from __future__ import annotations
 
@@ -32,24 +32,40 @@ from nanovllm.lab.bench.workloads import NAMED, Workload, custom_workload
 if TYPE_CHECKING:
     from nanovllm.lab.bench.suite import Suite
 
-MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
-_ENGINES, _LENGTHS = "engine vllm-python llamacpp-python workload repeats threads figure ", "input-len output-len "
+MAX_MODEL_LEN = 2048
+KV_CACHE_MEMORY = "2GiB"
+_ENGINES = "engine vllm-python llamacpp-python workload repeats threads figure "
+_LENGTHS = "input-len output-len "
 #: What each measures, and its options.
 BENCHMARKS = {
     "latency": ("one batch", _ENGINES + _LENGTHS + "batch-size"),
     "throughput": ("many concurrent requests, offline", _ENGINES + _LENGTHS + "num-prompts"),
-    "serve": ("requests to a server", _ENGINES + _LENGTHS + "num-prompts request-rate max-concurrency"),
+    "serve": (
+        "requests to a server",
+        _ENGINES + _LENGTHS + "num-prompts request-rate max-concurrency",
+    ),
     "all": ("the named workloads of these three", _ENGINES),
     "scheduler": ("host time per step", "part dry-run repeats threads vllm-python"),
-    "parallel": ("the overhead of tensor, pipeline, data and expert parallelism", "part dry-run repeats threads"),
-    "speculation": ("the gain from speculative decoding", "part dry-run repeats threads vllm-python"),
+    "parallel": (
+        "the overhead of tensor, pipeline, data and expert parallelism",
+        "part dry-run repeats threads",
+    ),
+    "speculation": (
+        "the gain from speculative decoding",
+        "part dry-run repeats threads vllm-python",
+    ),
     "kv": ("the cost of KV transfer, and the gain from stored KV", "part dry-run repeats threads"),
     "gpu": ("test and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
-    "quality": ("the loss of quality from quantized weights or another setting", "baseline samples"),
+    "quality": (
+        "the loss of quality from quantized weights or another setting",
+        "baseline samples",
+    ),
 }
 
 
-def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+def _number(
+    kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], bool]
+) -> Callable[[str], Any]:
     """The type of an option whose value is a number."""
 
     def parse(text: str) -> Any:
@@ -63,7 +79,9 @@ def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], b
 
 _NUM_CORES = len(usable_cores())
 _at_least_1 = _number(int, "1 or more", lambda value: value >= 1)
-_threads = _number(int, f"a number of the {_NUM_CORES} cores", lambda value: 1 <= value <= _NUM_CORES)
+_threads = _number(
+    int, f"a number of the {_NUM_CORES} cores", lambda value: 1 <= value <= _NUM_CORES
+)
 _above_0 = _number(float, "above 0", lambda value: value > 0)
 
 
@@ -82,51 +100,105 @@ def _names(what: str, known: Iterable[str]) -> dict[str, Any]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"unknown name {unknown[0]!r}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown name {unknown[0]!r}; there are {', '.join(known)}"
+            )
         return names
 
-    return {"action": "extend", "type": parse, "metavar": "NAMES", "help": f"one or more of {', '.join(known)}{what}"}
+    return {
+        "action": "extend",
+        "type": parse,
+        "metavar": "NAMES",
+        "help": f"one or more of {', '.join(known)}{what}",
+    }
 
 
 def _options(benchmark: str) -> dict[str, dict[str, Any]]:
     """All options with their arguments for argparse."""
-    own, interpreter = "custom workload: ", "interpreter of the environment that has "
-    turns = " (hf: transformers; watched: nanovllm while a client reads its /trace), in alternating runs; the first engine is compared with the others (default: nanovllm)"
+    own = "custom workload: "
+    interpreter = "interpreter of the environment that has "
+    turns = (
+        " (hf: transformers; watched: nanovllm while a client reads its /trace), in alternating "
+        "runs; the first engine is compared with the others (default: nanovllm)"
+    )
     return {
         "engine": _names(turns, ENGINES),
-        **{f"{name}-python": {"metavar": "PYTHON", "help": interpreter + what} for name, what in PEERS.items()},
+        **{
+            f"{name}-python": {"metavar": "PYTHON", "help": interpreter + what}
+            for name, what in PEERS.items()
+        },
         "workload": _names(" (default: all of the benchmark)", NAMED),
         "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
         "output-len": {"type": _at_least_1, "help": own + "output tokens"},
         "batch-size": {"type": _at_least_1, "help": own + "requests in the batch"},
         "num-prompts": {"type": _at_least_1, "help": own + "requests"},
         "request-rate": {"type": _above_0, "help": own + "requests per second (default: inf)"},
-        "max-concurrency": {"type": _at_least_1, "help": own + "concurrent requests (default: all)"},
-        "repeats": {"type": _at_least_1, "default": 3, "help": "runs of each workload (default: 3)"},
-        "threads": {"type": _threads, "default": _NUM_CORES, "help": "number of cores for an engine (default: all)"},
-        "figure": {"metavar": "FILE", "type": _file, "help": "draw the runs in a roofline plot (.svg or .png)"},
+        "max-concurrency": {
+            "type": _at_least_1,
+            "help": own + "concurrent requests (default: all)",
+        },
+        "repeats": {
+            "type": _at_least_1,
+            "default": 3,
+            "help": "runs of each workload (default: 3)",
+        },
+        "threads": {
+            "type": _threads,
+            "default": _NUM_CORES,
+            "help": "number of cores for an engine (default: all)",
+        },
+        "figure": {
+            "metavar": "FILE",
+            "type": _file,
+            "help": "draw the runs in a roofline plot (.svg or .png)",
+        },
         "part": _names(" (default: all)", PARTS.get(benchmark, ())),
-        "dry-run": {"action": "store_true", "help": "run the same code with tiny sizes, on the CPU; nothing is measured"},
-        "baseline": {"metavar": "MODEL", "help": "unquantized model (default: the one that `nanovllm quantize` recorded, else the same model)"},
-        "samples": {"type": _at_least_1, "default": 8, "help": "samples per kind of text, 512 tokens each (default: 8)"},
-        "minutes": {"type": _above_0, "default": 9.0, "help": "maximum duration in minutes (default: 9)"},
-    }  # fmt: skip
+        "dry-run": {
+            "action": "store_true",
+            "help": "run the same code with tiny sizes, on the CPU; nothing is measured",
+        },
+        "baseline": {
+            "metavar": "MODEL",
+            "help": (
+                "unquantized model (default: the one that `nanovllm quantize` recorded, else the "
+                "same model)"
+            ),
+        },
+        "samples": {
+            "type": _at_least_1,
+            "default": 8,
+            "help": "samples per kind of text, 512 tokens each (default: 8)",
+        },
+        "minutes": {
+            "type": _above_0,
+            "default": 9.0,
+            "help": "maximum duration in minutes (default: 9)",
+        },
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the benchmarks, each with its own flags."""
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    measure = {"gpu": _measure_gpu, "quality": _measure_quality} | dict.fromkeys(PARTS, _measure_parts)
+    measure = {"gpu": _measure_gpu, "quality": _measure_quality} | dict.fromkeys(
+        PARTS, _measure_parts
+    )
     for name, (what, options) in BENCHMARKS.items():
         command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         command.set_defaults(measure=measure.get(name, _measure_suite))
         every = _options(name)
         for option in options.split():
             command.add_argument(f"--{option}", **every[option])
-        command.add_argument("--json", metavar="FILE", type=_file, help="write all measurements to this file")
-        command.add_argument("--markdown", metavar="FILE", type=_file, help="write the tables to this file")
+        command.add_argument(
+            "--json", metavar="FILE", type=_file, help="write all measurements to this file"
+        )
+        command.add_argument(
+            "--markdown", metavar="FILE", type=_file, help="write the tables to this file"
+        )
         if name in PARTS:  # they choose the other settings of the engine
-            command.add_argument("--model", default=EngineConfig.model, help="model to load (default: %(default)s)")
+            command.add_argument(
+                "--model", default=EngineConfig.model, help="model to load (default: %(default)s)"
+            )
             command.add_argument("--revision", help="branch, tag or commit of a hub model")
             command.add_argument(
                 "--dtype",
@@ -134,16 +206,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 choices=EngineConfig.choices()["dtype"],
                 help="data type of weights and KV cache",
             )
-            command.add_argument("--seed", type=int, default=0, help="seed of requests and dummy weights (default: 0)")
+            command.add_argument(
+                "--seed",
+                type=int,
+                default=0,
+                help="seed of requests and dummy weights (default: 0)",
+            )
         elif name != "gpu":
             if name == "quality":
-                command.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
+                command.add_argument(
+                    "model", nargs="?", default=argparse.SUPPRESS, help="the same as --model"
+                )
             EngineConfig.add_arguments(command.add_argument_group("engine"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit code: 1 if a part or a test failed."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines have sessions of their own
+    previous = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # engines have sessions of their own
     try:
         measure: Callable[[argparse.Namespace], int] = arguments.measure
         return measure(arguments)
@@ -152,7 +233,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure_suite(arguments: argparse.Namespace) -> int:
-    suite, start = _prepare(arguments), time.perf_counter()
+    suite = _prepare(arguments)
+    start = time.perf_counter()
 
     def report() -> int:
         facts = suite.facts(time.perf_counter() - start)
@@ -166,7 +248,9 @@ def _measure_suite(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None and (runs := suite.under_the_roof()):
         from nanovllm.lab.viz.roofline import write_roofline  # it imports matplotlib
 
-        write_roofline(arguments.figure, suite.limits.bytes_per_second, suite.limits.flops_per_second, runs)
+        write_roofline(
+            arguments.figure, suite.limits.bytes_per_second, suite.limits.flops_per_second, runs
+        )
     return report()
 
 
@@ -174,17 +258,27 @@ def _measure_parts(arguments: argparse.Namespace) -> int:
     from nanovllm.checkpoint.hub import resolve_model
     from nanovllm.lab.bench.local import TINY, write_checkpoint
 
-    parts, dry_run, start = PARTS[arguments.benchmark], arguments.dry_run, time.perf_counter()
+    parts = PARTS[arguments.benchmark]
+    dry_run = arguments.dry_run
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as work:
         if dry_run:  # the course model would take too long
-            folder, model = write_checkpoint(pathlib.Path(work) / "tiny", TINY), "a tiny one"
+            folder = write_checkpoint(pathlib.Path(work) / "tiny", TINY)
+            model = "a tiny one"
         else:
-            folder, model = resolve_model(arguments.model, arguments.revision).resolve(), arguments.model
+            folder = resolve_model(arguments.model, arguments.revision).resolve()
+            model = arguments.model
         settings = arguments.dtype, arguments.threads, arguments.seed, arguments.repeats
-        vllm_python = _python_of("vllm", arguments) if getattr(arguments, "vllm_python", None) else None
+        vllm_python = (
+            _python_of("vllm", arguments) if getattr(arguments, "vllm_python", None) else None
+        )
         runner = Runner(Setting(dry_run, str(folder), *settings, vllm_python=vllm_python))
-        rows = runner.run([part for name, part in parts.items() if name in (arguments.part or parts)])
-    facts = conditions(f"{model}, {arguments.dtype}", arguments.threads, time.perf_counter() - start)
+        rows = runner.run(
+            [part for name, part in parts.items() if name in (arguments.part or parts)]
+        )
+    facts = conditions(
+        f"{model}, {arguments.dtype}", arguments.threads, time.perf_counter() - start
+    )
     return Report(_command_line(), facts, rows, dry_run).finish(arguments)
 
 
@@ -192,19 +286,36 @@ def _measure_quality(arguments: argparse.Namespace) -> int:
     from nanovllm.checkpoint.files import read_json
     from nanovllm.checkpoint.hub import resolve_model
 
-    options, start = engine_options(arguments), time.perf_counter()
+    options = engine_options(arguments)
+    start = time.perf_counter()
     if options.keys() & {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}:
-        raise UsageError("quality is compared in one process, and ranks do not change it: do not set -tp, -pp and -dp")
-    origin = read_json(resolve_model(arguments.model, arguments.revision) / "config.json").get("quantized_from", {})
+        raise UsageError(
+            "quality is compared in one process, and ranks do not change it: do not set -tp, -pp "
+            "and -dp"
+        )
+    origin = read_json(resolve_model(arguments.model, arguments.revision) / "config.json").get(
+        "quantized_from", {}
+    )
     baseline = arguments.baseline or origin.get("model", arguments.model)
-    common = {"dtype": arguments.dtype, "device": "cpu", "kv_cache_memory": options["kv_cache_memory"]}
+    common = {
+        "dtype": arguments.dtype,
+        "device": "cpu",
+        "kv_cache_memory": options["kv_cache_memory"],
+    }
     settings = options | common | {"model": arguments.model, "revision": arguments.revision}
-    compared = common | {"model": baseline, "revision": arguments.revision if baseline == arguments.model else None}
+    compared = common | {
+        "model": baseline,
+        "revision": arguments.revision if baseline == arguments.model else None,
+    }
     try:
-        rows = load("nanovllm.lab.bench.quality:quality", "bench quality")(settings, compared, arguments.samples)
+        rows = load("nanovllm.lab.bench.quality:quality", "bench quality")(
+            settings, compared, arguments.samples
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    facts = conditions(f"{arguments.model}, against {baseline}", _NUM_CORES, time.perf_counter() - start)
+    facts = conditions(
+        f"{arguments.model}, against {baseline}", _NUM_CORES, time.perf_counter() - start
+    )
     return Report(_command_line(), facts, rows).finish(arguments)
 
 
@@ -213,16 +324,22 @@ def _measure_gpu(arguments: argparse.Namespace) -> int:
 
     from nanovllm.lab.bench.gpu.plan import goals, plan
 
-    dry_run, start = arguments.dry_run, time.perf_counter()
+    dry_run = arguments.dry_run
+    start = time.perf_counter()
     if dry_run:
         environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     elif torch.cuda.is_available():
-        environment = {"NANOVLLM_NATIVE": "0"}  # the CPU is only a reference, and its C++ kernels need not be compiled
+        environment = {
+            "NANOVLLM_NATIVE": "0"
+        }  # the CPU is only a reference, and its C++ kernels need not be compiled
     else:
         torch_is = (
-            f"{torch.__version__}, built {f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
+            f"{torch.__version__}, built "
+            f"{f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
         )
-        raise UsageError(f"torch {torch_is}, sees no NVIDIA GPU; --dry-run runs the same code on the CPU")
+        raise UsageError(
+            f"torch {torch_is}, sees no NVIDIA GPU; --dry-run runs the same code on the CPU"
+        )
     rows = Runner(Setting(dry_run), start + 60 * arguments.minutes, environment).run(plan(dry_run))
     facts = conditions("shapes of well-known models", _NUM_CORES, time.perf_counter() - start)
     return Report(_command_line(), facts, [*goals(rows), *rows], dry_run).finish(arguments)
@@ -240,15 +357,19 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     from nanovllm.models.config import ModelConfig, UnsupportedModelError
 
     names = list(dict.fromkeys(arguments.engine or ["nanovllm"]))
-    workloads, pythons = choose_workloads(arguments), dict.fromkeys(names, sys.executable)
+    workloads = choose_workloads(arguments)
+    pythons = dict.fromkeys(names, sys.executable)
     kinds = {workload.kind for workload in workloads}
     for name in names:
         if not kinds.intersection(ENGINES[name]):
-            raise UsageError(f"engine {name!r} has no {'server' if 'server' in kinds else 'offline use'}")
+            raise UsageError(
+                f"engine {name!r} has no {'server' if 'server' in kinds else 'offline use'}"
+            )
     pythons |= {name: _python_of(name, arguments) for name in names if name in PEERS}
     if "server" in kinds and "llamacpp" in names and llama_server(pythons["llamacpp"]) is None:
         raise UsageError(
-            "--engine llamacpp needs llama-server to serve: in the folder of --llamacpp-python, or on the PATH"
+            "--engine llamacpp needs llama-server to serve: in the folder of --llamacpp-python, or "
+            "on the PATH"
         )
     options = engine_options(arguments)
     folder = resolve_model(arguments.model, arguments.revision).resolve()
@@ -260,25 +381,33 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     for workload in workloads:
         if workload.max_request_tokens > options["max_model_len"]:
             raise UsageError(
-                f"workload {workload.name} has requests of {workload.max_request_tokens} tokens, over the "
-                f"{options['max_model_len']} that fit: raise --max-model-len, or choose others with --workload"
+                f"workload {workload.name} has requests of {workload.max_request_tokens} tokens, "
+                f"over the {options['max_model_len']} that fit: raise --max-model-len, or choose "
+                "others with --workload"
             )
     limits = measure_limits(arguments.dtype, arguments.threads)
     options["dtype"] = limits.dtype
-    engines = [EngineSettings(name, folder, options, arguments.threads, pythons[name]) for name in names]
+    engines = [
+        EngineSettings(name, folder, options, arguments.threads, pythons[name]) for name in names
+    ]
     for engine in (each for each in engines if each.name == "llamacpp"):
         from nanovllm.lab.bench.to_gguf import gguf_of  # it imports torch
 
         scheme = options.get("quantization", "auto"), options.get("quantize_head", False)
         engine.model = gguf_of(folder, limits.dtype, *scheme)
-    return Suite(arguments.model, engines, workloads, arguments.repeats, arguments.seed, model, limits)
+    return Suite(
+        arguments.model, engines, workloads, arguments.repeats, arguments.seed, model, limits
+    )
 
 
 def _python_of(name: str, arguments: argparse.Namespace) -> str:
     """The interpreter of the environment that has a peer."""
     given = getattr(arguments, f"{name}_python")
     if (python := shutil.which(given or "")) is None:
-        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment that contains it"
+        mistake = (
+            f"--engine {name} needs --{name}-python, the interpreter of an environment that "
+            "contains it"
+        )
         raise UsageError(f"{mistake}, got {given}")
     return os.path.abspath(python)
 
@@ -289,22 +418,41 @@ def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
     Raises:
         UsageError: a workload of another benchmark, or options that exclude each other.
     """
-    mode, chosen = arguments.benchmark, arguments.workload
-    names = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
+    mode = arguments.benchmark
+    chosen = arguments.workload
+    names = (
+        "input_len",
+        "output_len",
+        "batch_size",
+        "num_prompts",
+        "request_rate",
+        "max_concurrency",
+    )
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     if given and not chosen:
         return [custom_workload(mode, **given)]
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
-        raise UsageError(f"{flag} and --workload exclude each other: named workloads have their own lengths")
+        raise UsageError(
+            f"{flag} and --workload exclude each other: named workloads have their own lengths"
+        )
     for name in chosen or ():
         if mode not in ("all", NAMED[name][0].mode):
-            raise UsageError(f"workload {name} belongs to `bench {NAMED[name][0].mode}`, not to `bench {mode}`")
-    return [w for name in NAMED if name in (chosen or NAMED) for w in NAMED[name] if mode in ("all", w.mode)]
+            raise UsageError(
+                f"workload {name} belongs to `bench {NAMED[name][0].mode}`, not to `bench {mode}`"
+            )
+    return [
+        w
+        for name in NAMED
+        if name in (chosen or NAMED)
+        for w in NAMED[name]
+        if mode in ("all", w.mode)
+    ]
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine's settings that differ from the defaults; the model and the dtype are chosen elsewhere.
+    """The engine's settings that differ from the defaults; the model and the dtype are chosen
+    elsewhere.
 
     Raises:
         UsageError: a bad value, or a setting that would change what is compared.
@@ -315,7 +463,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default and field.name not in ("model", "revision", "dtype")
+        if getattr(config, field.name) != field.default
+        and field.name not in ("model", "revision", "dtype")
     }
     for name in ("trace", "tokenizer"):  # engines run in another folder
         if name in options and (name == "trace" or os.path.isdir(options[name])):

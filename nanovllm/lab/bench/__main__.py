@@ -1,7 +1,8 @@
-"""Runs one part of a benchmark in this process: `python -m nanovllm.lab.bench` (see `parts.Runner`, which starts it).
+"""Runs one part of a benchmark in this process: `python -m nanovllm.lab.bench` (see `parts.Runner`,
+which starts it).
 
-Standard input has the order as JSON. Each row goes to standard output as a line of JSON as soon as it is known, so that it
-survives if the process is killed; everything else goes to standard error.
+Standard input has the order as JSON. Each row goes to standard output as a line of JSON as soon as
+it is known, so that it survives if the process is killed; everything else goes to standard error.
 """
 
 import importlib

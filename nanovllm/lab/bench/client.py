@@ -1,7 +1,8 @@
-"""The client that measures a server: the same one for every engine, over OpenAI's streaming completions.
+"""The client that measures a server: the same one for every engine, over OpenAI's streaming
+completions.
 
-During a run it only keeps what arrives, with its time, and parses it afterwards: the cores belong to the server.
-"""
+During a run it only keeps what arrives, with its time, and parses it afterwards: the cores belong
+to the server."""
 
 import asyncio
 import contextlib
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 #: Chunks that every stream has received when the long prompt is sent.
 CHUNKS_BEFORE_INTRUDER = 8
-TIMEOUT_SECONDS, _AS_IT_IS = 600.0, {"Accept-Encoding": "identity"}
+TIMEOUT_SECONDS = 600.0
+_AS_IT_IS = {"Accept-Encoding": "identity"}
 
 
 class ServerError(Exception):
@@ -67,7 +69,8 @@ class _Stream:
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    # Every stream has a connection of its own: llama-server closes one after a stream, perhaps when the next has just begun.
+    # Every stream has a connection of its own: llama-server closes one after a stream, perhaps when
+    # the next has just begun.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=limits)
 
@@ -102,7 +105,8 @@ async def run_workload(
 
 
 async def watched(url: str, talk: Coroutine[Any, Any, T]) -> T:
-    """The result of a talk with a server during which a client reads the server's /trace, as the live page does, and throws it away.
+    """The result of a talk with a server during which a client reads the server's /trace, as the
+    live page does, and throws it away.
 
     Raises:
         ServerError: the server ends the trace before the talk.
@@ -127,7 +131,9 @@ async def watched(url: str, talk: Coroutine[Any, Any, T]) -> T:
 
 def _timeline(start: float, chunks: Chunks, num_tokens: int) -> Timeline:
     """Read server-sent events; an event came with the chunk that completes it."""
-    line, buffer, so_far = Timeline(start), b"", 0
+    line = Timeline(start)
+    buffer = b""
+    so_far = 0
     for when, data in chunks:
         *events, buffer = (buffer + data).split(b"\n\n")
         count = max((_completion_tokens(event) for event in events), default=0)
@@ -140,11 +146,14 @@ def _timeline(start: float, chunks: Chunks, num_tokens: int) -> Timeline:
 
 
 def _completion_tokens(event: bytes) -> int:
-    """Output tokens so far, as an event's usage says, or its timings (llama.cpp); 0 if it says nothing."""
+    """Output tokens so far, as an event's usage says, or its timings (llama.cpp); 0 if it says
+    nothing."""
     data = event.strip().removeprefix(b"data:").strip()
     if not data or data == b"[DONE]":
         return 0
     content = json.loads(data)
     if "error" in content:
         raise ServerError(str(content["error"])[:300])
-    return (content.get("usage") or {}).get("completion_tokens") or content.get("timings", {}).get("predicted_n", 0)
+    return (content.get("usage") or {}).get("completion_tokens") or content.get("timings", {}).get(
+        "predicted_n", 0
+    )

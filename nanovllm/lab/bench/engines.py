@@ -1,8 +1,7 @@
 """Engines under measurement, each in processes of its own, started and ended here.
 
-An engine is used in one of two ways: offline, through `worker.py`, or as a server, through HTTP. Both have the same
-`run(workload, requests)`.
-"""
+An engine is used in one of two ways: offline, through `worker.py`, or as a server, through HTTP.
+Both have the same `run(workload, requests)`."""
 
 import asyncio
 import contextlib
@@ -30,27 +29,49 @@ from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import free_port, python_environment
 
 KINDS = ("offline", "server")
-#: How each can be used. (`generate` of transformers is a function, and a client that watches needs a server.)
-ENGINES = {"nanovllm": KINDS, "vllm": KINDS, "llamacpp": KINDS, "hf": KINDS[:1], "watched": KINDS[1:]}
+# : How each can be used. (`generate` of transformers is a function, and a client that watches needs
+# a server.)
+ENGINES = {
+    "nanovllm": KINDS,
+    "vllm": KINDS,
+    "llamacpp": KINDS,
+    "hf": KINDS[:1],
+    "watched": KINDS[1:],
+}
 #: Those with environments of their own.
 PEERS = {"vllm": "vLLM", "llamacpp": "llama-cpp-python, and llama-server (or it is on the PATH)"}
-#: Requests at once in llama.cpp. llama-server computes neighbouring slots together, so it has as many as W4 has clients.
-SLOTS, SERVER_SLOTS = 32, 8
+# : Requests at once in llama.cpp. llama-server computes neighbouring slots together, so it has as
+# many as W4 has clients.
+SLOTS = 32
+SERVER_SLOTS = 8
 
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
 # The options that vLLM has under the same names; it does not get the others.
 _VLLM_OPTIONS = {
-    "block_size", "dtype", "enable_chunked_prefill", "enable_prefix_caching", "load_format",
-    "long_prefill_token_threshold", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "scheduling_policy",
-    "seed", "speculative_config", "tokenizer",
-}  # fmt: skip
+    "block_size",
+    "dtype",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "load_format",
+    "long_prefill_token_threshold",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "scheduling_policy",
+    "seed",
+    "speculative_config",
+    "tokenizer",
+}
 # Parameters of llama.cpp's context, and llama-server's flags for them.
-_LLAMA_FLAGS = dict(n_seq_max="-np", n_ctx="-c", n_batch="-b", n_ubatch="-ub", n_threads="-t", n_threads_batch="-tb")
+_LLAMA_FLAGS = dict(
+    n_seq_max="-np", n_ctx="-c", n_batch="-b", n_ubatch="-ub", n_threads="-t", n_threads_batch="-tb"
+)
 
 
 class EngineFailed(ServerError):
-    """An engine did not start, or ended while it was needed; the message says how, and where its log is."""
+    """An engine did not start, or ended while it was needed; the message says how, and where its
+    log is."""
 
 
 def end_of_log(path: pathlib.Path) -> str:
@@ -83,8 +104,16 @@ class EngineSettings:
             return {name: value for name, value in self.options.items() if name in _VLLM_OPTIONS}
         if self.name == "llamacpp":
             slots = min(SLOTS, self.options.get("max_num_seqs", SLOTS))
-            budget, length = self.options.get("max_num_batched_tokens", 2048), self.options["max_model_len"]
-            sizes = slots, slots * length, budget, min(budget, 512), self.num_threads, self.num_threads
+            budget = self.options.get("max_num_batched_tokens", 2048)
+            length = self.options["max_model_len"]
+            sizes = (
+                slots,
+                slots * length,
+                budget,
+                min(budget, 512),
+                self.num_threads,
+                self.num_threads,
+            )
             return dict(zip(_LLAMA_FLAGS, sizes, strict=True))
         return dict(self.options)
 
@@ -96,11 +125,14 @@ class EngineSettings:
             "watched": "nanovllm while a client reads its /trace",
         }
         served = f"served by llama-server with {SERVER_SLOTS}"
-        notes["llamacpp"] = f"{SLOTS} slots, which keep their last prompt, in batches for `llama_decode`; {served}"
+        notes["llamacpp"] = (
+            f"{SLOTS} slots, which keep their last prompt, in batches for `llama_decode`; {served}"
+        )
         return notes.get(self.name, "")
 
     def environment(self) -> dict[str, str]:
-        """Its environment variables: as many threads as all the others, and nothing from the network."""
+        """Its environment variables: as many threads as all the others, and nothing from the
+        network."""
         found = python_environment() | {"HF_HUB_OFFLINE": "1"}
         found.pop("OMP_WAIT_POLICY", None)  # nanovllm sets it for itself; it would slow the others
         if self.name in PEERS:
@@ -119,8 +151,12 @@ class EngineSettings:
 
 
 def preload_libraries(python: str) -> list[str]:
-    """The faster allocator and the OpenMP runtime that vLLM's CPU build recommends, as far as they are installed."""
-    folders = [pathlib.Path(python).parents[1] / "lib", *sorted(pathlib.Path("/usr/lib").glob("*-linux-gnu"))]
+    """The faster allocator and the OpenMP runtime that vLLM's CPU build recommends, as far as they
+    are installed."""
+    folders = [
+        pathlib.Path(python).parents[1] / "lib",
+        *sorted(pathlib.Path("/usr/lib").glob("*-linux-gnu")),
+    ]
     found = []
     for name in ("libtcmalloc_minimal.so.4", "libiomp5.so"):
         paths = (folder / name for folder in folders)
@@ -192,7 +228,8 @@ class EngineProcess:
         raise NotImplementedError
 
     def rest(self) -> None:
-        """Stop all its processes where they are: an engine that waits busily would slow the one that is measured."""
+        """Stop all its processes where they are: an engine that waits busily would slow the one
+        that is measured."""
         for process in process_tree(self.process.pid):
             process.suspend()
 
@@ -222,7 +259,9 @@ class EngineProcess:
             )
 
     def _failed(self, what: str) -> EngineFailed:
-        return EngineFailed(f"{self.settings.name} {what}{end_of_log(self._log)} (log: {self._log})")
+        return EngineFailed(
+            f"{self.settings.name} {what}{end_of_log(self._log)} (log: {self._log})"
+        )
 
     def _end(self) -> None:
         self.wake()
@@ -234,7 +273,9 @@ class EngineProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        psutil.wait_procs(tree, STOP_SECONDS)  # a process that is still ending would disturb the next engine
+        psutil.wait_procs(
+            tree, STOP_SECONDS
+        )  # a process that is still ending would disturb the next engine
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -244,7 +285,9 @@ class EngineProcess:
 class OfflineEngine(EngineProcess):
     """An engine behind `worker.py`."""
 
-    kind, answers_on_stdout, part = "offline", True, ""
+    kind = "offline"
+    answers_on_stdout = True
+    part = ""
 
     def run(self, workload: Workload, requests: Sequence[BenchRequest]) -> list[Timeline]:
         timelines = [Timeline(0.0, [(t, n) for t, n in line]) for line in self.ask(requests)]
@@ -255,7 +298,9 @@ class OfflineEngine(EngineProcess):
 
     def ask(self, requests: Sequence[BenchRequest]) -> list[list[Any]]:
         """Run requests; the worker's timelines."""
-        orders = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
+        orders = [
+            {"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests
+        ]
         return self._exchange({"requests": orders})["timelines"]
 
     def _command(self) -> list[str]:
@@ -263,8 +308,11 @@ class OfflineEngine(EngineProcess):
 
     def _first_token(self) -> dict[str, str]:
         settings = self.settings
-        engine, options = settings.name + self.part, settings.engine_options()
-        return self._exchange({"engine": engine, "model": str(settings.model), "options": options})["versions"]
+        engine = settings.name + self.part
+        options = settings.engine_options()
+        return self._exchange({"engine": engine, "model": str(settings.model), "options": options})[
+            "versions"
+        ]
 
     def _exchange(self, order: dict[str, Any]) -> dict[str, Any]:
         """Send the worker an order; its answer."""
@@ -300,16 +348,21 @@ class Server(EngineProcess):
     def _command(self) -> list[str]:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        settings, options = self.settings, self.settings.engine_options()
+        settings = self.settings
+        options = self.settings.engine_options()
         address = ["--host", "127.0.0.1", "--port", str(port), "--model", str(settings.model)]
         if settings.name == "llamacpp":
             slots = min(SERVER_SLOTS, options["n_seq_max"])
             options |= {"n_seq_max": slots, "n_ctx": slots * settings.options["max_model_len"]}
-            flags = [word for name, value in options.items() for word in (_LLAMA_FLAGS[name], str(value))]
+            flags = [
+                word for name, value in options.items() for word in (_LLAMA_FLAGS[name], str(value))
+            ]
             return [str(llama_server(settings.python)), *address, *flags]
-        module, extra = ["nanovllm", "serve"], list[str]()
+        module = ["nanovllm", "serve"]
+        extra = list[str]()
         if settings.name == "vllm":
-            module, extra = ["vllm.entrypoints.openai.api_server"], ["--enforce-eager"]
+            module = ["vllm.entrypoints.openai.api_server"]
+            extra = ["--enforce-eager"]
         return [settings.python, "-m", *module, *address, *extra, *EngineConfig(**options).words()]
 
     def _first_token(self) -> dict[str, str]:
@@ -326,10 +379,14 @@ class Server(EngineProcess):
                 time.sleep(0.05)
             name = self.settings.name
             self.fields: dict[str, Any] = {"model": http.get("/v1/models").json()["data"][0]["id"]}
-            self.fields |= {"timings_per_token": True} if name == "llamacpp" else {}  # they count the tokens
+            self.fields |= (
+                {"timings_per_token": True} if name == "llamacpp" else {}
+            )  # they count the tokens
             body = self.fields | {"prompt": [3, 4, 5, 6], "max_tokens": 1, "temperature": 0}
             answer = http.post("/v1/completions", json=body)
             if answer.status_code != 200:
                 raise self._failed(f"server answered {answer.text[:200]!r}")
-            page, field = ("/props", "build_info") if name == "llamacpp" else ("/version", "version")
+            page, field = (
+                ("/props", "build_info") if name == "llamacpp" else ("/version", "version")
+            )
             return {name: http.get(page).json()[field]}

@@ -1,5 +1,5 @@
-"""Engines in this process, asked by token ids without tokenizer and HTTP; and models to run without a download: shapes of
-well-known ones, and tiny ones with random weights."""
+"""Engines in this process, asked by token ids without tokenizer and HTTP; and models to run without
+a download: shapes of well-known ones, and tiny ones with random weights."""
 
 import json
 import pathlib
@@ -33,17 +33,23 @@ def write_config(folder: pathlib.Path, shape: dict[str, Any]) -> pathlib.Path:
 
 
 def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0) -> pathlib.Path:
-    """The same with a tokenizer of bytes and with weights, which are large enough that the output depends on the whole prompt:
-    with weights of the usual size a random model repeats nearly the same token, and would hide errors."""
+    """The same with a tokenizer of bytes and with weights, which are large enough that the output
+    depends on the whole prompt: with weights of the usual size a random model repeats nearly the
+    same token, and would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, [place, *_] in build_model(ModelConfig.from_dict(shape)).checkpoint_places().items():
         numbers = torch.randn(place.shape, generator=generator)
         # Routers and their biases as well: all experts get tokens, and some get many.
-        tensors[name] = 1 + 0.2 * numbers if "norm" in name else numbers * (1.0 if "embed" in name else 0.25)
+        tensors[name] = (
+            1 + 0.2 * numbers if "norm" in name else numbers * (1.0 if "embed" in name else 0.25)
+        )
     write_config(folder, shape | {"torch_dtype": "float32"})
     save_file(tensors, folder / "model.safetensors")
-    vocabulary = {character: i for i, character in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: i
+        for i, character in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -58,11 +64,15 @@ def start_engine(model: str, **options: Any) -> EngineCore:
 def add_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> None:
     """Queue requests, greedy and without an end of text, under their numbers."""
     for index, request in enumerate(requests):
-        params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, seed=0)
+        params = SamplingParams(
+            temperature=0, max_tokens=request.max_tokens, ignore_eos=True, seed=0
+        )
         core.add_request(EngineRequest(str(index), request.prompt_token_ids, params))
 
 
-def run_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> tuple[list[list[int]], list[Timeline]]:
+def run_requests(
+    core: EngineCore, requests: Sequence[BenchRequest]
+) -> tuple[list[list[int]], list[Timeline]]:
     """Run requests to their end; returns their tokens, and when they came."""
     start = time.perf_counter()
     tokens: list[list[int]] = [[] for _ in requests]

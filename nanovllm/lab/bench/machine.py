@@ -36,17 +36,20 @@ class Limits:
 
 
 def measure_limits(dtype: str, num_threads: int) -> Limits:
-    """Measure in a process of its own, so that torch's threads do not stay in the process that measures engines. Takes some
-    seconds, most of them for the import of torch."""
+    """Measure in a process of its own, so that torch's threads do not stay in the process that
+    measures engines. Takes some seconds, most of them for the import of torch."""
     from nanovllm.distributed.groups import Grid
 
     return run_ranks(_measure, Grid(), dtype, threads=num_threads)[0]
 
 
 def best(first: Limits, second: Limits) -> Limits:
-    """The higher roofs of two measurements: on a shared machine the largest value is the nearest to the truth."""
+    """The higher roofs of two measurements: on a shared machine the largest value is the nearest to
+    the truth."""
     names = ("bytes_per_second", "flops_per_second")
-    return replace(second, **{name: max(getattr(first, name), getattr(second, name)) for name in names})
+    return replace(
+        second, **{name: max(getattr(first, name), getattr(second, name)) for name in names}
+    )
 
 
 def _measure(dtype_name: str) -> Limits:
@@ -56,14 +59,21 @@ def _measure(dtype_name: str) -> Limits:
 
     # The engines' workloads are measured on the CPU, and so are its roofs.
     dtype = choose_dtype(dtype_name, torch.device("cpu"))
-    # 512 MiB do not fit into any cache; a product of two vectors does one multiplication per number.
+    # 512 MiB do not fit into any cache; a product of two vectors does one multiplication per
+    # number.
     numbers = torch.ones(2**27)
     matrix = numbers.view(-1, 4096)
-    reads = functools.partial(torch.dot, numbers, numbers), functools.partial(torch.mv, matrix, numbers[:4096])
+    reads = (
+        functools.partial(torch.dot, numbers, numbers),
+        functools.partial(torch.mv, matrix, numbers[:4096]),
+    )
     bandwidth = max(_rate(read, numbers.nbytes) for read in reads)
     squares = [torch.ones(size, size, dtype=dtype) for size in (1024, 2048)]
     products = [functools.partial(torch.nn.functional.linear, square, square) for square in squares]
-    peak = max(_rate(product, 2 * len(square) ** 3) for product, square in zip(products, squares, strict=True))
+    peak = max(
+        _rate(product, 2 * len(square) ** 3)
+        for product, square in zip(products, squares, strict=True)
+    )
     return Limits(bandwidth, peak, str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
@@ -105,7 +115,8 @@ class Noise:
     """The use of the processor during a run.
 
     Attributes:
-        steal: share of the machine's CPU time taken by the hypervisor, as /proc/stat counts it; 0 where nothing does.
+        steal: share of the machine's CPU time taken by the hypervisor, as /proc/stat counts it; 0
+            where nothing does.
         others: share used by processes that do not belong to the run.
         cores: cores that the run itself kept busy, on average.
     """
@@ -119,17 +130,20 @@ class NoiseMeter:
     """Measures noise between its making and `read`.
 
     Args:
-        pid: root of the running processes that belong to the run, beside this one; None if they are children that come and
-            go, and that have been waited for when the meter is read.
+        pid: root of the running processes that belong to the run, beside this one; None if they are
+            children that come and go, and that have been waited for when the meter is read.
     """
 
     def __init__(self, pid: int | None = None) -> None:
-        self._pid, self._start = pid, time.perf_counter()
+        self._pid = pid
+        self._start = time.perf_counter()
         self._before = self._times()
 
     def read(self) -> Noise:
         """The noise so far."""
-        total, busy, steal, own = (after - before for before, after in zip(self._before, self._times(), strict=True))
+        total, busy, steal, own = (
+            after - before for before, after in zip(self._before, self._times(), strict=True)
+        )
         cores = own / (time.perf_counter() - self._start)
         if total <= 0:  # the counters tick in hundredths of a second
             return Noise(0.0, 0.0, cores)
@@ -137,7 +151,8 @@ class NoiseMeter:
 
     def _times(self) -> tuple[float, float, float, float]:
         now = psutil.cpu_times()
-        steal, waiting = getattr(now, "steal", 0.0), now.idle + getattr(now, "iowait", 0.0)
+        steal = getattr(now, "steal", 0.0)
+        waiting = now.idle + getattr(now, "iowait", 0.0)
         # Guests' time is counted in user and nice already.
         total = sum(now) - getattr(now, "guest", 0.0) - getattr(now, "guest_nice", 0.0)
         own = sum(os.times()[:4])
@@ -150,8 +165,9 @@ class NoiseMeter:
 
 
 def peak_memory(pid: int) -> int:
-    """The most resident memory in bytes that a process has had so far, and with it each of its descendants; where the system
-    does not say so, what they have now. Pages that several processes share are counted in each of them, as `ps` does."""
+    """The most resident memory in bytes that a process has had so far, and with it each of its
+    descendants; where the system does not say so, what they have now. Pages that several processes
+    share are counted in each of them, as `ps` does."""
     found = 0
     for process in process_tree(pid):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):

@@ -42,8 +42,8 @@ class Timeline:
 
     @property
     def waits(self) -> list[tuple[float, float]]:
-        """From one arrival to the next. Tokens that come together count as one arrival, as in vLLM's benchmark; counting
-        gaps of zero between them would flatter the median."""
+        """From one arrival to the next. Tokens that come together count as one arrival, as in
+        vLLM's benchmark; counting gaps of zero between them would flatter the median."""
         return list(itertools.pairwise(time for time, _ in self.arrivals))
 
     @property
@@ -78,24 +78,35 @@ def figures(timelines: Sequence[Timeline]) -> Figures:
     """
     if not timelines or not all(line.arrivals for line in timelines):
         raise ValueError("every request must have received at least one token")
-    seconds = max(line.arrivals[-1][0] for line in timelines) - min(line.start for line in timelines)
+    seconds = max(line.arrivals[-1][0] for line in timelines) - min(
+        line.start for line in timelines
+    )
     tokens = sum(line.num_tokens for line in timelines)
     first = [line.ttft for line in timelines]
-    result = Figures(seconds, tokens, tokens / seconds, percentile(first, 50), percentile(first, 99))
+    result = Figures(
+        seconds, tokens, tokens / seconds, percentile(first, 50), percentile(first, 99)
+    )
     gaps = [gap for line in timelines for gap in line.gaps]
     if gaps:
-        result.itl_p50, result.itl_p99, result.itl_max = percentile(gaps, 50), percentile(gaps, 99), max(gaps)
+        result.itl_p50 = percentile(gaps, 50)
+        result.itl_p99 = percentile(gaps, 99)
+        result.itl_max = max(gaps)
     return result
 
 
 def intruder_figures(timelines: Sequence[Timeline]) -> Figures:
-    """The figures of streams and, last, a long prompt that arrived while they decoded: the time to first token is the
-    late prompt's, the inter-token latencies are the streams', the worst one of those that its arrival can have caused.
-    """
+    """The figures of streams and, last, a long prompt that arrived while they decoded: the time to
+    first token is the late prompt's, the inter-token latencies are the streams', the worst one of
+    those that its arrival can have caused."""
     *streams, intruder = timelines
     result = figures(streams)
     end = intruder.start + intruder.ttft
-    waits = [wait for line in streams for wait in line.waits if wait[1] > intruder.start and wait[0] < end]
+    waits = [
+        wait
+        for line in streams
+        for wait in line.waits
+        if wait[1] > intruder.start and wait[0] < end
+    ]
     # If the streams had ended, there is nothing to measure, and nothing to compare.
     result.itl_max = max((after - before for before, after in waits), default=None)
     result.ttft_p50 = result.ttft_p99 = intruder.ttft
@@ -108,14 +119,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> tuple[list[float], str]:
-    """Compare runs made in turn, pair by pair: what slows the machine down for a while slows both of a pair.
+    """Compare runs made in turn, pair by pair: what slows the machine down for a while slows both
+    of a pair.
 
-    A median ratio below 1.3 either way is a tie, unless three pairs or more all point the same way. A larger one whose pairs
-    contradict each other is unclear.
+    A median ratio below 1.3 either way is a tie, unless three pairs or more all point the same way.
+    A larger one whose pairs contradict each other is unclear.
 
     Returns:
-        The ratio of each pair (above 1 the first engine is better), and "better", "worse", "tie" or "unclear" from the first
-        engine's point of view.
+        The ratio of each pair (above 1 the first engine is better), and "better", "worse", "tie" or
+        "unclear" from the first engine's point of view.
     """
     pairs = [first / second if higher_is_better else second / first for first, second in runs]
     ratio = statistics.median(pairs)
@@ -125,9 +137,11 @@ def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> tupl
     return pairs, "unclear" if not agree else "better" if ratio > 1 else "worse"
 
 
-def alternate(works: Mapping[K, Callable[[], T]], rounds: int, warm_up: int = 1) -> dict[K, list[T]]:
-    """Run works in turn, and return their results by round. Every other round runs in reverse order, so that no trend favours
-    any of the works.
+def alternate(
+    works: Mapping[K, Callable[[], T]], rounds: int, warm_up: int = 1
+) -> dict[K, list[T]]:
+    """Run works in turn, and return their results by round. Every other round runs in reverse
+    order, so that no trend favours any of the works.
 
     Args:
         warm_up: rounds before those that count.

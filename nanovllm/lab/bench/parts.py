@@ -1,4 +1,5 @@
-"""The benchmarks that have parts (`bench scheduler`, `parallel`, `speculation`, `kv`, `gpu`), and the runner that starts each part in its own process."""
+"""The benchmarks that have parts (`bench scheduler`, `parallel`, `speculation`, `kv`, `gpu`), and
+the runner that starts each part in its own process."""
 
 from __future__ import annotations
 
@@ -91,8 +92,11 @@ class Setting:
         return self.seconds - (time.perf_counter() - self._started)
 
     def percent_of(self, limit: str, rate: float) -> float | None:
-        """A rate in percent of a ceiling that the first part of `bench gpu` measured; None if it did not."""
-        return next((100 * rate / row["value"] for row in self.before if row.get("limit") == limit), None)
+        """A rate in percent of a ceiling that the first part of `bench gpu` measured; None if it
+        did not."""
+        return next(
+            (100 * rate / row["value"] for row in self.before if row.get("limit") == limit), None
+        )
 
     def options(self, **more: Any) -> dict[str, Any]:
         """Settings of an engine on this model: fields of `EngineConfig`."""
@@ -102,7 +106,8 @@ class Setting:
         return common | {"kv_cache_memory": memory, "enable_prefix_caching": False} | more
 
     def tensor_size(self) -> int | None:
-        """The fewest ranks, from two to four, among which the model's layers can be divided; None if there is no such number."""
+        """The fewest ranks, from two to four, among which the model's layers can be divided; None
+        if there is no such number."""
         from nanovllm.executor.grid import check_tensor_parallel
 
         for size in (2, 3, 4):
@@ -117,7 +122,8 @@ class Part:
     """A part of a benchmark.
 
     Attributes:
-        function: "module:function"; it is called with a `Setting` and the arguments, and yields rows.
+        function: "module:function"; it is called with a `Setting` and the arguments, and yields
+            rows.
         seconds: when it is killed.
         alone: it measures, so nothing else may run beside it.
     """
@@ -129,7 +135,8 @@ class Part:
     alone: bool = True
 
 
-_PARALLEL, _KV = "nanovllm.lab.bench.parallel.", "nanovllm.lab.bench.kv."
+_PARALLEL = "nanovllm.lab.bench.parallel."
+_KV = "nanovllm.lab.bench.kv."
 _DRAFTS = "nanovllm.lab.bench.speculation:measure"
 #: What `--part` names.
 PARTS = {
@@ -146,19 +153,24 @@ PARTS = {
         "weights": Part("weights per rank", _PARALLEL + "engines:weights"),
         "throughput": Part("tokens per second", _PARALLEL + "engines:throughput"),
     },
-    "speculation": {m: Part(f"drafts of {m}", _DRAFTS, (m,)) for m in ("ngram", "draft_model", "eagle3")},
+    "speculation": {
+        m: Part(f"drafts of {m}", _DRAFTS, (m,)) for m in ("ngram", "draft_model", "eagle3")
+    },
     "kv": {
         "transport": Part("from cache to cache", _KV + "transport:transport"),
         "router": Part("router overhead", _KV + "router:router"),
         "latency": Part("streams while prompts arrive", _KV + "latency:latency"),
-        "first-token": Part("time to first token with remote prefill", _KV + "first_token:first_token"),
+        "first-token": Part(
+            "time to first token with remote prefill", _KV + "first_token:first_token"
+        ),
         "tiers": Part("prefixes in other stores", _KV + "tiers:tiers"),
     },
 }
 
 
 class Runner:
-    """Runs parts. A part that fails, or is killed because its time is over, keeps the rows that it has written.
+    """Runs parts. A part that fails, or is killed because its time is over, keeps the rows that it
+    has written.
 
     Args:
         deadline: when everything has to be over, by `time.perf_counter`.
@@ -166,13 +178,19 @@ class Runner:
     """
 
     def __init__(
-        self, setting: Setting, deadline: float = math.inf, environment: Mapping[str, str] | None = None
+        self,
+        setting: Setting,
+        deadline: float = math.inf,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.setting, self.deadline, self.environment = setting, deadline, dict(environment or {})
+        self.setting = setting
+        self.deadline = deadline
+        self.environment = dict(environment or {})
         self._processes: set[subprocess.Popen[bytes]] = set()
 
     def run(self, parts: Sequence[Part]) -> list[Row]:
-        """Run parts one after another, neighbours that are not timed beside each other; returns all rows."""
+        """Run parts one after another, neighbours that are not timed beside each other; returns all
+        rows."""
         rows: list[Row] = []
         for alone, group in itertools.groupby(parts, lambda part: part.alone):
             workers = 1 if alone else min(_MOST_AT_ONCE, len(usable_cores()))
@@ -192,8 +210,12 @@ class Runner:
 
     def _run_part(self, part: Part, found: list[Row]) -> None:
         """Run a part, and add its rows to those that were found before."""
-        begin, meter = time.perf_counter(), NoiseMeter()
-        seconds, rows, status, why = min(part.seconds, self.deadline - begin), list[Row](), "failed", ""
+        begin = time.perf_counter()
+        meter = NoiseMeter()
+        seconds = min(part.seconds, self.deadline - begin)
+        rows = list[Row]()
+        status = "failed"
+        why = ""
         if seconds < LEAST_SECONDS:
             why = "no time was left for it"
         else:
@@ -208,10 +230,18 @@ class Runner:
                 status = "done"
                 for row in rows:
                     if "skipped" in row:
-                        status, why = "skipped", row["skipped"]
-        noise, took = meter.read(), time.perf_counter() - begin
+                        status = "skipped"
+                        why = row["skipped"]
+        noise = meter.read()
+        took = time.perf_counter() - begin
         print(f"{part.title}: {status}{why and f' ({why})'}, {took:.0f} s", file=sys.stderr)
-        row = {"table": report.PARTS, "part": part.title, "status": status, "why": why, "s": round(took)}
+        row = {
+            "table": report.PARTS,
+            "part": part.title,
+            "status": status,
+            "why": why,
+            "s": round(took),
+        }
         row |= {"steal %": 100 * noise.steal, "others %": 100 * noise.others}
         found += [row for row in rows if "table" in row] + [row]
 
@@ -220,9 +250,19 @@ class Runner:
         environment = python_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment
         (folder / "order").write_text(order)
         command = [sys.executable, "-m", "nanovllm.lab.bench"]
-        with open(folder / "order") as given, open(folder / "rows", "w") as rows, open(folder / "log", "w") as log:
+        with (
+            open(folder / "order") as given,
+            open(folder / "rows", "w") as rows,
+            open(folder / "log", "w") as log,
+        ):
             process = subprocess.Popen(
-                command, env=environment, stdin=given, stdout=rows, stderr=log, cwd=folder, start_new_session=True
+                command,
+                env=environment,
+                stdin=given,
+                stdout=rows,
+                stderr=log,
+                cwd=folder,
+                start_new_session=True,
             )
         self._processes.add(process)
         try:
@@ -230,7 +270,13 @@ class Runner:
         except subprocess.TimeoutExpired:
             why = f"stopped after {seconds:.0f} s"
         else:
-            why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else ""
+            why = (
+                f"killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exit code {code}"
+                if code
+                else ""
+            )
         finally:
             _kill(process)
             self._processes.discard(process)

@@ -1,8 +1,9 @@
-"""Rows, tables and reports: what every benchmark yields, and how it is shown in a terminal, as Markdown and as JSON.
+"""Rows, tables and reports: what every benchmark yields, and how it is shown in a terminal, as
+Markdown and as JSON.
 
-A row is a dict: the title of its table under "table", and a cell per column. A cell is a text, a number, a list of repeated
-measurements (shown as their median) or an estimate with a confidence interval (see `estimate`). JSON keeps all of it.
-"""
+A row is a dict: the title of its table under "table", and a cell per column. A cell is a text, a
+number, a list of repeated measurements (shown as their median) or an estimate with a confidence
+interval (see `estimate`). JSON keeps all of it."""
 
 import argparse
 import collections
@@ -26,17 +27,24 @@ from nanovllm.lab.bench.worker import versions
 
 Row = dict[str, Any]
 
-GOALS, PARTS = "Figures and goals", "Parts"
+GOALS = "Figures and goals"
+PARTS = "Parts"
 FAILED = "failed"
 DRY_RUN = "DRY RUN WITH TINY SIZES: NOT A MEASUREMENT"
 _RESAMPLES = 10_000
 
 
 def estimate(values: Sequence[float]) -> dict[str, Any]:
-    """The median of values with its 95 % confidence interval, from resampling; "values" keeps them all."""
+    """The median of values with its 95 % confidence interval, from resampling; "values" keeps them
+    all."""
     drawn = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high), "values": list(values)}
+    return {
+        "median": float(np.median(values)),
+        "low": float(low),
+        "high": float(high),
+        "values": list(values),
+    }
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
@@ -48,7 +56,13 @@ def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
 _SIGNS = {"at_least": ("≥", 1), "at_most": ("≤", -1), "near": ("=", 0)}
 
 
-def goal(figure: str, measured: float | None, unit: str = "", tolerance: float = 0.0, **wanted: float | None) -> Row:
+def goal(
+    figure: str,
+    measured: float | None,
+    unit: str = "",
+    tolerance: float = 0.0,
+    **wanted: float | None,
+) -> Row:
     """The row of one headline figure, with its goal if it has one.
 
     Args:
@@ -56,15 +70,27 @@ def goal(figure: str, measured: float | None, unit: str = "", tolerance: float =
         tolerance: the share of a goal `near` by which it may be missed.
         wanted: `at_least`, `at_most` or `near`; None for no goal.
     """
-    words, reached = "–", None
+    words = "–"
+    reached = None
     for kind, value in wanted.items():
         sign, direction = _SIGNS[kind]
         if value is not None:
             words = f"{sign} {number(value)}" + (f", within {tolerance:.0%}" if tolerance else "")
             if measured is not None:
                 distance = measured - value
-                reached = distance * direction >= 0 if direction else abs(distance) <= tolerance * abs(value)
-    return {"table": GOALS, "figure": figure, "measured": measured, "unit": unit, "goal": words, "reached": reached}
+                reached = (
+                    distance * direction >= 0
+                    if direction
+                    else abs(distance) <= tolerance * abs(value)
+                )
+    return {
+        "table": GOALS,
+        "figure": figure,
+        "measured": measured,
+        "unit": unit,
+        "goal": words,
+        "reached": reached,
+    }
 
 
 def number(value: float) -> str:
@@ -88,7 +114,9 @@ def text_of(cell: Any) -> str:
     return number(cell) if isinstance(cell, float) else str(cell)
 
 
-def conditions(model: str, threads: int, seconds: float, found: dict[str, dict[str, str]] | None = None) -> list[str]:
+def conditions(
+    model: str, threads: int, seconds: float, found: dict[str, dict[str, str]] | None = None
+) -> list[str]:
     """When, where and on what was measured: a fact per line.
 
     Args:
@@ -128,10 +156,13 @@ class Report:
         return any(outcome(row) == FAILED for row in self.rows)
 
     def tables(self) -> dict[str, list[Row]]:
-        """Rows by the title of their table: goals first, then tests, the others in order of appearance, and parts last."""
+        """Rows by the title of their table: goals first, then tests, the others in order of
+        appearance, and parts last."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row["table"], []).append({name: cell for name, cell in row.items() if name != "table"})
+            found.setdefault(row["table"], []).append(
+                {name: cell for name, cell in row.items() if name != "table"}
+            )
 
         def rank(title: str) -> int:
             if title in (GOALS, PARTS):
@@ -143,11 +174,13 @@ class Report:
     def show(self) -> None:
         """Print it, without the lists of tests and parts."""
         text = self.markdown(with_lists=False)
-        rich.console.Console(width=None if sys.stdout.isatty() else 160).print(rich.markdown.Markdown(text))
+        rich.console.Console(width=None if sys.stdout.isatty() else 160).print(
+            rich.markdown.Markdown(text)
+        )
 
     def markdown(self, with_lists: bool = True) -> str:
-        """The command, the facts and the tables as a Markdown document. Tests and parts are counted; a table shows those that
-        failed.
+        """The command, the facts and the tables as a Markdown document. Tests and parts are
+        counted; a table shows those that failed.
 
         Args:
             with_lists: add the folded list of all tests and of all parts.
@@ -162,11 +195,17 @@ class Report:
 
     def json(self) -> str:
         """Everything that was measured."""
-        found = {"command": self.command, "dry_run": self.dry_run, "failed": self.failed, "facts": self.facts}
+        found = {
+            "command": self.command,
+            "dry_run": self.dry_run,
+            "failed": self.failed,
+            "facts": self.facts,
+        }
         return json.dumps(found | {"tables": self.tables()}, indent=1, allow_nan=False) + "\n"
 
     def finish(self, arguments: argparse.Namespace) -> int:
-        """Show the report and write the files that the command line asks for; returns the exit code."""
+        """Show the report and write the files that the command line asks for; returns the exit
+        code."""
         self.show()
         for path, content in ((arguments.json, self.json()), (arguments.markdown, self.markdown())):
             if path is not None:
@@ -182,14 +221,21 @@ def outcome(row: Row) -> str | None:
 
 
 def outcomes(title: str, rows: Sequence[Row], with_list: bool) -> list[str]:
-    """Paragraphs about tests or parts: how many passed, a table of those that failed, and the folded list of all."""
+    """Paragraphs about tests or parts: how many passed, a table of those that failed, and the
+    folded list of all."""
     counts = collections.Counter(outcome(row) for row in rows)
-    numbers = ", ".join(f"{counts[each]} {each}" for each in ("passed", "done", FAILED, "skipped") if counts[each])
+    numbers = ", ".join(
+        f"{counts[each]} {each}" for each in ("passed", "done", FAILED, "skipped") if counts[each]
+    )
     parts = [f"**{title}**: {numbers}"]
     if counts[FAILED]:
         parts.append(markdown_table([row for row in rows if outcome(row) == FAILED]))
     if with_list:
-        parts += [f"<details>\n<summary>All {len(rows)}</summary>", markdown_table(rows), "</details>"]
+        parts += [
+            f"<details>\n<summary>All {len(rows)}</summary>",
+            markdown_table(rows),
+            "</details>",
+        ]
     return parts
 
 
@@ -205,4 +251,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 def columns_of(rows: Sequence[Row]) -> dict[str, bool]:
     """The names of all columns, and whether a column holds texts, which are aligned to the left."""
-    return {name: all(isinstance(row.get(name, ""), str) for row in rows) for row in rows for name in row}
+    return {
+        name: all(isinstance(row.get(name, ""), str) for row in rows)
+        for row in rows
+        for name in row
+    }

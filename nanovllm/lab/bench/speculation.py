@@ -1,4 +1,5 @@
-"""What drafts gain, on texts of four kinds and in batches: plain and drafting engines answer the same questions in turn, and vLLM's, too."""
+"""What drafts gain, on texts of four kinds and in batches: plain and drafting engines answer the
+same questions in turn, and vLLM's, too."""
 
 import pathlib
 import pydoc_data.topics
@@ -19,22 +20,43 @@ from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.eagle import shipped_head
 
 #: As in vLLM's documentation. There, as many tokens are drafted whatever the load.
-VLLM_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+VLLM_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_max": 5,
+    "prompt_lookup_min": 2,
+}
 
 Answered = tuple[float, float | None, list[list[int]]]
 # Text that every machine has.
 _TEXT = " ".join(pydoc_data.topics.topics["if"].split())[:700]
 #: Questions that no head was trained on.
-_TASKS = "reverses a string", "sorts a list of numbers", "counts the words of a text", "checks if a number is prime"
+_TASKS = (
+    "reverses a string",
+    "sorts a list of numbers",
+    "counts the words of a text",
+    "checks if a number is prime",
+)
 QUESTIONS = {
     "chat": [
-        "What is the capital of France, and why is it famous?", "Explain how plants make food from light.", "How do I cook rice?",
-        "Give me three tips for better sleep.", "Why is the sky blue?", "What is a black hole?", "Write a short story about a dog.",
+        "What is the capital of France, and why is it famous?",
+        "Explain how plants make food from light.",
+        "How do I cook rice?",
+        "Give me three tips for better sleep.",
+        "Why is the sky blue?",
+        "What is a black hole?",
+        "Write a short story about a dog.",
     ],
     "code": [f"Write a Python function that {task}." for task in _TASKS],
-    "summary": [f"Summarize this text in two sentences: {_TEXT}", f"What is this text about? {_TEXT}"],
-    "copy": [f"Repeat this text word for word: {_TEXT}", "Repeat this list ten times: eggs, tea, bread, oil, salt"],
-}  # fmt: skip
+    "summary": [
+        f"Summarize this text in two sentences: {_TEXT}",
+        f"What is this text about? {_TEXT}",
+    ],
+    "copy": [
+        f"Repeat this text word for word: {_TEXT}",
+        "Repeat this list ten times: eggs, tea, bread, oil, salt",
+    ],
+}
 
 
 def measure(setting: Setting, method: str) -> Iterator[Row]:
@@ -45,27 +67,51 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
     """
     if setting.dry_run and method == "eagle3":
         raise Skip("a head fits one model")
-    copy, head = {"model": setting.folder, "quantization": "w8a8"}, {"model": str(shipped_head(COURSE_MODEL))}
+    copy = {"model": setting.folder, "quantization": "w8a8"}
+    head = {"model": str(shipped_head(COURSE_MODEL))}
     more: dict[str, Any] = {"ngram": {"prompt_lookup_min": 2}, "draft_model": copy, "eagle3": head}
     config = {"method": method} | more[method]
     options = setting.options(max_num_seqs=32, max_model_len=512, kv_cache_memory="512MiB")
     plain, drafting = (LLM(**options, speculative_config=each) for each in (None, config))
-    tokenizer, peers, python = plain.get_tokenizer(), dict[str, OfflineEngine](), setting.vllm_python
+    tokenizer = plain.get_tokenizer()
+    peers = dict[str, OfflineEngine]()
+    python = setting.vllm_python
     with ExitStack() as stack:
-        for name, each in (("vLLM, none", None), ("vLLM, ngram", VLLM_NGRAM)) if python and method == "ngram" else ():
-            where, settings = pathlib.Path(setting.folder), options | {"speculative_config": each}
-            engine = OfflineEngine(EngineSettings("vllm", where, settings, setting.threads, python or ""))
+        for name, each in (
+            (("vLLM, none", None), ("vLLM, ngram", VLLM_NGRAM))
+            if python and method == "ngram"
+            else ()
+        ):
+            where = pathlib.Path(setting.folder)
+            settings = options | {"speculative_config": each}
+            engine = OfflineEngine(
+                EngineSettings("vllm", where, settings, setting.threads, python or "")
+            )
             peers[name] = stack.enter_context(engine)
             engine.rest()  # it waits busily
-        for kind, batch in [*((kind, 1) for kind in QUESTIONS), *(("chat", batch) for batch in (8, 32))]:
+        for kind, batch in [
+            *((kind, 1) for kind in QUESTIONS),
+            *(("chat", batch) for batch in (8, 32)),
+        ]:
             count = 1 if setting.dry_run else max(batch, len(QUESTIONS[kind]))
-            chats = [[{"role": "user", "content": question}] for question in islice(cycle(QUESTIONS[kind]), count)]
-            texts = [tokenizer.apply_chat_template(c) if tokenizer.chat_templates else c[0]["content"] for c in chats]
+            chats = [
+                [{"role": "user", "content": question}]
+                for question in islice(cycle(QUESTIONS[kind]), count)
+            ]
+            texts = [
+                tokenizer.apply_chat_template(c) if tokenizer.chat_templates else c[0]["content"]
+                for c in chats
+            ]
             prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-            run = partial(_answer, prompts=prompts, batch=batch, tokens=4 if setting.dry_run else 128)
+            run = partial(
+                _answer, prompts=prompts, batch=batch, tokens=4 if setting.dry_run else 128
+            )
             works = {"none": partial(run, plain), method: partial(run, drafting)}
             lengths = [len(answer) for answer in works["none"]()[2]]
-            works |= {name: partial(_time_peer, peer, prompts, batch, lengths) for name, peer in peers.items()}
+            works |= {
+                name: partial(_time_peer, peer, prompts, batch, lengths)
+                for name, peer in peers.items()
+            }
             found = alternate(works, setting.repeats)
             if found["none"][0][2] != found[method][0][2]:
                 raise RuntimeError(f"{method} changes the answers to {kind}")
@@ -77,22 +123,36 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
                     "drafts": name,
                 }
                 row |= {"tokens/s": [sum(lengths) / seconds for seconds, *_ in rounds]}
-                ratio = paired(*([seconds for seconds, *_ in each] for each in (rounds, found["none"])))
+                ratio = paired(
+                    *([seconds for seconds, *_ in each] for each in (rounds, found["none"]))
+                )
                 yield row | {"tokens per verification": rounds[-1][1], "speed ÷ none": ratio}
 
 
 def _answer(llm: LLM, prompts: list[list[int]], batch: int, tokens: int) -> Answered:
     """Seconds, tokens per verification of drafts, and the tokens of each answer."""
-    drafts, answers = llm.engine.core.stats.spec_decoding, list[Any]()
-    before, params = (drafts.num_drafts, drafts.num_accepted_tokens), SamplingParams(temperature=0, max_tokens=tokens)
-    groups = [[{"prompt_token_ids": ids} for ids in prompts[i : i + batch]] for i in range(0, len(prompts), batch)]
+    drafts = llm.engine.core.stats.spec_decoding
+    answers = list[Any]()
+    before = (drafts.num_drafts, drafts.num_accepted_tokens)
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    groups = [
+        [{"prompt_token_ids": ids} for ids in prompts[i : i + batch]]
+        for i in range(0, len(prompts), batch)
+    ]
     run = partial(llm.generate, sampling_params=params, use_tqdm=False)
     seconds = timed(lambda: answers.extend(answer for group in groups for answer in run(group)))
-    steps, accepted = drafts.num_drafts - before[0], drafts.num_accepted_tokens - before[1]
-    return seconds, 1 + accepted / steps if steps else None, [answer.outputs[0].token_ids for answer in answers]
+    steps = drafts.num_drafts - before[0]
+    accepted = drafts.num_accepted_tokens - before[1]
+    return (
+        seconds,
+        1 + accepted / steps if steps else None,
+        [answer.outputs[0].token_ids for answer in answers],
+    )
 
 
-def _time_peer(engine: OfflineEngine, prompts: list[list[int]], batch: int, lengths: list[int]) -> Answered:
+def _time_peer(
+    engine: OfflineEngine, prompts: list[list[int]], batch: int, lengths: list[int]
+) -> Answered:
     """The same for answers of given lengths."""
     requests = [BenchRequest(*pair) for pair in zip(prompts, lengths, strict=True)]
     groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]

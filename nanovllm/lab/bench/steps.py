@@ -1,4 +1,5 @@
-"""What a step costs the host: the scheduler alone, also beside vLLM's; every part of a decode step; and what an executor adds."""
+"""What a step costs the host: the scheduler alone, also beside vLLM's; every part of a decode step;
+and what an executor adds."""
 
 import itertools
 import pathlib
@@ -29,20 +30,30 @@ from nanovllm.lab.bench.report import Row, estimate, goal, paired
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.lab.processes import run_ranks
 
-RUNNING, HISTORIES = (1, 32, 256, 1024, 4096), (64, 4096)
-BATCHES, CALLS = (1, 32, 256, 1024), ("schedule", "update", "both")
+RUNNING = (1, 32, 256, 1024, 4096)
+HISTORIES = (64, 4096)
+BATCHES = (1, 32, 256, 1024)
+CALLS = ("schedule", "update", "both")
 
 
 def scheduler(setting: Setting) -> Iterator[Row]:
     """Steps in which all requests decode; the engines take turns."""
-    sizes, steps, rounds = itertools.product(HISTORIES, RUNNING), 50, setting.repeats
+    sizes = itertools.product(HISTORIES, RUNNING)
+    steps = 50
+    rounds = setting.repeats
     if setting.dry_run:
-        sizes, steps, rounds = itertools.product((8, 40), (1, 3)), 6, 1
-    pythons = {"nanovllm": sys.executable} | ({"vllm": setting.vllm_python} if setting.vllm_python else {})
+        sizes = itertools.product((8, 40), (1, 3))
+        steps = 6
+        rounds = 1
+    pythons = {"nanovllm": sys.executable} | (
+        {"vllm": setting.vllm_python} if setting.vllm_python else {}
+    )
     with ExitStack() as stack:
         engines = {}
         for name, python in pythons.items():
-            settings = EngineSettings(name, pathlib.Path(setting.folder), {}, setting.threads, python)
+            settings = EngineSettings(
+                name, pathlib.Path(setting.folder), {}, setting.threads, python
+            )
             engine = stack.enter_context(SchedulerAlone(settings))
             engines[f"{name} {engine.started.versions.get(name, '')}"] = engine
         for history, running in sizes:
@@ -51,17 +62,31 @@ def scheduler(setting: Setting) -> Iterator[Row]:
             works = {name: partial(engine.ask, requests) for name, engine in engines.items()}
             for name, found in alternate(works, rounds, warm_up=0).items():
                 # For each round, the medians of the two calls and of their sum.
-                times = 1e6 * np.median([[(*step, sum(step)) for step in line] for (line,) in found], axis=1)
-                row: Row = {"table": "The scheduler in a decode step, µs, medians", "tokens per request": history}
-                row |= {"running": running, "engine": name} | dict(zip(CALLS, times.T.tolist(), strict=True))
+                times = 1e6 * np.median(
+                    [[(*step, sum(step)) for step in line] for (line,) in found], axis=1
+                )
+                row: Row = {
+                    "table": "The scheduler in a decode step, µs, medians",
+                    "tokens per request": history,
+                }
+                row |= {"running": running, "engine": name} | dict(
+                    zip(CALLS, times.T.tolist(), strict=True)
+                )
                 yield row | {"both, per request": (times[:, 2] / running).tolist()}
 
 
-def time_parts(options: dict[str, Any], batches: Sequence[int], steps: int) -> dict[int, dict[str, list[float]]]:
-    """By the number of requests that decode: seconds that each part takes in each step; the model is a part, too."""
-    engine, decode = LLMEngine(EngineConfig(**options)), msgspec.msgpack.Decoder(Report).decode
-    core, runner = engine.core, engine.core.runner
-    pipe = SimpleNamespace(carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs)
+def time_parts(
+    options: dict[str, Any], batches: Sequence[int], steps: int
+) -> dict[int, dict[str, list[float]]]:
+    """By the number of requests that decode: seconds that each part takes in each step; the model
+    is a part, too."""
+    engine = LLMEngine(EngineConfig(**options))
+    decode = msgspec.msgpack.Decoder(Report).decode
+    core = engine.core
+    runner = engine.core.runner
+    pipe = SimpleNamespace(
+        carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs
+    )
     functions: dict[str, list[tuple[Any, str]]] = {
         "scheduler": [(core.scheduler, "schedule"), (core.scheduler, "update_from_output")],
         "batch building": [(runner, "prepare_inputs"), (runner, "_sampling_rows")],
@@ -96,12 +121,17 @@ def time_parts(options: dict[str, Any], batches: Sequence[int], steps: int) -> d
 
 
 def step_parts(setting: Setting) -> Iterator[Row]:
-    """Decode steps of a whole engine with a tiny model, whose time is subtracted, and with the true model's vocabulary."""
+    """Decode steps of a whole engine with a tiny model, whose time is subtracted, and with the true
+    model's vocabulary."""
     batches, steps = ((1, 3), 3) if setting.dry_run else (BATCHES, 50 * setting.repeats)
     with tempfile.TemporaryDirectory() as work:
         tiny = write_config(pathlib.Path(work), TINY | {"vocab_size": setting.model.vocab_size})
         options = setting.options(model=str(tiny), tokenizer=setting.folder, load_format="dummy")
-        options |= {"max_num_seqs": max(batches), "max_model_len": 64 + steps, "enable_prefix_caching": True}
+        options |= {
+            "max_num_seqs": max(batches),
+            "max_model_len": 64 + steps,
+            "enable_prefix_caching": True,
+        }
         found = run_ranks(time_parts, Grid(), options, batches, steps, threads=setting.threads)[0]
     for batch, parts in found.items():
         model = parts.pop("model")
@@ -117,8 +147,11 @@ def step_parts(setting: Setting) -> Iterator[Row]:
 EXECUTOR_BATCHES = (1, 16)
 
 
-def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds of a decode step, the median of each round, by the number of requests and by executor; they take turns."""
+def time_steps(
+    options: dict[str, Any], steps: int, rounds: int
+) -> dict[int, dict[str, list[float]]]:
+    """Seconds of a decode step, the median of each round, by the number of requests and by
+    executor; they take turns."""
     length = 32 + steps * (rounds + 2)
     options = options | {"max_model_len": length, "max_num_seqs": max(EXECUTOR_BATCHES)}
     found: dict[int, dict[str, list[float]]] = {}
@@ -132,7 +165,9 @@ def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, di
             for core in cores.values():
                 add_requests(core, [BenchRequest([3 + i] * 16, length - 16) for i in range(batch)])
                 core.step()  # the prompts
-            found[batch] = alternate({name: partial(_median_step, core, steps) for name, core in cores.items()}, rounds)
+            found[batch] = alternate(
+                {name: partial(_median_step, core, steps) for name, core in cores.items()}, rounds
+            )
             for core in cores.values():
                 for index in range(batch):
                     core.abort_request(str(index))
@@ -149,7 +184,8 @@ def executor(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as tiny:
         write_config(pathlib.Path(tiny), TINY)
         models = {
-            # A step so short that it hides nothing that is added to it; it has no use for a second core.
+            # A step so short that it hides nothing that is added to it; it has no use for a second
+            # core.
             "tiny model": (1, setting.options(load_format="dummy", model=tiny)),
             pathlib.Path(setting.folder).name: (setting.threads, setting.options()),
         }
@@ -167,7 +203,10 @@ def compare_executors(model: str, times: dict[int, dict[str, list[float]]]) -> I
         yield goal(f"{where}: extra time per step", more["median"], "µs")
         yield goal(f"{where}: step time ratio", ratio["median"], "×")
         yield {
-            "table": "One rank in a separate process (mp) vs in-process (uni): decode steps, 95 % intervals",
+            "table": (
+                "One rank in a separate process (mp) vs in-process (uni): decode steps, 95 % "
+                "intervals"
+            ),
             "model": model,
             "requests": batch,
             "uni, ms per step": [1e3 * seconds for seconds in both["uni"]],

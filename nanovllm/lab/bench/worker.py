@@ -1,16 +1,17 @@
-"""One engine in a process of its own: `python worker.py`, run with the interpreter that has the engine.
+"""One engine in a process of its own: `python worker.py`, run with the interpreter that has the
+engine.
 
-It imports nothing of the benchmark, and nanovllm only where that is the engine to measure, because vLLM and llama.cpp live
-in other environments. Lines of JSON on standard input and output:
+It imports nothing of the benchmark, and nanovllm only where that is the engine to measure, because
+vLLM and llama.cpp live in other environments. Lines of JSON on standard input and output:
 
     -> {"engine": "vllm", "model": "/folder", "options": {"dtype": "bfloat16", ...}}
-    <- {"versions": {...}}                                       after the first token of a first request
-    -> {"requests": [{"prompt_token_ids": [...], "max_tokens": 8}, ...]}
-    <- {"timelines": [[[0.21, 1], [0.24, 1], ...], ...]}         (seconds since the start, number of new tokens)
+    <- {"versions": {...}}                                       after the first token of a first
+    request -> {"requests": [{"prompt_token_ids": [...], "max_tokens": 8}, ...]} <- {"timelines":
+    [[[0.21, 1], [0.24, 1], ...], ...]}         (seconds since the start, number of new tokens)
 
-Whatever an engine prints goes to standard error. "nanovllm scheduler" and "vllm scheduler" are schedulers without a model, whose only
-timeline has the seconds of `schedule` and `update_from_output` in each step.
-"""
+Whatever an engine prints goes to standard error. "nanovllm scheduler" and "vllm scheduler" are
+schedulers without a model, whose only timeline has the seconds of `schedule` and
+`update_from_output` in each step."""
 
 import contextlib
 import functools
@@ -46,7 +47,9 @@ def nanovllm_engine(model: str, options: dict[str, Any]) -> Generate:
     from nanovllm.engine.llm import LLMEngine
 
     engine = LLMEngine(EngineConfig(model=model, **options))
-    return lambda requests: run_steps(engine, requests, lambda: engine.has_unfinished, SamplingParams)
+    return lambda requests: run_steps(
+        engine, requests, lambda: engine.has_unfinished, SamplingParams
+    )
 
 
 def vllm_engine(model: str, options: dict[str, Any]) -> Generate:
@@ -61,8 +64,8 @@ def vllm_engine(model: str, options: dict[str, Any]) -> Generate:
 
 
 def hugging_face_engine(model: str, options: dict[str, Any]) -> Generate:
-    """`generate` of transformers, on all requests as one batch, padded on the left; it runs until the longest of
-    them is done, and what a shorter one gets after its end is not counted."""
+    """`generate` of transformers, on all requests as one batch, padded on the left; it runs until
+    the longest of them is done, and what a shorter one gets after its end is not counted."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -100,36 +103,49 @@ def generate_batch(model: Any, requests: Requests) -> Timelines:
 
 
 class LlamaSlots:
-    """llama.cpp through `llama_decode`, on batches that are filled as its server fills them: the tokens of requests that decode
-    and as much of the prompts as fits. A request runs in a slot, a sequence with keys and values of its own.
+    """llama.cpp through `llama_decode`, on batches that are filled as its server fills them: the
+    tokens of requests that decode and as much of the prompts as fits. A request runs in a slot, a
+    sequence with keys and values of its own.
 
     Attributes:
-        cached: the tokens in each slot; they stay there when a request ends, and the next one keeps the prefix that it shares.
+        cached: the tokens in each slot; they stay there when a request ends, and the next one keeps
+            the prefix that it shares.
     """
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import llama_cpp
 
-        self.lib, params = llama_cpp, llama_cpp.llama_context_default_params()
+        self.lib = llama_cpp
+        params = llama_cpp.llama_context_default_params()
         for name, value in options.items():
             setattr(params, name, value)
-        loaded = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        loaded = llama_cpp.llama_model_load_from_file(
+            model.encode(), llama_cpp.llama_model_default_params()
+        )
         self.context = llama_cpp.llama_init_from_model(loaded, params)
         self.greedy = llama_cpp.llama_sampler_init_greedy()
-        self.batch, self.batch_size = llama_cpp.llama_batch_init(params.n_batch, 0, 1), params.n_batch
+        self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
+        self.batch_size = params.n_batch
         self.cached: list[list[int]] = [[] for _ in range(params.n_seq_max)]
 
     def generate(self, requests: Requests) -> Timelines:
         """Run requests, each in the first slot that is free."""
-        waiting, timelines = list(enumerate(requests))[::-1], [list[tuple[float, int]]() for _ in requests]
-        running: dict[int, tuple[int, list[int]]] = {}  # slot -> the request's number and its tokens
+        waiting = list(enumerate(requests))[::-1]
+        timelines = [list[tuple[float, int]]() for _ in requests]
+        running: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # slot -> the request's number and its tokens
         start = time.perf_counter()
         while waiting or running:
-            for slot in [slot for slot in range(len(self.cached)) if slot not in running][: len(waiting)]:
+            for slot in [slot for slot in range(len(self.cached)) if slot not in running][
+                : len(waiting)
+            ]:
                 index, request = waiting.pop()
                 running[slot] = index, list(request["prompt_token_ids"])
                 self.keep_prefix(slot, request["prompt_token_ids"])
-            for slot, token in self.step({slot: tokens for slot, (_, tokens) in running.items()}).items():
+            for slot, token in self.step(
+                {slot: tokens for slot, (_, tokens) in running.items()}
+            ).items():
                 index, tokens = running[slot]
                 tokens.append(token)
                 timelines[index].append((time.perf_counter() - start, 1))
@@ -138,15 +154,19 @@ class LlamaSlots:
         return timelines
 
     def keep_prefix(self, slot: int, prompt: list[int]) -> None:
-        """Drop what is in the slot, except for a prefix of the prompt, of which the last token is computed in any case."""
+        """Drop what is in the slot, except for a prefix of the prompt, of which the last token is
+        computed in any case."""
         pairs = zip(self.cached[slot], prompt[:-1], strict=False)
         count = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         del self.cached[slot][count:]
         self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), slot, count, -1)
 
     def step(self, running: dict[int, list[int]]) -> dict[int, int]:
-        """Compute a batch of the tokens that slots lack; returns the next token of each slot that lacks none any more."""
-        batch, due, size = self.batch, dict[int, int](), 0
+        """Compute a batch of the tokens that slots lack; returns the next token of each slot that
+        lacks none any more."""
+        batch = self.batch
+        due = dict[int, int]()
+        size = 0
         for slot, tokens in running.items():
             cached = self.cached[slot]
             for token in tokens[len(cached) :][: self.batch_size - size]:
@@ -159,17 +179,28 @@ class LlamaSlots:
         batch.n_tokens = size
         if code := self.lib.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode returned {code}")
-        return {slot: self.lib.llama_sampler_sample(self.greedy, self.context, place) for slot, place in due.items()}
+        return {
+            slot: self.lib.llama_sampler_sample(self.greedy, self.context, place)
+            for slot, place in due.items()
+        }
 
 
-def run_scheduler(make: Callable[..., tuple[Any, Callable[[Any], Any]]], model: str, requests: Requests) -> Any:
+def run_scheduler(
+    make: Callable[..., tuple[Any, Callable[[Any], Any]]], model: str, requests: Requests
+) -> Any:
     """Run requests of equal outputs without a model: each gets the same token in every step.
 
     Returns:
-        Seconds of `schedule` and `update_from_output` in each step in which all requests decode, and none ends.
+        Seconds of `schedule` and `update_from_output` in each step in which all requests decode,
+        and none ends.
     """
-    count, longest = len(requests), max(len(each["prompt_token_ids"]) + each["max_tokens"] for each in requests)
-    sizes = {"max_num_seqs": count, "max_num_batched_tokens": count * longest, "max_model_len": longest}
+    count = len(requests)
+    longest = max(len(each["prompt_token_ids"]) + each["max_tokens"] for each in requests)
+    sizes = {
+        "max_num_seqs": count,
+        "max_num_batched_tokens": count * longest,
+        "max_model_len": longest,
+    }
     scheduler, stub = make(model, requests, sizes, count * -(-longest // BLOCK_SIZE))
     gc.freeze()  # as engines do before their first step
     times = []
@@ -184,7 +215,9 @@ def run_scheduler(make: Callable[..., tuple[Any, Callable[[Any], Any]]], model: 
     return [times[2:-1]]
 
 
-def nanovllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], num_blocks: int) -> Any:
+def nanovllm_scheduler(
+    model: str, requests: Requests, sizes: dict[str, Any], num_blocks: int
+) -> Any:
     """The scheduler of this project with all requests, and the stub."""
     from nanovllm import SamplingParams
     from nanovllm.data.config import EngineConfig
@@ -198,29 +231,45 @@ def nanovllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], nu
     scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
     for i, request in enumerate(requests):
         params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=True)
-        scheduler.add_request(Request(EngineRequest(str(i), request["prompt_token_ids"], params), i))
-    return scheduler, lambda plan: ModelRunnerOutput({each.request_id: SampledToken(7) for each in plan.requests})
+        scheduler.add_request(
+            Request(EngineRequest(str(i), request["prompt_token_ids"], params), i)
+        )
+    return scheduler, lambda plan: ModelRunnerOutput(
+        {each.request_id: SampledToken(7) for each in plan.requests}
+    )
 
 
 def vllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], num_blocks: int) -> Any:
-    """vLLM's V1 scheduler, made as its `EngineCore` makes it, and the stub. Names that move from version to version come from
-    the module of `EngineCore`, which needs them all."""
+    """vLLM's V1 scheduler, made as its `EngineCore` makes it, and the stub. Names that move from
+    version to version come from the module of `EngineCore`, which needs them all."""
     import torch
     from vllm import EngineArgs, SamplingParams
     from vllm.v1 import kv_cache_interface as kv
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import core
 
-    def call(function: Callable[..., Any], **options: Any) -> Any:  # with the options that this version has
-        return function(**{name: options[name] for name in inspect.signature(function).parameters if name in options})
+    def call(
+        function: Callable[..., Any], **options: Any
+    ) -> Any:  # with the options that this version has
+        return function(
+            **{
+                name: options[name]
+                for name in inspect.signature(function).parameters
+                if name in options
+            }
+        )
 
     sizes |= {"block_size": BLOCK_SIZE, "async_scheduling": False, "enable_prefix_caching": True}
     config = EngineArgs(model, skip_tokenizer_init=True, **sizes).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks + 1  # one is vLLM's null block
     getattr(core, "register_all_kvcache_specs", lambda config: None)(config)
     shape = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32, "use_mla": False}
-    group = kv.KVCacheGroupSpec(["layer"], call(kv.FullAttentionSpec, block_size=BLOCK_SIZE, **shape))
-    cache = kv.KVCacheConfig(num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[group])
+    group = kv.KVCacheGroupSpec(
+        ["layer"], call(kv.FullAttentionSpec, block_size=BLOCK_SIZE, **shape)
+    )
+    cache = kv.KVCacheConfig(
+        num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[group]
+    )
     blocks = {"kv_cache_config": cache, "block_size": BLOCK_SIZE, "hash_block_size": BLOCK_SIZE}
     manager = core.StructuredOutputManager(config)
     scheduler = call(Scheduler, vllm_config=config, structured_output_manager=manager, **blocks)
@@ -230,7 +279,11 @@ def vllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], num_bl
     rest |= {"block_hasher": core.get_request_block_hasher(BLOCK_SIZE, hash_function)}
     for i, request in enumerate(requests):
         params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=True)
-        own = {"request_id": str(i), "prompt_token_ids": request["prompt_token_ids"], "sampling_params": params}
+        own = {
+            "request_id": str(i),
+            "prompt_token_ids": request["prompt_token_ids"],
+            "sampling_params": params,
+        }
         scheduler.add_request(call(core.Request, **own, **rest))
 
     def stub(plan: Any) -> Any:
@@ -243,7 +296,10 @@ def vllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], num_bl
 
 
 def run_steps(
-    engine: Any, requests: Requests, has_unfinished: Callable[[], bool], sampling_params: Callable[..., Any]
+    engine: Any,
+    requests: Requests,
+    has_unfinished: Callable[[], bool],
+    sampling_params: Callable[..., Any],
 ) -> Timelines:
     """The loop around an engine that has `add_request` and `step`, as nanovllm and vLLM do."""
     timelines: Timelines = [[] for _ in requests]
@@ -266,8 +322,12 @@ ENGINES: dict[str, Callable[[str, dict[str, Any]], Generate]] = {
     "vllm": vllm_engine,
     "hf": hugging_face_engine,
     "llamacpp": lambda model, options: LlamaSlots(model, options).generate,
-    "nanovllm scheduler": lambda model, options: functools.partial(run_scheduler, nanovllm_scheduler, model),
-    "vllm scheduler": lambda model, options: functools.partial(run_scheduler, vllm_scheduler, model),
+    "nanovllm scheduler": lambda model, options: functools.partial(
+        run_scheduler, nanovllm_scheduler, model
+    ),
+    "vllm scheduler": lambda model, options: functools.partial(
+        run_scheduler, vllm_scheduler, model
+    ),
 }
 
 
@@ -294,6 +354,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # A script's folder comes first in the search path, and its modules must not hide those of other packages.
-    sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]
+    # A script's folder comes first in the search path, and its modules must not hide those of other
+    # packages.
+    sys.path[:] = [
+        folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))
+    ]
     main()

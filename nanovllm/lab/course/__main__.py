@@ -1,7 +1,8 @@
-"""Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into lectures.
+"""Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into
+lectures.
 
-A lecture is named by its file name or the beginning of it, such as 11; without a name, all are meant.
-"""
+A lecture is named by its file name or the beginning of it, such as 11; without a name, all are
+meant."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from nanovllm.lab.course.build import build, compare, find_lectures, find_root, read_lectures, refuse_edited, write
+from nanovllm.lab.course.build import (
+    build,
+    compare,
+    find_lectures,
+    find_root,
+    read_lectures,
+    refuse_edited,
+    write,
+)
 from nanovllm.lab.course.copies import FOLDER, copy_lectures, edited_copies
 from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import CourseError
@@ -45,36 +54,62 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add(_build, "write the modules that lectures export, compare, or pull edits back")
     command.add_argument("lectures", nargs="*", metavar="LECTURE")
-    mode, check = command.add_mutually_exclusive_group(), "write nothing; show differences, and exit 1 if there are any"
+    mode = command.add_mutually_exclusive_group()
+    check = "write nothing; show differences, and exit 1 if there are any"
     mode.add_argument("--check", action="store_true", help=check)
-    mode.add_argument("--pull", action="store_true", help="carry edits made in modules back into the lectures' cells")
     mode.add_argument(
-        "--overwrite", action="store_true", help="write modules that were edited, too: the edits are lost"
+        "--pull",
+        action="store_true",
+        help="carry edits made in modules back into the lectures' cells",
+    )
+    mode.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="write modules that were edited, too: the edits are lost",
     )
 
     command = add(_run, "execute lectures and save them normalised")
     command.add_argument("lectures", nargs="*", metavar="LECTURE")
-    command.add_argument("--timeout", type=int, default=300, help="maximum time per cell, in seconds (default: 300)")
+    command.add_argument(
+        "--timeout", type=int, default=300, help="maximum time per cell, in seconds (default: 300)"
+    )
 
     what = "a package that generates and serves, with everything taught so far"
     command = add(_stage, f"write the engine as it is after a lecture: {what}")
-    command.add_argument("last", type=int, metavar="LECTURE", help="number of the lecture, such as 18")
+    command.add_argument(
+        "last", type=int, metavar="LECTURE", help="number of the lecture, such as 18"
+    )
     command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
 
     command = add(_diff, "show what lectures change: the stages after two of them, compared")
-    command.add_argument("stages", type=int, nargs=2, metavar="LECTURE", help="numbers of the lectures, such as 18 23")
+    command.add_argument(
+        "stages",
+        type=int,
+        nargs=2,
+        metavar="LECTURE",
+        help="numbers of the lectures, such as 18 23",
+    )
 
     command = add(_workbook, "write a lecture whose core methods are blank, for you to write")
     command.add_argument("lecture", metavar="LECTURE")
 
     command = add(_check, "say what is wrong with what you wrote in a workbook")
     command.add_argument("lecture", metavar="LECTURE")
-    command.add_argument("file", type=Path, nargs="?", metavar="FILE", help="path of the workbook, if you moved it")
     command.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="if all methods pass, write an engine that contains them"
+        "file", type=Path, nargs="?", metavar="FILE", help="path of the workbook, if you moved it"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="if all methods pass, write an engine that contains them",
     )
 
-    add(_copy, f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never overwritten")
+    add(
+        _copy,
+        f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never "
+        "overwritten",
+    )
     return parser
 
 
@@ -92,9 +127,16 @@ def _build(root: Path, options: argparse.Namespace) -> int:
         refuse_edited(root, built, last)
     changed = write(root, built)
     last.store({module.path: module.text for module in built})
-    print(*(f"wrote {path}" for path in changed), f"{len(built) - len(changed)} modules were up to date", sep="\n")
+    print(
+        *(f"wrote {path}" for path in changed),
+        f"{len(built) - len(changed)} modules were up to date",
+        sep="\n",
+    )
     for name in edited_copies(root):
-        print(f"{FOLDER}/{name} is your copy, and modules are built from notebooks/{name}: make your change there")
+        print(
+            f"{FOLDER}/{name} is your copy, and modules are built from notebooks/{name}: make your "
+            "change there"
+        )
     return 0
 
 
@@ -105,7 +147,10 @@ def _run(root: Path, options: argparse.Namespace) -> int:
     for path in find_lectures(root, options.lectures):
         try:
             changed = run(path, root, options.timeout)
-            print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}", flush=True)
+            print(
+                f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}",
+                flush=True,
+            )
         except CourseError as error:
             failed = 1
             print(error, file=sys.stderr, flush=True)
@@ -113,7 +158,9 @@ def _run(root: Path, options: argparse.Namespace) -> int:
 
 
 def _workbook(root: Path, options: argparse.Namespace) -> int:
-    print(f"Your workbook is {write_workbook(root, options.lecture)}; its first lines say what to do.")
+    print(
+        f"Your workbook is {write_workbook(root, options.lecture)}; its first lines say what to do."
+    )
     return 0
 
 
@@ -134,14 +181,22 @@ def _stage(root: Path, options: argparse.Namespace) -> int:
 
 
 def _show_engine(folder: Path, what: str) -> None:
-    print(f"{folder} has {what}. To try it:\n  cd {folder} && PYTHONPATH=. {sys.executable} -m nanovllm serve")
+    print(
+        f"{folder} has {what}. To try it:\n  cd {folder} && PYTHONPATH=. {sys.executable} -m "
+        "nanovllm serve"
+    )
 
 
 def _diff(root: Path, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number in set(options.stages):
             write_stage(root, number, Path(folder, str(number)))
-        return subprocess.run(["git", "diff", "--no-index", *map(str, options.stages)], cwd=folder).returncode // 2
+        return (
+            subprocess.run(
+                ["git", "diff", "--no-index", *map(str, options.stages)], cwd=folder
+            ).returncode
+            // 2
+        )
 
 
 def _copy(root: Path, options: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""Working copies of the lectures, for learners: running a lecture changes its file, and git does not follow the copies."""
+"""Working copies of the lectures, for learners: running a lecture changes its file, and git does
+not follow the copies."""
 
 import json
 import shutil
@@ -13,18 +14,22 @@ _ORIGINALS = ".originals"
 
 
 def copy_lectures(root: Path) -> list[str]:
-    """Bring the working copies up to date: copy what is missing, and replace what the learner has neither run nor changed.
+    """Bring the working copies up to date: copy what is missing, and replace what the learner has
+    neither run nor changed.
 
     Returns:
-        The copies that the learner has run or changed and whose lecture has changed since they were made. They stay as they are.
+        The copies that the learner has run or changed and whose lecture has changed since they were
+        made. They stay as they are.
     """
-    folder, originals = root / FOLDER, root / FOLDER / _ORIGINALS
+    folder = root / FOLDER
+    originals = root / FOLDER / _ORIGINALS
     originals.mkdir(parents=True, exist_ok=True)
     older = []
     for lecture in sorted((root / "notebooks").iterdir()):
         if lecture.suffix not in (".ipynb", ".md", ".py") or lecture.name == "conftest.py":
             continue
-        copy, original = folder / lecture.name, originals / lecture.name
+        copy = folder / lecture.name
+        original = originals / lecture.name
         if not copy.exists() or (original.exists() and copy.read_bytes() == original.read_bytes()):
             shutil.copyfile(lecture, copy)
             shutil.copyfile(lecture, original)
@@ -34,7 +39,8 @@ def copy_lectures(root: Path) -> list[str]:
 
 
 def edited_copies(root: Path) -> list[str]:
-    """Return the names of the working copies in which the learner has changed a cell that a module is built from."""
+    """Return the names of the working copies in which the learner has changed a cell that a module
+    is built from."""
     folder = root / FOLDER
     found = []
     for original in sorted((folder / _ORIGINALS).glob("*.ipynb")):
@@ -46,11 +52,16 @@ def edited_copies(root: Path) -> list[str]:
 
 def _exported(path: Path) -> list[str]:
     """Return the sources of the cells that modules are built from."""
-    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    sources = [
+        "".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+    ]
     return [source for source in sources if source.startswith("#|")]
 
 
 def _text(path: Path) -> object:
-    """What an author writes: a notebook's cells without their outputs, which differ from run to run."""
+    """What an author writes: a notebook's cells without their outputs, which differ from run to
+    run."""
     text = path.read_text(encoding="utf-8")
-    return [source_of(cell) for cell in json.loads(text)["cells"]] if path.suffix == ".ipynb" else text
+    return (
+        [source_of(cell) for cell in json.loads(text)["cells"]] if path.suffix == ".ipynb" else text
+    )

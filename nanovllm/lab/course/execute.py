@@ -23,8 +23,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def run(path: Path, root: Path, timeout: int) -> bool:
-    """Run a lecture from top to bottom and save it normalised. A cell with the tag "gpu" in its metadata is run only
-    where torch sees a GPU; elsewhere it keeps its outputs.
+    """Run a lecture from top to bottom and save it normalised. A cell with the tag "gpu" in its
+    metadata is run only where torch sees a GPU; elsewhere it keeps its outputs.
 
     Args:
         path: the notebook; its code runs in its folder.
@@ -50,7 +50,9 @@ def run(path: Path, root: Path, timeout: int) -> bool:
     return after != before
 
 
-def _execute(notebook: NotebookNode, path: Path, root: Path, timeout: int, environment: dict[str, str]) -> None:
+def _execute(
+    notebook: NotebookNode, path: Path, root: Path, timeout: int, environment: dict[str, str]
+) -> None:
     tags = {tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])}
     begun: list[int] = []
     client = NotebookClient(
@@ -70,7 +72,11 @@ def _execute(notebook: NotebookNode, path: Path, root: Path, timeout: int, envir
         place = f"{path.relative_to(root).as_posix()}: cell {begun[-1] + 1} (In [{runs}])"
         if isinstance(error, CellExecutionError):
             raise CourseError(_failure(place, error)) from None
-        what = f"took longer than {timeout} s" if isinstance(error, CellTimeoutError) else "the kernel died"
+        what = (
+            f"took longer than {timeout} s"
+            if isinstance(error, CellTimeoutError)
+            else "the kernel died"
+        )
         raise CourseError(f"{place}: {what}") from None
 
 
@@ -92,17 +98,20 @@ def _failure(place: str, error: CellExecutionError) -> str:
 def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
     """Remove from a notebook everything that differs from run to run, in place, and return it.
 
-    The reading time is stated anew. Counts become 1..n, timing and widget state go, addresses and paths are masked, and consecutive outputs of one
-    stream become one. Ids stay. (`viz.use_style` keeps versions and dates out of images.)
-    """
+    The reading time is stated anew. Counts become 1..n, timing and widget state go, addresses and
+    paths are masked, and consecutive outputs of one stream become one. Ids stay. (`viz.use_style`
+    keeps versions and dates out of images.)"""
     rules = _rules(root)
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    notebook.nbformat = 4
+    notebook.nbformat_minor = 5
     for key in ("widgets", "jupytext", "signature"):
         notebook.metadata.pop(key, None)
     notebook.metadata["kernelspec"] = NotebookNode(_KERNEL)
     notebook.metadata["language_info"] = NotebookNode(name="python")
     first = notebook.cells[0]
-    first.source = _READING_TIME.sub(reading_time([(c.cell_type, c.source) for c in notebook.cells[1:]]), first.source)
+    first.source = _READING_TIME.sub(
+        reading_time([(c.cell_type, c.source) for c in notebook.cells[1:]]), first.source
+    )
     count = 0
     for cell in notebook.cells:
         for key in ("execution", "ExecuteTime"):
@@ -118,15 +127,25 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
 
 
 def reading_time(cells: Iterable[tuple[str, str]]) -> str:
-    """How long a lecture takes: 150 words of text or 15 lines of code a minute, and 25 minutes for an exercise.
+    """How long a lecture takes: 150 words of text or 15 lines of code a minute, and 25 minutes for
+    an exercise.
 
     Args:
         cells: kinds ("markdown" or "code") and sources.
     """
-    text, code = ("\n".join(source for kind, source in cells if kind == wanted) for wanted in ("markdown", "code"))
-    reading = len(text.split()) / 150 + len([line for line in code.split("\n") if line.strip()]) / 15
-    alone, whole = (15 * round(minutes / 15) for minutes in (reading, reading + 25 * code.count("Exercise(")))
-    words = [f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min") for minutes in (alone, whole)]
+    text, code = (
+        "\n".join(source for kind, source in cells if kind == wanted)
+        for wanted in ("markdown", "code")
+    )
+    reading = (
+        len(text.split()) / 150 + len([line for line in code.split("\n") if line.strip()]) / 15
+    )
+    alone, whole = (
+        15 * round(minutes / 15) for minutes in (reading, reading + 25 * code.count("Exercise("))
+    )
+    words = [
+        f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min") for minutes in (alone, whole)
+    ]
     return f"about {words[0]}, and {words[1]} with the exercises"
 
 
@@ -147,7 +166,11 @@ def _merged(outputs: Iterable[NotebookNode]) -> list[NotebookNode]:
     """Join consecutive outputs of the same stream, which differ from run to run."""
     merged: list[NotebookNode] = []
     for output in outputs:
-        if merged and output.output_type == "stream" and output.get("name") == merged[-1].get("name"):
+        if (
+            merged
+            and output.output_type == "stream"
+            and output.get("name") == merged[-1].get("name")
+        ):
             merged[-1].text += output.text
         else:
             merged.append(output)

@@ -1,8 +1,7 @@
 """Engines in processes of their own, for lectures that measure them.
 
-The lecture takes the place of front end, router and HTTP: it sends requests, and receives tokens with the times at which
-they were sampled.
-"""
+The lecture takes the place of front end, router and HTTP: it sends requests, and receives tokens
+with the times at which they were sampled."""
 
 from __future__ import annotations
 
@@ -35,15 +34,20 @@ class EngineProcess(DataRank):
 
     Attributes:
         trace: its steps, if they are recorded.
-        began: time 0 of the trace, in seconds of the system's monotonic clock, which all processes share.
+        began: time 0 of the trace, in seconds of the system's monotonic clock, which all processes
+            share.
     """
 
     program = "from nanovllm.lab.course.fleet import run_quietly; run_quietly()"
 
-    def __init__(self, config: EngineConfig, threads: int = 1, record: bool = False, *process: Any) -> None:
+    def __init__(
+        self, config: EngineConfig, threads: int = 1, record: bool = False, *process: Any
+    ) -> None:
         super().__init__(config, {"OMP_NUM_THREADS": str(threads)}, *process)
         weakref.finalize(self, end_processes, [self.process], self.folder)
-        self.trace, self.began, self._record = Trace(), float("inf"), record
+        self.trace = Trace()
+        self.began = float("inf")
+        self._record = record
 
     def wait_until_ready(self) -> EngineProcess:
         """Wait until its model is loaded.
@@ -79,8 +83,16 @@ class EngineProcess(DataRank):
         """
         self.receive()
         reports = self.take_reports()
-        refused = [f"rejected request {key}: {why}" for report in reports for key, why in report.refused.items()]
-        if trouble := (self.complaint and f"fails: {self.complaint.text}") or self.end() or ", ".join(refused):
+        refused = [
+            f"rejected request {key}: {why}"
+            for report in reports
+            for key, why in report.refused.items()
+        ]
+        if (
+            trouble := (self.complaint and f"fails: {self.complaint.text}")
+            or self.end()
+            or ", ".join(refused)
+        ):
             raise RuntimeError(f"{self.name} {trouble}")
         return [(report.time, output) for report in reports for output in report.outputs]
 
@@ -118,7 +130,9 @@ def play(
     poller: Any = zmq.Poller()
     for engine in engines:
         poller.register(engine.reports, zmq.POLLIN)
-    begin, pending, over = time.monotonic(), sorted(actions, key=lambda pair: pair[0]), False
+    begin = time.monotonic()
+    pending = sorted(actions, key=lambda pair: pair[0])
+    over = False
     while not over or pending:
         now = time.monotonic() - begin
         if now > timeout:

@@ -1,4 +1,5 @@
-"""Fold the exported cells of a lecture into the text of a module: one ordinary class out of all its cells."""
+"""Fold the exported cells of a lecture into the text of a module: one ordinary class out of all its
+cells."""
 
 import ast
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ _COURSE = f"{PACKAGE}.lab.course"
 
 @dataclass
 class Module:
-    """A module as pieces of cells: `pieces` in the order in which the module shows them. Its `text` is sorted and formatted
-    by `build`."""
+    """A module as pieces of cells: `pieces` in the order in which the module shows them. Its `text`
+    is sorted and formatted by `build`."""
 
     name: str
     lecture: Lecture
@@ -31,15 +32,20 @@ class Module:
 
     @property
     def marker(self) -> str:
-        """The line of its docstring that names its lecture, and the numbers of those that continue it."""
-        later = dict.fromkeys(cell.lecture.split("/")[-1].split("_")[0] for cell in self.cells if cell.extends)
+        """The line of its docstring that names its lecture, and the numbers of those that continue
+        it."""
+        later = dict.fromkeys(
+            cell.lecture.split("/")[-1].split("_")[0] for cell in self.cells if cell.extends
+        )
         return MARKER.format(self.lecture.name + f" and {', '.join(later)}" * bool(later))
 
     def source(self) -> str:
         """The source of the pieces, neither sorted nor formatted."""
         docstring = quoted(f"{self.docstring.text}\n\n{self.marker}\n".lstrip())
         imports = [line for piece in self.imports for line in piece.lines]
-        typing = [line for piece in self.typing for line in piece.lines if line != "if TYPE_CHECKING:"]
+        typing = [
+            line for piece in self.typing for line in piece.lines if line != "if TYPE_CHECKING:"
+        ]
         typing[:0] = ["if TYPE_CHECKING:"] * bool(typing)  # one for the imports of all cells
         lines = [*docstring, "", *imports, "", *typing, "", *_render(self.pieces)]
         return "\n".join(lines).rstrip() + "\n"
@@ -68,7 +74,10 @@ def fold(lecture: Lecture, name: str) -> Module:
                 comments.append(piece)
             elif piece.kind == "docstring":
                 if cell.sets_module is None:
-                    raise cell.error("a module's docstring belongs in the cell of its `default_exp`", piece.start + 1)
+                    raise cell.error(
+                        "a module's docstring belongs in the cell of its `default_exp`",
+                        piece.start + 1,
+                    )
             elif piece.kind == "import":
                 # Only lectures need `extend`, and the class that they continue.
                 if getattr(piece.node, "module", None) not in (_COURSE, f"{PACKAGE}.{name}"):
@@ -89,15 +98,18 @@ def fold(lecture: Lecture, name: str) -> Module:
 
 
 def _place(siblings: list[Piece], piece: Piece, comments: list[Piece]) -> None:
-    """Append a piece below its comments, or put it in the place of what an earlier cell calls by its name.
+    """Append a piece below its comments, or put it in the place of what an earlier cell calls by
+    its name.
 
-    At the top of a module an assignment is a step that code between may rely on, so it replaces nothing.
-    """
+    At the top of a module an assignment is a step that code between may rely on, so it replaces
+    nothing."""
     replaces = piece.kind in ("definition", "class") or (piece.parent is not None and piece.name)
     versions = [
         sibling
         for sibling in siblings
-        if replaces and sibling.name == piece.name and (sibling.source, sibling.parent) != (piece.source, piece.parent)
+        if replaces
+        and sibling.name == piece.name
+        and (sibling.source, sibling.parent) != (piece.source, piece.parent)
     ]
     if piece.kind == "docstring" and not versions:
         siblings.insert(0, piece)
@@ -116,13 +128,17 @@ def _reopens(piece: Piece) -> bool:
     node = piece.node
     if not isinstance(node, ast.ClassDef):
         return False
-    bases, decorators = [ast.unparse(base) for base in node.bases], [ast.unparse(d) for d in node.decorator_list]
+    bases = [ast.unparse(base) for base in node.bases]
+    decorators = [ast.unparse(d) for d in node.decorator_list]
     if node.name not in bases and "extend" not in decorators:
         return False
     # A comment above @extend would have no place in the module.
     is_bare = not node.keywords and piece.start == first_row(node)
     if bases != [node.name] or decorators != ["extend"] or not is_bare or piece.kind != "class":
-        wanted = f"`@extend`, `class {node.name}({node.name}):` and the members on lines of their own, nothing else"
+        wanted = (
+            f"`@extend`, `class {node.name}({node.name}):` and the members on lines of their own, "
+            "nothing else"
+        )
         raise piece.source.error(f"a class is continued by {wanted}", first_row(node) + 1)
     return True
 
@@ -131,13 +147,19 @@ def _extend(module: Module, part: Piece) -> None:
     """Add the members of a reopened class to the class."""
     assert isinstance(part.node, ast.ClassDef)
     name = part.node.name
-    found = [piece for piece in module.pieces if piece.name == name and isinstance(piece.node, ast.ClassDef)]
+    found = [
+        piece
+        for piece in module.pieces
+        if piece.name == name and isinstance(piece.node, ast.ClassDef)
+    ]
     if not found:
         message = f"class {name} is continued, but no earlier cell defines it in {module.name}"
         raise part.source.error(message, part.start + 1)
     target = found[-1]
     if target.kind != "class":
-        raise target.source.error(f"write the body of class {name} on its own lines to continue it", target.start + 1)
+        raise target.source.error(
+            f"write the body of class {name} on its own lines to continue it", target.start + 1
+        )
     comments: list[Piece] = []
     for member in part.members:
         if member.kind == "comment":

@@ -1,10 +1,16 @@
-"""A minimal generation loop for lectures and tests, to run on each rank: no scheduler, no sampling, a few prompts."""
+"""A minimal generation loop for lectures and tests, to run on each rank: no scheduler, no sampling,
+a few prompts."""
 
 from typing import Any
 
 import torch
 
-from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionMetadata,
+    ForwardContext,
+    forward_context,
+    kv_cache_shape,
+)
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.models.llama import LlamaForCausalLM
 
@@ -16,8 +22,8 @@ class GreedyLoop:
 
     Args:
         model: of this rank.
-        prompts: token ids. Without any, each step computes a dummy batch of one token, since a rank that shares
-            experts with others has to take part in their collectives.
+        prompts: token ids. Without any, each step computes a dummy batch of one token, since a rank
+            that shares experts with others has to take part in their collectives.
         num_tokens: the most tokens to generate per prompt.
 
     Attributes:
@@ -28,13 +34,19 @@ class GreedyLoop:
         self.model = model
         self.outputs: list[list[int]] = [[] for _ in prompts]
         prompts = prompts or [[0]]
-        self._new, self._lengths = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        self._new = [list(prompt) for prompt in prompts]
+        self._lengths = [0] * len(prompts)
         longest = max(map(len, prompts)) + num_tokens
         blocks = -(-longest // BLOCK_SIZE)
-        self._tables = torch.arange(len(prompts) * blocks, dtype=torch.int32).view(len(prompts), blocks)
+        self._tables = torch.arange(len(prompts) * blocks, dtype=torch.int32).view(
+            len(prompts), blocks
+        )
         layers: list[Any] = list(model.model.layers)
         shape = kv_cache_shape(
-            self._tables.numel(), layers[0].self_attn.qkv_proj.num_kv_heads, BLOCK_SIZE, model.config.head_dim
+            self._tables.numel(),
+            layers[0].self_attn.qkv_proj.num_kv_heads,
+            BLOCK_SIZE,
+            model.config.head_dim,
         )
         dtype = model.lm_head.weight.dtype
         self._caches = [torch.zeros(shape, dtype=dtype) for _ in layers]
@@ -43,7 +55,9 @@ class GreedyLoop:
     def step(self) -> list[int]:
         """Run one forward pass. Returns the next token of each prompt, and appends it to `outputs`."""
         counts = [len(tokens) for tokens in self._new]
-        positions = [torch.arange(done, done + n) for done, n in zip(self._lengths, counts, strict=True)]
+        positions = [
+            torch.arange(done, done + n) for done, n in zip(self._lengths, counts, strict=True)
+        ]
         self._lengths = [done + n for done, n in zip(self._lengths, counts, strict=True)]
         slots = [
             table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE

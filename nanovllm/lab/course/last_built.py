@@ -11,10 +11,11 @@ _RECORD = Path("build", "course_modules.json")
 
 
 class LastBuilt:
-    """Module sources that are known to agree with the lectures: of the last build here, and of the last commit.
+    """Module sources that are known to agree with the lectures: of the last build here, and of the
+    last commit.
 
-    A module whose present text is one of them was not edited since; a lecture that builds one of them was not either.
-    """
+    A module whose present text is one of them was not edited since; a lecture that builds one of
+    them was not either."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -23,22 +24,31 @@ class LastBuilt:
             self._texts = json.loads((root / _RECORD).read_text(encoding="utf-8"))
 
     def has(self, path: str, text: str) -> bool:
-        """Return whether this was the text of the module, whose path is relative to the root, when both sides agreed."""
+        """Return whether this was the text of the module, whose path is relative to the root, when
+        both sides agreed."""
         return text in (self._texts.get(path), self._committed(path))
 
     def store(self, texts: Mapping[str, str]) -> None:
         """Note the source of each module, by path, that agrees with the lectures now."""
         self._texts |= texts
         (self._root / _RECORD).parent.mkdir(exist_ok=True)
-        (self._root / _RECORD).write_text(json.dumps(self._texts, indent=1) + "\n", encoding="utf-8")
+        (self._root / _RECORD).write_text(
+            json.dumps(self._texts, indent=1) + "\n", encoding="utf-8"
+        )
 
     def advice(self, path: str, current: str, built: str) -> str:
         """Return the advice, one sentence, for a module that differs from what its lecture builds."""
         module_changed = not self.has(path, current)
         lecture_changed = not self.has(path, built)
-        pull = "`python -m nanovllm.lab.course build --pull` carries the module's edits into the lecture"
+        pull = (
+            "`python -m nanovllm.lab.course build --pull` carries the module's edits into the "
+            "lecture"
+        )
         if module_changed and lecture_changed:
-            return f"{path}: the module and its lecture were both edited: {pull}, where they touch different lines\n"
+            return (
+                f"{path}: the module and its lecture were both edited: {pull}, where they touch "
+                "different lines\n"
+            )
         if module_changed:
             return f"{path}: the module was edited: {pull}\n"
         return f"{path}: the lecture was edited: `make build` writes the module\n"
@@ -67,7 +77,8 @@ class LastBuilt:
                 return None
 
     def _committed(self, path: str) -> str | None:
-        """Return a module's text in the last commit; None without git, or if the commit does not have the module."""
+        """Return a module's text in the last commit; None without git, or if the commit does not
+        have the module."""
         command = ["git", "-C", str(self._root), "show", f"HEAD:./{path}"]
         try:
             return subprocess.run(command, capture_output=True, check=True).stdout.decode()

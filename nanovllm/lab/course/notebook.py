@@ -6,7 +6,8 @@ The first lines of a code cell may be directives:
     #| export                       this cell does
     #| export attention.torch       this cell goes to nanovllm/attention/torch.py
     #| extend kv.block_pool         this cell continues a module of an earlier lecture
-    #| yours BlockPool.touch: TEST  a workbook leaves this function of the cell blank; TESTs, with spaces between, check it
+    #| yours BlockPool.touch: TEST  a workbook leaves this function of the cell blank; TESTs, with
+    spaces between, check it
 """
 
 import ast
@@ -31,7 +32,8 @@ class CourseError(Exception):
 
 @dataclass(eq=False)
 class Source:
-    """Python source: a module's text, or a cell of a lecture, whose directives end above line `body` (from 0).
+    """Python source: a module's text, or a cell of a lecture, whose directives end above line
+    `body` (from 0).
 
     `place` names the source in error messages.
     """
@@ -59,8 +61,9 @@ class Source:
 
 @dataclass(eq=False)
 class Cell(Source):
-    """A code cell of a lecture. `number` counts all cells of the file from 1; `extends` says that an earlier lecture builds `module`; `yours`
-    has the tests of each function that workbooks leave blank."""
+    """A code cell of a lecture. `number` counts all cells of the file from 1; `extends` says that
+    an earlier lecture builds `module`; `yours` has the tests of each function that workbooks leave
+    blank."""
 
     lecture: str = ""
     number: int = 0
@@ -72,7 +75,8 @@ class Cell(Source):
 
 @dataclass
 class Docstring:
-    """The summary of a module, and the lines [start, end) of the cell (counted from 1) that contains it."""
+    """The summary of a module, and the lines [start, end) of the cell (counted from 1) that
+    contains it."""
 
     text: str
     number: int
@@ -82,7 +86,8 @@ class Docstring:
 
 @dataclass
 class Lecture:
-    """A notebook: its JSON, the cells it exports in order, and the docstrings of the modules it builds."""
+    """A notebook: its JSON, the cells it exports in order, and the docstrings of the modules it
+    builds."""
 
     path: Path
     name: str
@@ -93,12 +98,17 @@ class Lecture:
     @property
     def modules(self) -> list[str]:
         """The modules that it builds, in the order in which they first appear."""
-        return list(dict.fromkeys([*(c.module for c in self.exports if c.module), *self.docstrings]))
+        return list(
+            dict.fromkeys([*(c.module for c in self.exports if c.module), *self.docstrings])
+        )
 
     def docstring(self, module: str) -> Docstring:
         """The docstring of a module."""
         if module not in self.docstrings:
-            raise CourseError(f"{self.name}: {module} has no docstring: write it into the cell of its `default_exp`")
+            raise CourseError(
+                f"{self.name}: {module} has no docstring: write it into the cell of its "
+                "`default_exp`"
+            )
         return self.docstrings[module]
 
 
@@ -124,13 +134,15 @@ def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> 
         data: its JSON, where it is not the file's.
 
     Raises:
-        CourseError: the file is not a notebook, or a directive is unknown, misplaced or lacks its module.
+        CourseError: the file is not a notebook, or a directive is unknown, misplaced or lacks its
+            module.
     """
     name = path.relative_to(root).as_posix()
     if data is None:
         data = load(path, name)
     lecture = Lecture(path, name, data)
-    run, current = 0, None
+    run = 0
+    current = None
     for number, raw in enumerate(data["cells"], start=1):
         lines = source_of(raw)
         if raw["cell_type"] == "code":
@@ -144,7 +156,11 @@ def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> 
 def _direct(cell: Cell, current: str | None) -> str | None:
     """Obey the directives at the head of a cell; returns the module that later exports go to."""
     exported = False
-    head = list(itertools.takewhile(lambda line: _DIRECTIVE.match(line) or _TEST_MARKER.match(line), cell.lines))
+    head = list(
+        itertools.takewhile(
+            lambda line: _DIRECTIVE.match(line) or _TEST_MARKER.match(line), cell.lines
+        )
+    )
     cell.body = len(head)
     for row, match in enumerate(map(_DIRECTIVE.match, head)):
         if match is None:
@@ -153,26 +169,36 @@ def _direct(cell: Cell, current: str | None) -> str | None:
         if directive == "yours":
             name, _, tests = argument.partition(": ")
             if not tests:
-                raise cell.error("`yours` needs a function and its tests, with `: ` between them", row + 1)
+                raise cell.error(
+                    "`yours` needs a function and its tests, with `: ` between them", row + 1
+                )
             cell.yours[name] = tests
             continue
         if directive not in ("default_exp", "export", "extend"):
-            raise cell.error(f"unknown directive `{directive}`: there are default_exp, export, extend, yours", row + 1)
+            raise cell.error(
+                f"unknown directive `{directive}`: there are default_exp, export, extend, yours",
+                row + 1,
+            )
         if (argument or directive != "export") and not _MODULE_NAME.fullmatch(argument):
-            raise cell.error(f"`{directive}` needs the name of a module, such as kv.block_pool", row + 1)
+            raise cell.error(
+                f"`{directive}` needs the name of a module, such as kv.block_pool", row + 1
+            )
         if argument.split(".")[0] == PACKAGE:
             raise cell.error(f"name the module without `{PACKAGE}.`", row + 1)
         if directive == "default_exp":
             current = cell.sets_module = argument
         else:
             exported = True
-            cell.module, cell.extends = argument or None, directive == "extend"
+            cell.module = argument or None
+            cell.extends = directive == "extend"
     for row, line in enumerate(cell.lines[cell.body :], start=cell.body):
         if _MISPLACED.match(line):
             raise cell.error("a directive belongs in the first lines of its cell", row + 1)
     if exported and cell.module is None:
         if current is None:
-            raise cell.error("`export` before any `default_exp`: name the module with `default_exp` first", 1)
+            raise cell.error(
+                "`export` before any `default_exp`: name the module with `default_exp` first", 1
+            )
         cell.module = current
     return current
 
@@ -188,5 +214,6 @@ def _enter(lecture: Lecture, cell: Cell) -> None:
         return
     if cell.sets_module in lecture.docstrings:
         raise cell.error(f"{cell.sets_module} has a docstring already", nodes[0].lineno)
-    start, end = nodes[0].lineno - 1, nodes[0].end_lineno or nodes[0].lineno
+    start = nodes[0].lineno - 1
+    end = nodes[0].end_lineno or nodes[0].lineno
     lecture.docstrings[cell.sets_module] = Docstring(text, cell.number, start, end)

@@ -1,4 +1,5 @@
-"""Cut Python source into pieces: whole lines, each with a key that finds it again in another version of the source."""
+"""Cut Python source into pieces: whole lines, each with a key that finds it again in another
+version of the source."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ from typing import Literal
 from nanovllm.lab.course.notebook import Source
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Kind = Literal["docstring", "import", "typing", "class", "definition", "assignment", "statement", "comment"]
+Kind = Literal[
+    "docstring", "import", "typing", "class", "definition", "assignment", "statement", "comment"
+]
 
 
 @dataclass(eq=False)
 class Piece:
-    """The lines [start, end) of a source: a statement with the comments right above it, or comments on their own.
+    """The lines [start, end) of a source: a statement with the comments right above it, or comments
+    on their own.
 
-    A class has a head (decorators, the `class` line) and members; `parts` are the statements that reopened it.
-    `name` is what a later version replaces it by, `key` is unique among its siblings. `seat` is the first version,
-    whose place in the module a later version takes.
-    """
+    A class has a head (decorators, the `class` line) and members; `parts` are the statements that
+    reopened it. `name` is what a later version replaces it by, `key` is unique among its siblings.
+    `seat` is the first version, whose place in the module a later version takes."""
 
     kind: Kind
     source: Source
@@ -52,21 +55,29 @@ class Piece:
     def follows(self, other: Piece) -> bool:
         """Whether there are only blank lines between `other` and this piece."""
         between = self.source.lines[other.end : self.start]
-        return self.source is other.source and other.end <= self.start and not any(map(str.strip, between))
+        return (
+            self.source is other.source
+            and other.end <= self.start
+            and not any(map(str.strip, between))
+        )
 
 
 def cut(source: Source) -> list[Piece]:
     """The pieces of a whole source.
 
     Raises:
-        CourseError: syntax error, two statements on one line, or a class body not indented with four spaces.
+        CourseError: syntax error, two statements on one line, or a class body not indented with
+            four spaces.
     """
     return _cut(source, source.parse(), source.body, len(source.lines), None)
 
 
 def first_row(node: ast.stmt) -> int:
     """The index of a statement's first line, decorators included."""
-    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
+    return (
+        min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        - 1
+    )
 
 
 def last_row(node: ast.stmt) -> int:
@@ -75,13 +86,16 @@ def last_row(node: ast.stmt) -> int:
 
 
 def label(pieces: Sequence[Piece]) -> None:
-    """Give siblings unique keys: a name, counted where it recurs, or the distance to the last named piece."""
+    """Give siblings unique keys: a name, counted where it recurs, or the distance to the last named
+    piece."""
     seen: dict[str, int] = {}
-    last, distance = "", 0
+    last = ""
+    distance = 0
     for piece in pieces:
         if piece.name:
             seen[piece.name] = seen.get(piece.name, 0) + 1
-            last, distance = f"{piece.name}#{seen[piece.name]}" if seen[piece.name] > 1 else piece.name, 0
+            last = f"{piece.name}#{seen[piece.name]}" if seen[piece.name] > 1 else piece.name
+            distance = 0
             piece.key = last
         else:
             distance += 1
@@ -89,12 +103,15 @@ def label(pieces: Sequence[Piece]) -> None:
         label(piece.members)
 
 
-def _cut(source: Source, nodes: list[ast.stmt], start: int, stop: int, parent: Piece | None) -> list[Piece]:
+def _cut(
+    source: Source, nodes: list[ast.stmt], start: int, stop: int, parent: Piece | None
+) -> list[Piece]:
     """The pieces of the lines [start, stop), which hold the statements of one body."""
     pieces: list[Piece] = []
     row = start
     for node in nodes:
-        first, last = first_row(node), last_row(node)
+        first = first_row(node)
+        last = last_row(node)
         if first < row:
             raise source.error("two statements on one line", first + 1)
         above = first
@@ -106,31 +123,40 @@ def _cut(source: Source, nodes: list[ast.stmt], start: int, stop: int, parent: P
     return pieces + _comments(source, row, stop, parent)
 
 
-def _piece(source: Source, node: ast.stmt, start: int, end: int, parent: Piece | None, opens: bool) -> Piece:
+def _piece(
+    source: Source, node: ast.stmt, start: int, end: int, parent: Piece | None, opens: bool
+) -> Piece:
     piece = Piece("statement", source, start, end, source.lines[start:end], node, parent=parent)
     if isinstance(node, ast.Import | ast.ImportFrom) and parent is None:
         piece.kind = "import"
     elif parent is None and _is_typing_block(node):
         piece.kind = "typing"
     elif isinstance(node, ast.ClassDef):
-        piece.kind, piece.name = "definition", node.name
+        piece.kind = "definition"
+        piece.name = node.name
         if parent is None and node.body[0].lineno > node.lineno:  # not `class A: ...`
             _open_class(piece, node)
     elif isinstance(node, Function):
-        piece.kind, piece.name = "definition", _function_name(node)
+        piece.kind = "definition"
+        piece.name = _function_name(node)
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        piece.kind, piece.name = "assignment", ", ".join(map(ast.unparse, targets))
+        piece.kind = "assignment"
+        piece.name = ", ".join(map(ast.unparse, targets))
     elif opens and ast.get_docstring(ast.Module([node], [])) is not None:
-        piece.kind, piece.name = "docstring", "__doc__"
+        piece.kind = "docstring"
+        piece.name = "__doc__"
     return piece
 
 
 def _open_class(piece: Piece, node: ast.ClassDef) -> None:
     """Split a class into its head and its members."""
-    source, start = piece.source, first_row(node.body[0])
+    source = piece.source
+    start = first_row(node.body[0])
     if node.body[0].col_offset != 4:
-        raise piece.source.error(f"indent the body of class {node.name} with four spaces", start + 1)
+        raise piece.source.error(
+            f"indent the body of class {node.name} with four spaces", start + 1
+        )
     while source.lines[start - 1].lstrip().startswith("#") or not source.lines[start - 1].strip():
         start -= 1
     piece.kind = "class"
@@ -152,7 +178,8 @@ def _is_typing_block(node: ast.stmt) -> bool:
 
 
 def _function_name(node: Function) -> str:
-    """The function's name; `name.setter` for an accessor, nothing for `_`, since several functions may be called `_`."""
+    """The function's name; `name.setter` for an accessor, nothing for `_`, since several functions
+    may be called `_`."""
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Attribute) and decorator.attr in ("setter", "deleter"):
             return f"{node.name}.{decorator.attr}"
@@ -161,10 +188,13 @@ def _function_name(node: Function) -> str:
 
 def _comments(source: Source, start: int, stop: int, parent: Piece | None) -> list[Piece]:
     """The blocks of comments in lines that hold no statement."""
-    pieces, begin = [], start
+    pieces = []
+    begin = start
     for row in range(start, stop + 1):
         if row == stop or not source.lines[row].strip():
             if row > begin:
-                pieces.append(Piece("comment", source, begin, row, source.lines[begin:row], parent=parent))
+                pieces.append(
+                    Piece("comment", source, begin, row, source.lines[begin:row], parent=parent)
+                )
             begin = row + 1
     return pieces

@@ -1,10 +1,12 @@
-"""Predictions: a learner types a number before a measurement, and then sees the two beside each other."""
+"""Predictions: a learner types a number before a measurement, and then sees the two beside each
+other."""
 
 from typing import Any
 
 
 class Prediction:
-    """A question to answer before the cell that measures: `course.predict("What does a step take?", ..., unit="ms")`.
+    """A question to answer before the cell that measures: `course.predict("What does a step take?",
+    ..., unit="ms")`.
 
     The learner puts a number in the place of `...` and runs the cell; the notebook keeps it.
 
@@ -17,20 +19,31 @@ class Prediction:
         ValueError: the guess is no such answer; the message says what would be.
     """
 
-    def __init__(self, question: str, guess: Any = ..., unit: str = "", among: tuple[str, ...] = ()) -> None:
-        self.question, self.guess, self.unit = question, guess, unit
-        wanted = f"one of {', '.join(map(repr, among))}" if among else f"a number{unit and f' of {unit}'}"
+    def __init__(
+        self, question: str, guess: Any = ..., unit: str = "", among: tuple[str, ...] = ()
+    ) -> None:
+        self.question = question
+        self.guess = guess
+        self.unit = unit
+        wanted = (
+            f"one of {', '.join(map(repr, among))}"
+            if among
+            else f"a number{unit and f' of {unit}'}"
+        )
         if guess is not ... and not (guess in among if among else isinstance(guess, int | float)):
             raise ValueError(f"a prediction is {wanted}, got {guess!r}")
         said = f"put {wanted} in the place of ..." if guess is ... else self._say(guess)
         print(f"{question}\nYou predict: {said}")
 
     def reveal(self, measured: float | str, formula: float | str | None = None) -> None:
-        """Print the prediction and what was measured, and between them what the lecture's own formula says if there is one."""
+        """Print the prediction and what was measured, and between them what the lecture's own
+        formula says if there is one."""
         print(self.question)
         for source, value in (("you predicted", self.guess), ("by the formula", formula)):
             if value is not None:
-                said = "nothing yet" if value is ... else self._say(value) + _distance(value, measured)
+                said = (
+                    "nothing yet" if value is ... else self._say(value) + _distance(value, measured)
+                )
                 print(f"{source:>16}: {said}")
         print(f"{'measured':>16}: {self._say(measured)}")
 

@@ -22,40 +22,53 @@ class Edits:
         self.changes: dict[tuple[str, int], list[tuple[int, int, list[str]]]] = defaultdict(list)
 
     def replace(self, piece: Piece, start: int, end: int, lines: list[str]) -> None:
-        """Put `lines` in the place of [start, end) of the cell of a piece, or before `start` where the two are equal."""
+        """Put `lines` in the place of [start, end) of the cell of a piece, or before `start` where
+        the two are equal."""
         assert isinstance(piece.source, Cell)
         self.changes[piece.source.lecture, piece.source.number].append((start, end, lines))
 
     def apply(self, lecture: Lecture) -> dict[str, Any]:
         """A copy of a notebook's JSON with the edits; ids, outputs and metadata stay."""
         data = copy.deepcopy(lecture.data)
-        for number, changes in ((number, c) for (name, number), c in self.changes.items() if name == lecture.name):
+        for number, changes in (
+            (number, c) for (name, number), c in self.changes.items() if name == lecture.name
+        ):
             raw = data["cells"][number - 1]
-            lines, done = source_of(raw), 0
+            lines = source_of(raw)
+            done = 0
             result: list[str] = []
             for start, end, new in sorted(changes, key=lambda change: (change[0], change[1])):
                 result += [*lines[done:start], *new]
                 done = max(done, end)
-            raw["source"] = "\n".join([*result, *lines[done:]]).rstrip("\n").splitlines(keepends=True)
+            raw["source"] = (
+                "\n".join([*result, *lines[done:]]).rstrip("\n").splitlines(keepends=True)
+            )
         return data
 
 
 def pull(root: Path, names: Sequence[str]) -> list[str]:
-    """Change the cells of lectures, all of them for no name, so that they build the present modules.
+    """Change the cells of lectures, all of them for no name, so that they build the present
+    modules.
 
-    The modules are sorted and formatted first. Lectures are written only if they then build all of their modules exactly.
-    Edits of a lecture that was not built since stay: the module gets them, too.
+    The modules are sorted and formatted first. Lectures are written only if they then build all of
+    their modules exactly. Edits of a lecture that was not built since stay: the module gets them,
+    too.
 
     Returns:
         One message per change.
 
     Raises:
-        CourseError: some of the edit cannot be carried back; it names the rest. Nothing is written then.
+        CourseError: some of the edit cannot be carried back; it names the rest. Nothing is written
+            then.
     """
     modules = build(root, read_lectures(root, names))
     on_disk = current_texts(root, modules)
     current = _with_edits_of_lectures(modules, on_disk, LastBuilt(root))
-    notes = [f"{module.path}: not there yet; build it" for module in modules if module.path not in current]
+    notes = [
+        f"{module.path}: not there yet; build it"
+        for module in modules
+        if module.path not in current
+    ]
     edited = [m for m in modules if m.path in current and current[m.path] != m.text]
     polished, problems = polish(root, {module.path: current[module.path] for module in edited})
     for path, row, message in problems:
@@ -65,7 +78,9 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
         if polished[module.path] != module.text:
             _carry_module(module, polished[module.path], edits)
     lectures = read_lectures(root)
-    data = {lecture.path: new for lecture in lectures if (new := edits.apply(lecture)) != lecture.data}
+    data = {
+        lecture.path: new for lecture in lectures if (new := edits.apply(lecture)) != lecture.data
+    }
     _verify(root, names, data, {**current, **polished})
     for file, content in data.items():
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -73,7 +88,11 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
     for path, text in polished.items():
         if on_disk[path] != text:
             (root / path).write_text(text, encoding="utf-8")
-            what = "sorted and formatted" if on_disk[path] == current[path] else "has the lecture's edits, too"
+            what = (
+                "sorted and formatted"
+                if on_disk[path] == current[path]
+                else "has the lecture's edits, too"
+            )
             notes.append(f"{path}: {what}")
     for path, text in current.items():
         if path not in polished and on_disk[path] != text:
@@ -83,30 +102,39 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
     return notes
 
 
-def _with_edits_of_lectures(modules: Sequence[Module], texts: dict[str, str], last: LastBuilt) -> dict[str, str]:
-    """The source of each module, by path, with what was edited in their lectures since the two agreed.
+def _with_edits_of_lectures(
+    modules: Sequence[Module], texts: dict[str, str], last: LastBuilt
+) -> dict[str, str]:
+    """The source of each module, by path, with what was edited in their lectures since the two
+    agreed.
 
     Raises:
-        CourseError: a module and its lecture differ in lines that both have changed; it names the modules.
+        CourseError: a module and its lecture differ in lines that both have changed; it names the
+            modules.
     """
     built = {module.path: module.text for module in modules}
     merged = {
-        path: text if text == built[path] else last.merged(path, text, built[path]) for path, text in texts.items()
+        path: text if text == built[path] else last.merged(path, text, built[path])
+        for path, text in texts.items()
     }
     torn = [path for path, text in merged.items() if text is None]
     if torn:
         raise CourseError(
             "These modules and their lectures have both changed the same lines:\n"
             + "".join(f"  {path}\n" for path in torn)
-            + "Nothing was written. `python -m nanovllm.lab.course build --check` shows the lines: make both sides equal "
-            "there, and pull again."
+            + "Nothing was written. `python -m nanovllm.lab.course build --check` shows the lines: "
+            "make both sides equal there, and pull again."
         )
     return {path: text for path, text in merged.items() if text is not None}
 
 
-def _verify(root: Path, names: Sequence[str], data: dict[Path, Any], wanted: dict[str, str]) -> None:
+def _verify(
+    root: Path, names: Sequence[str], data: dict[Path, Any], wanted: dict[str, str]
+) -> None:
     """Check that changed notebooks build the wanted modules, character by character."""
-    failed = "this cannot be carried back (the lectures are as they were), so edit the lecture instead:"
+    failed = (
+        "this cannot be carried back (the lectures are as they were), so edit the lecture instead:"
+    )
     try:
         rebuilt = build(root, read_lectures(root, names, data))
     except CourseError as error:
@@ -132,7 +160,9 @@ def _pieces_of(path: str, text: str) -> tuple[list[Piece], list[Piece]]:
     return head, shown
 
 
-def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], after: list[Piece], edits: Edits) -> None:
+def _carry_pieces(
+    module: Module, origins: list[Piece], before: list[Piece], after: list[Piece], edits: Edits
+) -> None:
     """Carry the changes among siblings, from the pieces `before` the edit to those `after` it.
 
     `origins` are the same siblings as pieces of cells; keys find one in the other.
@@ -143,7 +173,8 @@ def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], aft
     top = next((origin for origin in origins if origin.key in kept), None)
     anchor: Piece | None = None
     for new, below in zip(after, [*after[1:], None], strict=True):
-        origin, old = origin_of.get(new.key), old_of.get(new.key)
+        origin = origin_of.get(new.key)
+        old = old_of.get(new.key)
         if origin is None or old is None:
             _insert(module, new, anchor, top, below, edits)
             continue
@@ -159,27 +190,45 @@ def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], aft
     _delete([origin_of[key] for key in old_of if key not in kept and key in origin_of], edits)
 
 
-def _insert(module: Module, new: Piece, at: Piece | None, top: Piece | None, below: Piece | None, edits: Edits) -> None:
+def _insert(
+    module: Module,
+    new: Piece,
+    at: Piece | None,
+    top: Piece | None,
+    below: Piece | None,
+    edits: Edits,
+) -> None:
     """Add a new piece after the one above it in the module, or before the first one."""
     if at:
         seat = at.first
-        row, lines = seat.end, [*[""] * new.blanks, *new.lines]
+        row = seat.end
+        lines = [*[""] * new.blanks, *new.lines]
     elif top:
         seat = top.first
-        row, lines = seat.start, [*new.lines, *[""] * (below.blanks if below else 0)]
+        row = seat.start
+        lines = [*new.lines, *[""] * (below.blanks if below else 0)]
     else:
-        raise CourseError(f"{module.path}: `{new.lines[0].strip()}` has no neighbour in a cell to be added to")
+        raise CourseError(
+            f"{module.path}: `{new.lines[0].strip()}` has no neighbour in a cell to be added to"
+        )
     edits.replace(seat, row, row, lines)
 
 
 def _delete(gone: list[Piece], edits: Edits) -> None:
-    """Remove pieces, a class with all its continuations, and a continuation with the last of its members."""
+    """Remove pieces, a class with all its continuations, and a continuation with the last of its
+    members."""
     for origin in gone:
         for part in origin.parts or [origin]:
             parent = part.parent
-            if parent and not parent.parts and all(m in gone or m.kind == "comment" for m in parent.members):
+            if (
+                parent
+                and not parent.parts
+                and all(m in gone or m.kind == "comment" for m in parent.members)
+            ):
                 part = parent
-            start, end, lines = part.start, part.end, part.source.lines
+            start = part.start
+            end = part.end
+            lines = part.source.lines
             while start > part.source.body and not lines[start - 1].strip():
                 start -= 1
             opening = part.parent.start + len(part.parent.head) if part.parent else part.source.body
@@ -189,7 +238,8 @@ def _delete(gone: list[Piece], edits: Edits) -> None:
 
 
 def _carry_docstring(module: Module, before: list[Piece], after: list[Piece], edits: Edits) -> None:
-    old, new = _summary(before, module), _summary(after, module)
+    old = _summary(before, module)
+    new = _summary(after, module)
     if new is None or new == old:
         return
     found = module.docstring
@@ -206,19 +256,26 @@ def _summary(pieces: list[Piece], module: Module) -> str | None:
 def _carry_imports(module: Module, before: list[Piece], after: list[Piece], edits: Edits) -> None:
     """Add new imports to the lecture; the build merges them, and drops one that is no longer used."""
     known = _imports(before) | _imports([*module.imports, *module.typing])
-    blocks, imports = module.typing, module.imports
+    blocks = module.typing
+    imports = module.imports
     for statement, typing in sorted(_imports(after) - known):
         if typing and blocks:
-            cell, row, lines = blocks[0].source, blocks[0].end, [f"    {statement}"]
+            cell = blocks[0].source
+            row = blocks[0].end
+            lines = [f"    {statement}"]
         else:
             lines = ["", "if TYPE_CHECKING:", f"    {statement}"] if typing else [statement]
             if imports:
                 same = [piece for piece in imports if piece.source is imports[0].source]
-                cell, row = imports[0].source, same[0].start if "from __future__" in statement else same[-1].end
+                cell = imports[0].source
+                row = same[0].start if "from __future__" in statement else same[-1].end
             else:
-                cell, row, lines = module.cells[0], module.cells[0].body, [*lines, ""]
+                cell = module.cells[0]
+                row = module.cells[0].body
+                lines = [*lines, ""]
                 if cell.sets_module == module.name:
-                    row, lines = module.docstring.end, ["", *lines]
+                    row = module.docstring.end
+                    lines = ["", *lines]
         assert isinstance(cell, Cell)
         edits.changes[cell.lecture, cell.number].append((row, row, lines))
 
@@ -230,4 +287,8 @@ def _imports(pieces: list[Piece]) -> set[tuple[str, bool]]:
         for piece in pieces
         for node in (piece.node.body if isinstance(piece.node, ast.If) else [piece.node])
     ]
-    return {(ast.unparse(node), typing) for node, typing in nodes if isinstance(node, ast.Import | ast.ImportFrom)}
+    return {
+        (ast.unparse(node), typing)
+        for node, typing in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }

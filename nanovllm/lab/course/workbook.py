@@ -1,8 +1,10 @@
-"""Workbooks: a lecture whose core methods are blank, and the check that runs the engine's tests with what the learner wrote.
+"""Workbooks: a lecture whose core methods are blank, and the check that runs the engine's tests
+with what the learner wrote.
 
 A blank is named in the cell that defines it, with the tests that decide whether it is right:
 
-    #| yours BlockPool.touch: tests/scheduler/test_block_pool.py tests/scheduler/test_scheduler_machine.py::TestBlockPool
+    #| yours BlockPool.touch: tests/scheduler/test_block_pool.py
+    tests/scheduler/test_scheduler_machine.py::TestBlockPool
 """
 
 import ast
@@ -29,7 +31,10 @@ _INTRODUCTION = """**This is your workbook.** You write {names}: each has a docs
 notebook and run, in a terminal in the project's folder, `.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the engine,
 runs the engine's own tests, and says what is wrong."""
 # A test that takes longer is in an endless loop.
-_PYTEST = "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no --timeout=120"
+_PYTEST = (
+    "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no "
+    "--timeout=120"
+)
 
 
 class Workbook:
@@ -44,23 +49,34 @@ class Workbook:
         blanks: the piece of a cell that defines it.
 
     Raises:
-        CourseError: a cell cannot be folded, does not define its blank, or names a test that does not exist.
+        CourseError: a cell cannot be folded, does not define its blank, or names a test that does
+            not exist.
     """
 
     def __init__(self, root: Path, path: Path, data: dict[str, Any] | None = None) -> None:
-        self.root, self.path = root, path
+        self.root = root
+        self.path = path
         lectures = self._read(data)
         self.lecture = next(lecture for lecture in lectures if lecture.path == path)
         modules = [fold(lecture, name) for lecture in lectures for name in lecture.modules]
         pieces = [piece for module in modules for piece in module.pieces]
-        self.tests, self.blanks = dict[str, str](), dict[str, Piece]()
-        for cell in (cell for module in modules for cell in module.cells if cell.lecture == self.lecture.name):
+        self.tests = dict[str, str]()
+        self.blanks = dict[str, Piece]()
+        for cell in (
+            cell for module in modules for cell in module.cells if cell.lecture == self.lecture.name
+        ):
             for name, tests in cell.yours.items():
                 piece = _find(pieces, name)
                 if piece is None or piece.source.place.split(":")[0] != self.lecture.name:
-                    raise cell.error(f"this cell must define `{name}`, and no later lecture may replace it", 1)
-                for file, _, test in (each.partition("::") for each in tests.split() if data is None):
-                    if not (root / file).is_file() or test not in (root / file).read_text(encoding="utf-8"):
+                    raise cell.error(
+                        f"this cell must define `{name}`, and no later lecture may replace it", 1
+                    )
+                for file, _, test in (
+                    each.partition("::") for each in tests.split() if data is None
+                ):
+                    if not (root / file).is_file() or test not in (root / file).read_text(
+                        encoding="utf-8"
+                    ):
                         raise cell.error(f"there is no test {file}::{test}", 1)
                 self.tests[name], self.blanks[name] = tests, piece
 
@@ -75,20 +91,28 @@ class Workbook:
         return edits.apply(self.lecture)
 
     def write_package(self, new: Mapping[str, list[str]], folder: Path) -> None:
-        """Write the whole package with this notebook's modules and other lines for some of the blanks."""
+        """Write the whole package with this notebook's modules and other lines for some of the
+        blanks."""
         modules = build(self.root, self._read(self.replace(new)))
         shutil.copytree(self.root / PACKAGE, folder / PACKAGE)
         write(folder, modules)
 
     def to_fill_in(self) -> dict[str, Any]:
-        """The JSON of the learner's notebook: docstrings without bodies, no outputs, and no solutions."""
+        """The JSON of the learner's notebook: docstrings without bodies, no outputs, and no
+        solutions."""
         data = self.replace({name: blank(name, piece) for name, piece in self.blanks.items()})
         for cell in data["cells"]:
             cell["source"] = _SOLUTION.sub("", "".join(cell["source"]))
             cell |= {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
-        text = _INTRODUCTION.format(names=", ".join(f"`{name}`" for name in self.blanks), number=self.path.name[:2])
+        text = _INTRODUCTION.format(
+            names=", ".join(f"`{name}`" for name in self.blanks), number=self.path.name[:2]
+        )
         first = {"cell_type": "markdown", "id": "workbook", "metadata": {}, "source": text}
-        data["cells"] = [data["cells"][0], first, *(cell for cell in data["cells"][1:] if cell["source"])]
+        data["cells"] = [
+            data["cells"][0],
+            first,
+            *(cell for cell in data["cells"][1:] if cell["source"]),
+        ]
         return data
 
 
@@ -113,11 +137,18 @@ def blank(name: str, piece: Piece) -> list[str]:
 def _complaint(folder: str, name: str, tests: str) -> str:
     """What pytest says in a folder with the package and the tests; "" if all pass."""
     command = [sys.executable, "-m", "pytest", *_PYTEST.split(), *tests.split()]
-    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True
+    )
     if done.returncode == 0 or f"NotImplementedError: write {name}" in done.stdout:
         return "not written yet" if done.returncode else ""
-    _, said, *_ = [*re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout), done.stdout + done.stderr]
-    lines = said.rstrip().split("\n")  # the test and the learner's code are at the beginning, the error at the end
+    _, said, *_ = [
+        *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout),
+        done.stdout + done.stderr,
+    ]
+    lines = said.rstrip().split(
+        "\n"
+    )  # the test and the learner's code are at the beginning, the error at the end
     return "\n".join(["wrong", *lines[:15], *lines[15:][-12:]])
 
 
@@ -127,34 +158,48 @@ def write_workbook(root: Path, lecture: str) -> Path:
     if file.exists():
         raise CourseError(f"{file} already exists: rename or delete it to get a fresh one")
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(original.to_fill_in(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(original.to_fill_in(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return file
 
 
-def check(root: Path, lecture: str, file: Path | None = None, out: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Run the tests of each blank with the learner's lines for it, and with the lecture's own for all others.
+def check(
+    root: Path, lecture: str, file: Path | None = None, out: Path | None = None
+) -> Iterator[tuple[str, str]]:
+    """Run the tests of each blank with the learner's lines for it, and with the lecture's own for
+    all others.
 
     Args:
         file: the learner's notebook; by default where `write_workbook` puts it.
-        out: a new folder, to which the package with all of the learner's functions is written if they are right.
+        out: a new folder, to which the package with all of the learner's functions is written if
+            they are right.
 
     Yields:
         The name of a blank, and what is wrong with it: "" if it is right.
 
     Raises:
-        CourseError: there is no such notebook, a cell of it cannot be folded, or the folder is not empty.
+        CourseError: there is no such notebook, a cell of it cannot be folded, or the folder is not
+            empty.
     """
     original, usual = _find_workbook(root, lecture)
-    file, complaints = file or usual, []
+    file = file or usual
+    complaints = []
     if not file.is_file():
-        raise CourseError(f"{file}: there is no such notebook; `workbook {lecture}` writes {usual.name}")
+        raise CourseError(
+            f"{file}: there is no such notebook; `workbook {lecture}` writes {usual.name}"
+        )
     if out and out.is_dir() and any(out.iterdir()):
         raise CourseError(f"{out} is not empty: name a new folder")
     try:
         learners = Workbook(root, original.path, load(file, str(file)))
         for name, tests in original.tests.items():
             with tempfile.TemporaryDirectory() as folder:
-                others = {other: original.blanks[other].lines for other in learners.blanks if other != name}
+                others = {
+                    other: original.blanks[other].lines
+                    for other in learners.blanks
+                    if other != name
+                }
                 learners.write_package(others, Path(folder))
                 for shared in ("tests", "pyproject.toml"):
                     (Path(folder) / shared).symlink_to(root / shared)

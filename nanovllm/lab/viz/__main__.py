@@ -1,4 +1,5 @@
-"""Redraws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The animations are filmed in Chromium."""
+"""Redraws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The animations are
+filmed in Chromium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The data behind the pictures: spans and events of requests, and the state of the pool after each step."""
+"""The data behind the pictures: spans and events of requests, and the state of the pool after each
+step."""
 
 import itertools
 from collections import Counter
@@ -15,10 +16,12 @@ class Span:
     """What one request did from `begin` to `end`, in units of the x axis.
 
     Attributes:
-        kind: "waiting", "stalled", "swapped", "cached", "prefill" or "decode". A "cached" span covers the same time
-            as the first prefill span after an admission, since tokens from the cache take no time.
+        kind: "waiting", "stalled", "swapped", "cached", "prefill" or "decode". A "cached" span
+            covers the same time as the first prefill span after an admission, since tokens from the
+            cache take no time.
         first_step, last_step: steps that the span covers, both included.
-        start, num_tokens: position of its first token and how many there are; 0 for kinds without tokens.
+        start, num_tokens: position of its first token and how many there are; 0 for kinds without
+            tokens.
     """
 
     request_id: str
@@ -33,8 +36,9 @@ class Span:
 
 @dataclass
 class Event:
-    """Something that happened to a request at `at`, in units of the x axis: "first token", "preempted", "finished" or
-    "aborted"; `detail` is the mode of preemption or the finish reason."""
+    """Something that happened to a request at `at`, in units of the x axis: "first token",
+    "preempted", "finished" or "aborted"; `detail` is the mode of preemption or the finish reason.
+    """
 
     request_id: str
     kind: str
@@ -58,7 +62,8 @@ def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> l
 
     Args:
         x: see `step_edges`.
-        merge: join equal kinds of adjacent steps into one span. Otherwise there is one span per step.
+        merge: join equal kinds of adjacent steps into one span. Otherwise there is one span per
+            step.
     """
     spans: list[Span] = []
     last: dict[str, Span] = {}  # the newest span of each request, cached ones left out
@@ -70,7 +75,8 @@ def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> l
             previous = last.get(span.request_id)
             joins = merge and previous and previous.kind == span.kind and previous.end == begin
             if previous and joins and previous.first_step <= step.step:
-                previous.end, previous.last_step = end, step.step
+                previous.end = end
+                previous.last_step = step.step
                 previous.num_tokens += span.num_tokens
             else:
                 spans.append(span)
@@ -87,12 +93,17 @@ def _step_spans(step: StepRecord, begin: float, end: float) -> Iterator[Span]:
             yield span(share.request_id, "cached", 0, cached)
         yield span(share.request_id, share.kind, share.start, share.num_tokens)
     busy = {share.request_id for share in step.requests}
-    for kind, queue in (("waiting", step.waiting), ("swapped", step.swapped), ("stalled", step.running)):
+    for kind, queue in (
+        ("waiting", step.waiting),
+        ("swapped", step.swapped),
+        ("stalled", step.running),
+    ):
         yield from (span(request_id, kind) for request_id in queue if request_id not in busy)
 
 
 def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
-    """Return first tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
+    """Return first tokens and ends (at the end of their step), preemptions and aborts (at its
+    beginning), in order of time."""
     events: list[Event] = []
     ended: set[str] = set()
     for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
@@ -121,10 +132,11 @@ class PoolState:
     Attributes:
         num_blocks, block_size: size of the pool and of a block.
         tables: request id to the ids of its blocks, in order.
-        num_tokens: request id to the tokens written so far, which fill its blocks from the first on; a request that
-            is missing fills all of its blocks.
+        num_tokens: request id to the tokens written so far, which fill its blocks from the first
+            on; a request that is missing fills all of its blocks.
         cached: blocks whose content can be found by its hash.
-        held: tables that KV transfers hold, see `StepRecord`; these blocks belong to no request that computes.
+        held: tables that KV transfers hold, see `StepRecord`; these blocks belong to no request
+            that computes.
         ref_counts: holders of each block, if not simply the number of tables that hold it.
         appeared: ids of all requests so far in order of appearance, which gives them their colours.
     """
@@ -150,7 +162,10 @@ class PoolState:
     def filled(self, block_id: int) -> int:
         """Tokens written to the block: 0 to `block_size`."""
         if holders := self.holders(block_id):
-            return max(self.filled_by(request_id, self.tables[request_id].index(block_id)) for request_id in holders)
+            return max(
+                self.filled_by(request_id, self.tables[request_id].index(block_id))
+                for request_id in holders
+            )
         return self.block_size if block_id in self.cached or self.ref_counts[block_id] else 0
 
     def filled_by(self, request_id: str, index: int) -> int:
@@ -183,15 +198,17 @@ def pool_state(
         return PoolState(source, size, own, dict(num_tokens or {}))
     pool = getattr(source, "pool", source)
     cached = set(pool.cached_blocks.values())
-    return PoolState(pool.num_blocks, size, own, dict(num_tokens or {}), cached, ref_counts=list(pool.ref_counts))
+    return PoolState(
+        pool.num_blocks, size, own, dict(num_tokens or {}), cached, ref_counts=list(pool.ref_counts)
+    )
 
 
 def pool_state_at(trace: Trace, step: int) -> PoolState:
-    """The pool right after the steps up to `step` (a step number) had been scheduled, rebuilt from a trace.
+    """The pool right after the steps up to `step` (a step number) had been scheduled, rebuilt from
+    a trace.
 
-    A trace does not say which free blocks are still cached. Those count as cached that were full when they were freed and have
-    not been allocated since.
-    """
+    A trace does not say which free blocks are still cached. Those count as cached that were full
+    when they were freed and have not been allocated since."""
     replay = _PoolReplay(trace)
     for record in itertools.takewhile(lambda record: record.step <= step, trace):
         replay.apply(record)
@@ -199,7 +216,8 @@ def pool_state_at(trace: Trace, step: int) -> PoolState:
 
 
 def pool_states(trace: Trace) -> Iterator[PoolState]:
-    """Yield the pool right after each record's step had been scheduled, one state per record; see `pool_state_at`."""
+    """Yield the pool right after each record's step had been scheduled, one state per record; see
+    `pool_state_at`."""
     replay = _PoolReplay(trace)
     for record in trace:
         replay.apply(record)
@@ -207,16 +225,20 @@ def pool_states(trace: Trace) -> Iterator[PoolState]:
 
 
 class _PoolReplay:
-    """Follows tables from record to record. A changed table is a new list, so that states can share the old one."""
+    """Follows tables from record to record. A changed table is a new list, so that states can share
+    the old one."""
 
     def __init__(self, trace: Trace) -> None:
-        self.settings, self.appeared = trace.settings, request_ids(trace)
+        self.settings = trace.settings
+        self.appeared = request_ids(trace)
         self.tables: dict[str, list[int]] = {}
         self.num_tokens: dict[str, int] = {}
         self.held: dict[str, list[int]] = {}
         # Blocks that were full when a request left them, and that no request has taken since.
         self.full: set[int] = set()
-        self.ended: set[str] = set()  # requests that ended in an earlier record and may still hold their blocks
+        self.ended: set[str] = (
+            set()
+        )  # requests that ended in an earlier record and may still hold their blocks
 
     def state(self) -> PoolState:
         """A copy of the present state."""
@@ -227,11 +249,17 @@ class _PoolReplay:
 
     def apply(self, record: StepRecord) -> None:
         """Go on to the state after the record's step had been scheduled."""
-        computed, held = {share.request_id for share in record.requests}, set(record.running)
-        # A step can be scheduled before the results of the previous step are known: a request that ended with those still
-        # holds its blocks, and may even be computed once more.
+        computed = {share.request_id for share in record.requests}
+        held = set(record.running)
+        # A step can be scheduled before the results of the previous step are known: a request that
+        # ended with those still holds its blocks, and may even be computed once more.
         over = [r for r in self.ended if r not in held or r in record.arrived]
-        for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted, *record.held]:
+        for request_id in [
+            *over,
+            *(r for r in record.finished if r not in computed),
+            *record.preempted,
+            *record.held,
+        ]:
             self._release(request_id)
         self.ended.difference_update(over)
         self.held = record.held
@@ -243,14 +271,22 @@ class _PoolReplay:
             if share.request_id not in self.ended:
                 self.num_tokens[share.request_id] = share.start + share.num_tokens
         if (snapshot := record.snapshot) is not None:
-            self.tables, self.num_tokens = dict(snapshot.tables), dict(snapshot.num_tokens)
+            self.tables = dict(snapshot.tables)
+            self.num_tokens = dict(snapshot.num_tokens)
             self.full = set(snapshot.cached)
             self.ended &= self.tables.keys()
-        for share in (each for each in record.requests if each.num_drafts and each.request_id not in self.ended):
-            self.num_tokens[share.request_id] -= share.num_drafts - share.num_accepted  # rejected ones do not count
+        for share in (
+            each
+            for each in record.requests
+            if each.num_drafts and each.request_id not in self.ended
+        ):
+            self.num_tokens[share.request_id] -= (
+                share.num_drafts - share.num_accepted
+            )  # rejected ones do not count
         self.ended.update(r for r in record.finished if r in self.tables)
 
     def _release(self, request_id: str) -> None:
-        table, written = self.tables.pop(request_id, []), self.num_tokens.pop(request_id, 0)
+        table = self.tables.pop(request_id, [])
+        written = self.num_tokens.pop(request_id, 0)
         if self.settings.get("enable_prefix_caching", True):
             self.full.update(table[: written // self.settings["block_size"]])

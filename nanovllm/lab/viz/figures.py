@@ -1,4 +1,5 @@
-"""The films in figures/, made from films.toml: traces of the real scheduler, without a model, with captions."""
+"""The films in figures/, made from films.toml: traces of the real scheduler, without a model, with
+captions."""
 
 import pathlib
 import tomllib
@@ -12,8 +13,8 @@ from nanovllm.trace.trace import Trace
 
 
 def _told(story: str) -> list[Beat]:
-    """The beats of a story, which has a line for each: the step, what is in focus, and the words, which stand as long as they
-    take to read."""
+    """The beats of a story, which has a line for each: the step, what is in focus, and the words,
+    which stand as long as they take to read."""
     beats = []
     for line in story.strip().splitlines():
         place, words = line.split(": ", 1)
@@ -31,8 +32,15 @@ def _every_step(trace: Trace, told: list[Beat]) -> list[Beat]:
     return beats
 
 
-def make(requests: list[list[Any]], story: str, options: dict[str, Any], every_step: bool = False, **look: Any) -> Film:
-    """A film from its entry in films.toml, which says what the arguments are; `look` goes to `Film`."""
+def make(
+    requests: list[list[Any]],
+    story: str,
+    options: dict[str, Any],
+    every_step: bool = False,
+    **look: Any,
+) -> Film:
+    """A film from its entry in films.toml, which says what the arguments are; `look` goes to
+    `Film`."""
     vocabulary: dict[str, int] = {}
     words: dict[str, list[str]] = {}
     simulated = []
@@ -42,10 +50,13 @@ def make(requests: list[list[Any]], story: str, options: dict[str, Any], every_s
             prompt = [vocabulary.setdefault(word, len(vocabulary)) for word in prompt.split()]
             output = len(output.split())
         simulated.append(SimulatedRequest(step, prompt, output, 0, name, *abort))
-    trace, told = simulate(simulated, **options), _told(story)
+    trace = simulate(simulated, **options)
+    told = _told(story)
     beats = _every_step(trace, told) if every_step else told
     return Film(trace, beats=beats, settings={"words": words} if words else {}, **look)
 
 
 _ENTRIES = tomllib.loads(pathlib.Path(__file__).with_name("films.toml").read_text(encoding="utf-8"))
-FILMS: dict[str, Callable[[], Film]] = {f"{name}.gif": partial(make, **entry) for name, entry in _ENTRIES.items()}
+FILMS: dict[str, Callable[[], Film]] = {
+    f"{name}.gif": partial(make, **entry) for name, entry in _ENTRIES.items()
+}

@@ -1,4 +1,5 @@
-"""Films of a trace: GIF files of the JavaScript player, which headless Chromium plays beat by beat for the camera."""
+"""Films of a trace: GIF files of the JavaScript player, which headless Chromium plays beat by beat
+for the camera."""
 
 import contextlib
 import hashlib
@@ -44,14 +45,19 @@ def chromium() -> Iterator[Any]:
     """
     from playwright.sync_api import Error, sync_playwright
 
-    options: dict[str, Any] = {"args": ["--disable-dev-shm-usage"], "executable_path": shutil.which("chromium")}
+    options: dict[str, Any] = {
+        "args": ["--disable-dev-shm-usage"],
+        "executable_path": shutil.which("chromium"),
+    }
     if os.geteuid() == 0:
         options["args"].append("--no-sandbox")  # Chromium has no sandbox for root
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(**options)
         except Error as error:
-            raise RuntimeError("Chromium could not be started: `playwright install chromium` installs it") from error
+            raise RuntimeError(
+                "Chromium could not be started: `playwright install chromium` installs it"
+            ) from error
         yield browser
 
 
@@ -78,8 +84,10 @@ class Film:
 
     Attributes:
         views: names of the player's views, from top to bottom.
-        settings: more for the views: `words`, request id to the texts of its tokens, is written into block tables.
-        width: of the player's page, in CSS pixels; the narrower, the larger are the texts in the GIF.
+        settings: more for the views: `words`, request id to the texts of its tokens, is written
+            into block tables.
+        width: of the player's page, in CSS pixels; the narrower, the larger are the texts in the
+            GIF.
     """
 
     trace: Trace
@@ -90,10 +98,18 @@ class Film:
     width: int = 600
 
     def digest(self) -> str:
-        """A hash of the steps and the script, which `shoot` writes into the file as a comment: a test compares it with that of
-        the committed file."""
-        script = [self.title, list(self.views), [asdict(beat) for beat in self.beats], dict(self.settings), self.width]
-        return hashlib.sha256(b"".join([*list(self.trace.lines())[1:], json.dumps(script).encode()])).hexdigest()
+        """A hash of the steps and the script, which `shoot` writes into the file as a comment: a
+        test compares it with that of the committed file."""
+        script = [
+            self.title,
+            list(self.views),
+            [asdict(beat) for beat in self.beats],
+            dict(self.settings),
+            self.width,
+        ]
+        return hashlib.sha256(
+            b"".join([*list(self.trace.lines())[1:], json.dumps(script).encode()])
+        ).hexdigest()
 
     def shoot(self, progress: Progress = iter) -> bytes:
         """Play the film in headless Chromium.
@@ -108,7 +124,8 @@ class Film:
             ModuleNotFoundError: playwright is not installed.
             RuntimeError: there is no Chromium.
         """
-        # Playwright's blocking interface refuses to run in a thread that has an event loop, as a notebook's has.
+        # Playwright's blocking interface refuses to run in a thread that has an event loop, as a
+        # notebook's has.
         with ThreadPoolExecutor(1) as thread:
             pictures = thread.submit(self._pictures, progress).result()
         return gif_bytes(pictures, [beat.seconds for beat in self.beats], self.digest())
@@ -116,7 +133,10 @@ class Film:
     def _pictures(self, progress: Progress) -> list[Image.Image]:
         window: Any = {"width": self.width, "height": _TALLEST}
         with chromium() as browser:
-            return self.play(browser.new_page(viewport=window, device_scale_factor=_GIF_WIDTH / self.width), progress)
+            return self.play(
+                browser.new_page(viewport=window, device_scale_factor=_GIF_WIDTH / self.width),
+                progress,
+            )
 
     def play(self, page: Any, progress: Progress = iter) -> list[Image.Image]:
         """Screenshots of all beats, taken in a page of a browser."""
@@ -124,14 +144,21 @@ class Film:
         page.on("pageerror", lambda error: errors.append(error))
         sheets = pathlib.Path(__file__).with_name("film.css"), WEB / "player.css"
         style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
-        page.set_content(f'<!doctype html><meta charset="utf-8"><style>{style}</style><body></body>')
-        page.add_script_tag(type="module", content=f"{bundle('film.js')}\nwindow.openFilm = openFilm;")
+        page.set_content(
+            f'<!doctype html><meta charset="utf-8"><style>{style}</style><body></body>'
+        )
+        page.add_script_tag(
+            type="module", content=f"{bundle('film.js')}\nwindow.openFilm = openFilm;"
+        )
         page.wait_for_function("window.openFilm !== undefined")
         film: dict[str, Any] = {"text": b"".join(self.trace.lines()).decode(), "title": self.title}
         film |= {"views": list(self.views), "settings": dict(self.settings)}
         page.evaluate("film => { window.film = openFilm(film); }", film)
         index = {record.step: number for number, record in enumerate(self.trace)}
-        beats = [{"index": index[beat.step], "words": beat.words, "focus": beat.focus} for beat in self.beats]
+        beats = [
+            {"index": index[beat.step], "words": beat.words, "focus": beat.focus}
+            for beat in self.beats
+        ]
         page.evaluate("indices => film.fit(indices)", [beat["index"] for beat in beats])
         page.evaluate("beat => film.show(beat)", beats[0])
         height = page.evaluate("document.body.getBoundingClientRect().height")
@@ -146,12 +173,17 @@ class Film:
 
 
 def gif_bytes(pictures: Sequence[Image.Image], seconds: Sequence[float], comment: str) -> bytes:
-    """An endless animation. All frames share the 255 colours that most of their pixels have, and nothing is dithered: flat
-    areas keep their colour, and what stays the same from frame to frame takes no space."""
-    frames = [np.asarray(picture.convert("RGBA")).view("<i4")[..., 0] & 0xFFFFFF for picture in pictures]
+    """An endless animation. All frames share the 255 colours that most of their pixels have, and
+    nothing is dithered: flat areas keep their colour, and what stays the same from frame to frame
+    takes no space."""
+    frames = [
+        np.asarray(picture.convert("RGBA")).view("<i4")[..., 0] & 0xFFFFFF for picture in pictures
+    ]
     colors, counts = np.unique(np.stack(frames), return_counts=True)
     palette = _channels(colors[np.argsort(-counts, kind="stable")[:_UNCHANGED]])
-    nearest = np.array([((palette - color) ** 2).sum(axis=1).argmin() for color in _channels(colors)], np.uint8)
+    nearest = np.array(
+        [((palette - color) ** 2).sum(axis=1).argmin() for color in _channels(colors)], np.uint8
+    )
     images = []
     for number, frame in enumerate(frames):
         pixels = nearest[np.searchsorted(colors, frame)]
@@ -160,7 +192,10 @@ def gif_bytes(pictures: Sequence[Image.Image], seconds: Sequence[float], comment
         images.append(Image.fromarray(pixels))
         images[-1].putpalette(palette.astype(np.uint8).tobytes())
     first, *others = images
-    look: dict[str, Any] = {"transparency": _UNCHANGED, "disposal": 1}  # each frame is drawn over the one before
+    look: dict[str, Any] = {
+        "transparency": _UNCHANGED,
+        "disposal": 1,
+    }  # each frame is drawn over the one before
     look |= {"duration": [round(1000 * each) for each in seconds], "loop": 0, "comment": comment}
     first.save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=others, **look)
     return buffer.getvalue()
@@ -172,14 +207,18 @@ def _channels(colors: np.ndarray) -> np.ndarray:
 
 
 def animate(
-    trace: Source, view: str = "tables", steps: Iterable[int] | None = None, progress: Progress = iter
+    trace: Source,
+    view: str = "tables",
+    steps: Iterable[int] | None = None,
+    progress: Progress = iter,
 ) -> bytes:
     """An animation of a trace: the bytes of a GIF file with a picture per step.
 
     Args:
         trace: a trace, or the path of one.
         view: what to show, one of `VIEWS`.
-        steps: numbers of the steps to show; those that the trace does not have are left out. By default the first 60.
+        steps: numbers of the steps to show; those that the trace does not have are left out. By
+            default the first 60.
         progress: iterates over the pictures, and may tell how far it is.
 
     Raises:

@@ -15,7 +15,9 @@ Box = tuple[float, float, float, float]  # left, top, width, height
 _SIZE = 0.86  # of a block, in a grid of pitch 1
 _MOST_CELLS = 2048  # beyond so many tokens, blocks are drawn without their cells
 _MOST_IDS = 64  # beyond so many blocks, ids would be too small to read
-_STRIP_WIDTH, _STRIP_HEIGHT = 4.0, 0.78  # of a block in a list of pitch 1
+# of a block in a list of pitch 1
+_STRIP_WIDTH = 4.0
+_STRIP_HEIGHT = 0.78
 
 
 def draw_pool(
@@ -29,8 +31,8 @@ def draw_pool(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the pool as a grid of blocks in the colours of their holders, with fill levels, reference counts, and ids if there
-    are few blocks.
+    """Draw the pool as a grid of blocks in the colours of their holders, with fill levels,
+    reference counts, and ids if there are few blocks.
 
     Args:
         pool: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
@@ -42,7 +44,9 @@ def draw_pool(
         ax: where to draw. Without it, a figure is made, with a legend.
     """
     state = pool_state(pool, tables, num_tokens, block_size)
-    columns = columns or min(state.num_blocks, max(8, min(32, math.ceil(math.sqrt(state.num_blocks * 2.5)))))
+    columns = columns or min(
+        state.num_blocks, max(8, min(32, math.ceil(math.sqrt(state.num_blocks * 2.5))))
+    )
     rows = math.ceil(state.num_blocks / columns)
     side = min(0.56, (style.MAX_WIDTH - 0.4) / columns)
     colors = colors or RequestColors([*state.appeared, *state.tables])
@@ -63,13 +67,20 @@ def draw_pool(
 def _pool_legend(ax: Axes, state: PoolState, colors: RequestColors) -> None:
     """Explain the marks that are in the picture, and its requests if there are at most ten."""
     free = {block_id for block_id, count in enumerate(state.ref_counts) if not count}
-    kinds = [kind for kind, blocks in (("free", free - state.cached), ("cached", free & state.cached)) if blocks]
+    kinds = [
+        kind
+        for kind, blocks in (("free", free - state.cached), ("cached", free & state.cached))
+        if blocks
+    ]
     holders = [Patch(label=r, facecolor=colors[r], edgecolor=colors[r]) for r in state.tables]
     style.legend(ax, kinds, holders if len(holders) <= 10 else (), cached="free, still cached")
 
 
-def _draw_physical(ax: Axes, box: Box, block_id: int, state: PoolState, colors: RequestColors) -> None:
-    """A block of the pool: empty, cached, or filled in its holders' colours, with its reference count if shared."""
+def _draw_physical(
+    ax: Axes, box: Box, block_id: int, state: PoolState, colors: RequestColors
+) -> None:
+    """A block of the pool: empty, cached, or filled in its holders' colours, with its reference
+    count if shared."""
     (x, y, width, height), count = box, state.ref_counts[block_id]
     owners = [colors[request_id] for request_id in state.holders(block_id)] or [MUTED]
     if count:
@@ -81,7 +92,9 @@ def _draw_physical(ax: Axes, box: Box, block_id: int, state: PoolState, colors: 
         look = style.mark_style(kind, color) | {"linewidth": 1.0}
         ax.add_patch(Rectangle((x, y), width, height, zorder=1, **look))
     if count > 1:
-        _badge(ax, x + width - 0.04, y + height - 0.06, f"×{count}", ha="right", va="bottom", bold=True)
+        _badge(
+            ax, x + width - 0.04, y + height - 0.06, f"×{count}", ha="right", va="bottom", bold=True
+        )
 
 
 def _draw_id(ax: Axes, x: float, y: float, block_id: int, state: PoolState) -> None:
@@ -95,16 +108,28 @@ def _draw_id(ax: Axes, x: float, y: float, block_id: int, state: PoolState) -> N
 
 def cell_columns(block_size: int) -> int:
     """How many cells are in a row of a block: a divisor of `block_size`, near its square root."""
-    return next(c for c in range(math.isqrt(max(0, block_size - 1)) + 1, block_size + 1) if block_size % c == 0)
+    return next(
+        c
+        for c in range(math.isqrt(max(0, block_size - 1)) + 1, block_size + 1)
+        if block_size % c == 0
+    )
 
 
 def draw_block(
-    ax: Axes, box: Box, filled: int, size: int, across: int, owners: Sequence[str], with_cells: bool = True
+    ax: Axes,
+    box: Box,
+    filled: int,
+    size: int,
+    across: int,
+    owners: Sequence[str],
+    with_cells: bool = True,
 ) -> None:
-    """A block whose first `filled` of `size` cells are coloured, row by row from the top left, with one stripe per owner."""
+    """A block whose first `filled` of `size` cells are coloured, row by row from the top left, with
+    one stripe per owner."""
     x, y, width, height = box
     down = size // across
-    cell_width, cell_height = width / across, height / down
+    cell_width = width / across
+    cell_height = height / down
     whole, part = divmod(filled, across)
     boxes = [(y, width, whole * cell_height)] if whole else []
     if part:
@@ -116,18 +141,42 @@ def draw_block(
         for i, color in enumerate(shown):
             end = min(box_width, (i + 1) * stripe)
             if end > i * stripe:
-                corner, span = (x + i * stripe, top), end - i * stripe
-                ax.add_patch(Rectangle(corner, span, box_height, facecolor=color, edgecolor="none", zorder=2))
+                corner = (x + i * stripe, top)
+                span = end - i * stripe
+                ax.add_patch(
+                    Rectangle(corner, span, box_height, facecolor=color, edgecolor="none", zorder=2)
+                )
     if with_cells:
         look: dict[str, Any] = {"color": BACKGROUND, "linewidth": 0.7, "zorder": 3}
         ax.vlines([x + i * width / across for i in range(1, across)], y, y + height, **look)
         ax.hlines([y + i * height / down for i in range(1, down)], x, x + width, **look)
-    ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=owners[0], linewidth=1.2, zorder=4))
+    ax.add_patch(
+        Rectangle((x, y), width, height, fill=False, edgecolor=owners[0], linewidth=1.2, zorder=4)
+    )
 
 
-def _badge(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str = "center", bold: bool = False) -> None:
+def _badge(
+    ax: Axes,
+    x: float,
+    y: float,
+    text: str,
+    ha: str = "center",
+    va: str = "center",
+    bold: bool = False,
+) -> None:
     box = {"boxstyle": "round,pad=0.12", "facecolor": BACKGROUND, "edgecolor": "none", "alpha": 0.9}
-    ax.text(x, y, text, ha=ha, va=va, fontsize=9, weight="bold" if bold else "normal", color=INK, bbox=box, zorder=6)
+    ax.text(
+        x,
+        y,
+        text,
+        ha=ha,
+        va=va,
+        fontsize=9,
+        weight="bold" if bold else "normal",
+        color=INK,
+        bbox=box,
+        zorder=6,
+    )
 
 
 def draw_block_tables(
@@ -138,8 +187,9 @@ def draw_block_tables(
     *,
     title: str = "",
 ) -> Axes:
-    """Draw the logical blocks of each request on the left, the physical pool on the right, and an arrow from each to its place.
-    (The player's view "tables" has room for more than some twenty blocks.)
+    """Draw the logical blocks of each request on the left, the physical pool on the right, and an
+    arrow from each to its place. (The player's view "tables" has room for more than some twenty
+    blocks.)
 
     Args:
         tables: request id to block ids.
@@ -163,20 +213,31 @@ def draw_block_tables(
 
 def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
     """Draw two lists of blocks, logical and physical, as strips, and an arrow for each table entry."""
-    right, size = _STRIP_WIDTH + 3.2, state.block_size
+    right = _STRIP_WIDTH + 3.2
+    size = state.block_size
     ax.text(_STRIP_WIDTH / 2, -0.45, "logical blocks", ha="center", va="center")
     ax.text(right + _STRIP_WIDTH / 2, -0.45, "physical blocks (the pool)", ha="center", va="center")
     entries = sum(len(table) for table in state.tables.values())
     left_height = entries + 0.5 * max(0, len(state.tables) - 1)
     height = max(left_height, state.num_blocks)
-    y, pool_top = (height - left_height) / 2, (height - state.num_blocks) / 2
+    y = (height - left_height) / 2
+    pool_top = (height - state.num_blocks) / 2
     for request_id, table in state.tables.items():
         middle = y + len(table) / 2
         ax.text(-0.75, middle, request_id, ha="right", va="center", fontweight="bold")
         for i, block_id in enumerate(table):
-            filled, owners = state.filled_by(request_id, i), [colors[request_id]]
+            filled = state.filled_by(request_id, i)
+            owners = [colors[request_id]]
             draw_block(ax, (0, y, _STRIP_WIDTH, _STRIP_HEIGHT), filled, size, size, owners)
-            ax.text(-0.2, y + _STRIP_HEIGHT / 2, str(i), ha="right", va="center", fontsize=9, color=MUTED)
+            ax.text(
+                -0.2,
+                y + _STRIP_HEIGHT / 2,
+                str(i),
+                ha="right",
+                va="center",
+                fontsize=9,
+                color=MUTED,
+            )
             start = (_STRIP_WIDTH + 0.08, y + _STRIP_HEIGHT / 2)
             end = (right - 0.62, pool_top + block_id + _STRIP_HEIGHT / 2)
             _arrow(ax, start, end, owners[0])
@@ -185,14 +246,25 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
     for block_id in range(state.num_blocks):
         top = pool_top + block_id
         _draw_physical(ax, (right, top, _STRIP_WIDTH, _STRIP_HEIGHT), block_id, state, colors)
-        ax.text(right - 0.2, top + _STRIP_HEIGHT / 2, str(block_id), ha="right", va="center", fontsize=9)
+        ax.text(
+            right - 0.2, top + _STRIP_HEIGHT / 2, str(block_id), ha="right", va="center", fontsize=9
+        )
     ax.set(xlim=(-2.2, right + _STRIP_WIDTH + 0.1), ylim=(height + 0.1, -0.9))
 
 
 def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
     curve = f"arc3,rad={0.06 if end[1] > start[1] else -0.06}"
-    for line_color, width in ((BACKGROUND, 3.6), (color, 1.6)):  # a white rim keeps crossing arrows apart
-        look: dict[str, Any] = {"color": line_color, "linewidth": width, "shrinkA": 0, "shrinkB": 0, "zorder": 5}
+    for line_color, width in (
+        (BACKGROUND, 3.6),
+        (color, 1.6),
+    ):  # a white rim keeps crossing arrows apart
+        look: dict[str, Any] = {
+            "color": line_color,
+            "linewidth": width,
+            "shrinkA": 0,
+            "shrinkB": 0,
+            "zorder": 5,
+        }
         look |= {"arrowstyle": "-|>", "mutation_scale": 11, "connectionstyle": curve}
         ax.add_patch(FancyArrowPatch(start, end, **look))
 
@@ -207,20 +279,30 @@ _CATEGORIES: dict[str, dict[str, Any]] = {
 
 
 def draw_memory(
-    rows: Mapping[str, Mapping[str, float]], *, title: str = "", legend: bool | None = None, ax: Axes | None = None
+    rows: Mapping[str, Mapping[str, float]],
+    *,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw what memory is spent on, in percent of the whole: one stacked bar per row.
 
     Args:
-        rows: label to {category: amount}. The categories "used", "reserved", "internal fragmentation", "external
-            fragmentation" and "wasted" have fixed colours; others get their own.
+        rows: label to {category: amount}. The categories "used", "reserved", "internal
+            fragmentation", "external fragmentation" and "wasted" have fixed colours; others get
+            their own.
         legend: explain colours below; by default if the figure is made here.
     """
     legend = ax is None if legend is None else legend
-    ax = ax or style.new_axes(0.55 * len(rows) + 0.7 + (0.4 if legend else 0) + (0.3 if title else 0))
+    ax = ax or style.new_axes(
+        0.55 * len(rows) + 0.7 + (0.4 if legend else 0) + (0.3 if title else 0)
+    )
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     others = [name for name in names if name not in _CATEGORIES]
-    looks = {n: _CATEGORIES.get(n) or {"facecolor": style.request_color(2 + others.index(n))} for n in names}
+    looks = {
+        n: _CATEGORIES.get(n) or {"facecolor": style.request_color(2 + others.index(n))}
+        for n in names
+    }
     for y, row in enumerate(rows.values()):
         left = 0.0
         for name, amount in row.items():
@@ -228,7 +310,15 @@ def draw_memory(
             ax.barh(y, width, left=left, height=0.66, linewidth=0.8, **looks[name])
             if width >= 6:
                 color = style.ink_on(looks[name]["facecolor"])
-                ax.text(left + width / 2, y, f"{width:.0f} %", ha="center", va="center", fontsize=10, color=color)
+                ax.text(
+                    left + width / 2,
+                    y,
+                    f"{width:.0f} %",
+                    ha="center",
+                    va="center",
+                    fontsize=10,
+                    color=color,
+                )
             left += width
     ax.set_yticks(range(len(rows)), list(rows))
     ax.tick_params(axis="y", length=0)

@@ -12,9 +12,10 @@ def step_edges(trace: Trace, x: StepScale = "step") -> list[tuple[float, float]]
     """Where each step begins and ends on the x axis.
 
     Args:
-        x: "step": every step has width 1, and steps without work leave a gap; "tokens": a step is as wide as its number of tokens,
-            which approximates time and is the same on every machine; "time": as recorded; or a function from a step record to
-            its width. Records without requests have no width.
+        x: "step": every step has width 1, and steps without work leave a gap; "tokens": a step is
+            as wide as its number of tokens, which approximates time and is the same on every
+            machine; "time": as recorded; or a function from a step record to its width. Records
+            without requests have no width.
     """
     if x == "step":
         return [(float(s.step), float(s.step + bool(s.requests))) for s in trace]
@@ -22,7 +23,8 @@ def step_edges(trace: Trace, x: StepScale = "step") -> list[tuple[float, float]]
         return [(s.start, s.start + s.duration) for s in trace]
     if x != "tokens" and not callable(x):
         raise ValueError(f"x must be 'step', 'tokens', 'time' or a function of a step, got {x!r}")
-    edges, position = [], 0.0
+    edges = []
+    position = 0.0
     for step in trace:
         width = x(step) if callable(x) and step.requests else step.num_tokens
         edges.append((position, position + width))
@@ -34,20 +36,28 @@ def request_metrics(trace: Trace, cost: StepScale = "step") -> dict[str, dict[st
     """Latencies of each request, in steps, tokens or seconds.
 
     Args:
-        cost: what a step costs, see `step_edges`. With "step" or "tokens" the result does not depend on the machine.
+        cost: what a step costs, see `step_edges`. With "step" or "tokens" the result does not
+            depend on the machine.
 
     Returns:
-        For each request id, in order of appearance: `arrival` (beginning of the first step after it came), `ttft` (time
-        from there to the end of the step that sampled its first token; None if none did), `itl` (the times between
-        consecutive tokens), `latency` (arrival to end; None if it has not ended), `num_preemptions`. Of a request that
-        came before the trace began, `ttft` and `latency` are None.
+        For each request id, in order of appearance: `arrival` (beginning of the first step after it
+        came), `ttft` (time from there to the end of the step that sampled its first token; None if
+        none did), `itl` (the times between consecutive tokens), `latency` (arrival to end; None if
+        it has not ended), `num_preemptions`. Of a request that came before the trace began, `ttft`
+        and `latency` are None.
     """
     metrics: dict[str, dict[str, Any]] = {}
     newest: dict[str, float] = {}
     seen_coming: set[str] = set()
 
     def of(request_id: str, begin: float) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"arrival": begin, "ttft": None, "itl": [], "latency": None, "num_preemptions": 0}
+        fresh: dict[str, Any] = {
+            "arrival": begin,
+            "ttft": None,
+            "itl": [],
+            "latency": None,
+            "num_preemptions": 0,
+        }
         return metrics.setdefault(request_id, fresh)
 
     for step, (begin, end) in zip(trace, step_edges(trace, cost), strict=True):
@@ -72,7 +82,8 @@ def request_metrics(trace: Trace, cost: StepScale = "step") -> dict[str, dict[st
 
 
 def percentile(values: Iterable[float | None], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed (nearest rank); None values are left out.
+    """The smallest value that at least `percent` % of the values do not exceed (nearest rank); None
+    values are left out.
 
     Raises:
         ValueError: there is no value.

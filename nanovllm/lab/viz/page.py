@@ -1,4 +1,5 @@
-"""Takes figures/page.png, a server's page in mid-burst, while `make demo` runs: `python -m nanovllm.lab.viz.page [URL]`."""
+"""Takes figures/page.png, a server's page in mid-burst, while `make demo` runs:
+`python -m nanovllm.lab.viz.page [URL]`."""
 
 import io
 import pathlib
@@ -12,7 +13,8 @@ PATIENCE = {"timeout": 120_000}  # milliseconds
 
 
 def photograph(url: str) -> bytes:
-    """The page as a PNG file of few colours: a chat has been answered, and the pool is so full that a request was preempted."""
+    """The page as a PNG file of few colours: a chat has been answered, and the pool is so full that
+    a request was preempted."""
     from playwright.sync_api import expect
 
     with chromium() as browser:

@@ -1,4 +1,5 @@
-"""The player for traces as a notebook widget: the JavaScript modules of the live page in one bundle, and a trace."""
+"""The player for traces as a notebook widget: the JavaScript modules of the live page in one
+bundle, and a trace."""
 
 import pathlib
 import re
@@ -17,12 +18,14 @@ from nanovllm.trace.trace import Trace
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
 Source = Trace | str | pathlib.Path  # a trace, or the file of one
-_IMPORT = re.compile(r'^import (\{[^}]*\}|\w+) from "\./([\w-]+\.(?:js|json))"(?: with \{[^}]*\})?;\n', re.MULTILINE)
+_IMPORT = re.compile(
+    r'^import (\{[^}]*\}|\w+) from "\./([\w-]+\.(?:js|json))"(?: with \{[^}]*\})?;\n', re.MULTILINE
+)
 
 
 def bundle(entry: str) -> str:
-    """All modules that a module of the web folder needs, and itself, as one module without imports. Each follows those that
-    it imports; a JSON file becomes a constant.
+    """All modules that a module of the web folder needs, and itself, as one module without imports.
+    Each follows those that it imports; a JSON file becomes a constant.
 
     Raises:
         ValueError: an import or export of a form that cannot be taken out.
@@ -35,10 +38,17 @@ def bundle(entry: str) -> str:
         source = (WEB / name).read_text(encoding="utf-8")
         for what, imported in _IMPORT.findall(source):
             if imported.endswith(".json"):
-                texts[imported] = f"const {what} = {(WEB / imported).read_text(encoding='utf-8').strip()};\n"
+                texts[imported] = (
+                    f"const {what} = {(WEB / imported).read_text(encoding='utf-8').strip()};\n"
+                )
             elif imported not in visited:
                 add(imported)
-        body = re.sub(r"^export (?=(?:async )?(?:class|function|const)\b)", "", _IMPORT.sub("", source), flags=re.M)
+        body = re.sub(
+            r"^export (?=(?:async )?(?:class|function|const)\b)",
+            "",
+            _IMPORT.sub("", source),
+            flags=re.M,
+        )
         if left := re.search(r"^(?:import|export)\b.*", body, re.MULTILINE):
             raise ValueError(f"{name}: cannot bundle {left[0]!r}")
         texts[name] = f"// {name}\n{body}"
@@ -84,7 +94,10 @@ class Player(anywidget.AnyWidget):
             ValueError: there is no trace, or it has no step.
         """
         if trace is None:  # of an LLM without a record
-            raise ValueError('there is no trace: make the LLM with trace=True, or name a file such as "run.jsonl"')
+            raise ValueError(
+                "there is no trace: make the LLM with trace=True, or name a file such as"
+                ' "run.jsonl"'
+            )
         trace = trace if isinstance(trace, Trace) else Trace.load(trace)
         if not len(trace):
             raise ValueError("a player needs a trace with at least one step")
@@ -108,14 +121,17 @@ def still(trace: Trace) -> dict[str, bytes]:
     return {"image/png": style.image_bytes(ax)}
 
 
-def play(trace: Source | None, views: Iterable[str] = ("tables", "timeline"), step: int = 0) -> Player:
+def play(
+    trace: Source | None, views: Iterable[str] = ("tables", "timeline"), step: int = 0
+) -> Player:
     """Show a trace in a player: the value of a notebook's cell.
 
     Args:
         trace: a trace, or the file of one.
-        views: what to draw, from top to bottom: "tables" (block tables), "pool" (the whole pool), "timeline" (requests over
-            steps), "budget" (the step's tokens), "queues", "usage" (blocks and tokens over time), "attention" (pages that
-            the step reads and writes), "batch" (the step as the model sees it).
+        views: what to draw, from top to bottom: "tables" (block tables), "pool" (the whole pool),
+            "timeline" (requests over steps), "budget" (the step's tokens), "queues", "usage"
+            (blocks and tokens over time), "attention" (pages that the step reads and writes),
+            "batch" (the step as the model sees it).
         step: where to begin, a step number.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Runs the real scheduler and the real block tables without a model: thousands of steps in less than a second."""
+"""Runs the real scheduler and the real block tables without a model: thousands of steps in less
+than a second."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ class SimulatedRequest:
 
     Attributes:
         arrival_step: it is queued right before the step with this number.
-        prompt: the prompt's length, or its token ids. Prompts given by length share no prefix with any other; equal
-            token ids hit the prefix cache.
+        prompt: the prompt's length, or its token ids. Prompts given by length share no prefix with
+            any other; equal token ids hit the prefix cache.
         output_len: tokens it generates.
         priority: smaller runs earlier, with `scheduling_policy="priority"`.
         request_id: by default r0, r1, ... in the order given.
-        abort_step: its client disconnects right before this step, if the request has not ended by then.
+        abort_step: its client disconnects right before this step, if the request has not ended by
+            then.
     """
 
     arrival_step: int
@@ -49,23 +51,26 @@ def simulate(
     max_steps: int = 100_000,
     **engine_options: Any,
 ) -> Trace:
-    """Serve requests with the real scheduler and the real KV cache manager, and a runner that samples token 7.
+    """Serve requests with the real scheduler and the real KV cache manager, and a runner that
+    samples token 7.
 
     Args:
         requests: the requests, with their arrival steps.
         num_kv_blocks: blocks in the pool.
-        num_host_blocks: blocks in host memory for swapped requests; by default as many as the pool has, if
-            `preemption_mode="swap"`.
-        step_cost, token_cost: a step takes `step_cost + token_cost * tokens` units of simulated time, which
-            the records give as `start` and `duration`. By default every step takes one unit.
+        num_host_blocks: blocks in host memory for swapped requests; by default as many as the pool
+            has, if `preemption_mode="swap"`.
+        step_cost, token_cost: a step takes `step_cost + token_cost * tokens` units of simulated
+            time, which the records give as `start` and `duration`. By default every step takes one
+            unit.
         max_steps: give up after so many steps.
-        engine_options: fields of `EngineConfig`, such as `block_size`, `max_num_batched_tokens`, `max_num_seqs`,
-            `batching_policy`, `enable_chunked_prefill`, `preemption_mode`, `check_invariants`. A token budget below
-            256 lowers the default of `max_num_seqs` with it.
+        engine_options: fields of `EngineConfig`, such as `block_size`, `max_num_batched_tokens`,
+            `max_num_seqs`, `batching_policy`, `enable_chunked_prefill`, `preemption_mode`,
+            `check_invariants`. A token budget below 256 lowers the default of `max_num_seqs` with
+            it.
 
     Returns:
-        The trace. Steps without any request are counted, but recorded only if an abort left nothing to compute: the
-        next record's `step` is that of the next arrival.
+        The trace. Steps without any request are counted, but recorded only if an abort left nothing
+        to compute: the next record's `step` is that of the next arrival.
 
     Raises:
         ValueError: a request that could never run, or an invalid option.
@@ -77,7 +82,9 @@ def simulate(
     config.settle(config.max_model_len or num_kv_blocks * config.block_size, num_kv_blocks)
     if num_host_blocks is None:
         num_host_blocks = num_kv_blocks if config.preemption_mode == "swap" else 0
-    manager = KVCacheManager(num_kv_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks)
+    manager = KVCacheManager(
+        num_kv_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+    )
     simulation = _Simulation(config, Scheduler(config, manager), step_cost, token_cost)
     named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
     arrivals = deque(sorted(named, key=lambda pair: pair[1].arrival_step))
@@ -88,7 +95,8 @@ def simulate(
             if not arrivals:
                 return simulation.recorder.trace
             idle = max(0, arrivals[0][1].arrival_step - step)
-            step, simulation.clock = step + idle, simulation.clock + idle * step_cost
+            step = step + idle
+            simulation.clock = simulation.clock + idle * step_cost
         while arrivals and arrivals[0][1].arrival_step <= step:
             simulation.add(*arrivals.popleft())
         for name in [name for name, at in aborts.items() if at <= step]:
@@ -101,18 +109,28 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, step_cost: float, token_cost: float) -> None:
-        self.config, self.scheduler, self.step_cost, self.token_cost = config, scheduler, step_cost, token_cost
+    def __init__(
+        self, config: EngineConfig, scheduler: Scheduler, step_cost: float, token_cost: float
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.step_cost = step_cost
+        self.token_cost = token_cost
         settings = {"model": "simulated", "time_unit": "simulated units"}
         self.recorder = StepRecorder(Trace(settings=settings), scheduler)
-        self.clock, self.num_added = 0.0, 0
+        self.clock = 0.0
+        self.num_added = 0
 
     def add(self, name: str, source: SimulatedRequest) -> None:
         # By default ids that no other request has, so that the prefix cache has no accidental hits.
         first = 1_000_000 * (self.num_added + 1)
-        prompt = list(range(first, first + source.prompt) if isinstance(source.prompt, int) else source.prompt)
+        prompt = list(
+            range(first, first + source.prompt) if isinstance(source.prompt, int) else source.prompt
+        )
         params = SamplingParams(max_tokens=source.output_len, ignore_eos=True, temperature=0.0)
-        request = Request(EngineRequest(name, prompt, params, priority=source.priority), self.num_added)
+        request = Request(
+            EngineRequest(name, prompt, params, priority=source.priority), self.num_added
+        )
         if self.config.scheduling_policy == "fcfs":
             request.order = (0, self.num_added)
         self.scheduler.add_request(request)
@@ -131,7 +149,9 @@ class _Simulation:
             raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
         record = self.recorder.begin(plan, step, self.clock)
         # As the runner: a token for each request whose known tokens are all computed.
-        result = ModelRunnerOutput({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})
+        result = ModelRunnerOutput(
+            {r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples}
+        )
         outputs = self.scheduler.update_from_output(plan, result)
         duration = self.step_cost + self.token_cost * plan.num_tokens
         self.recorder.finish(record, duration, result, outputs)

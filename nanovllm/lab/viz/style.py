@@ -18,10 +18,12 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-# M. Okabe and K. Ito, "Color Universal Design", 2008: blue, orange, green, purple, sky, vermilion. Its yellow is
-# left out: lines and pale fills of it vanish on white.
-# The player in the browser reads the same file.
-_LANGUAGE = json.loads((pathlib.Path(__file__).parents[2] / "trace" / "web" / "style.json").read_text(encoding="utf-8"))
+# M. Okabe and K. Ito, "Color Universal Design", 2008: blue, orange, green, purple, sky, vermilion.
+# Its yellow is left out: lines and pale fills of it vanish on white. The player in the browser
+# reads the same file.
+_LANGUAGE = json.loads(
+    (pathlib.Path(__file__).parents[2] / "trace" / "web" / "style.json").read_text(encoding="utf-8")
+)
 PALETTE: tuple[str, ...] = tuple(_LANGUAGE["palette"])
 INK: str = _LANGUAGE["ink"]
 MUTED: str = _LANGUAGE["muted"]
@@ -30,14 +32,25 @@ BACKGROUND: str = _LANGUAGE["background"]
 MEANINGS: dict[str, str] = _LANGUAGE["meanings"]  # mark to a sentence
 MAX_WIDTH = 9.0  # inches
 
-# Settings of matplotlib by group. DejaVu Sans is part of matplotlib, so that figures are the same on every machine; without
-# the hashsalt, ids in SVG files are random.
+# Settings of matplotlib by group. DejaVu Sans is part of matplotlib, so that figures are the same
+# on every machine; without the hashsalt, ids in SVG files are random.
 _STYLE: dict[Any, dict[str, Any]] = {
-    "figure": {"figsize": (MAX_WIDTH, 3.6), "dpi": 110, "facecolor": BACKGROUND, "constrained_layout.use": True},
+    "figure": {
+        "figsize": (MAX_WIDTH, 3.6),
+        "dpi": 110,
+        "facecolor": BACKGROUND,
+        "constrained_layout.use": True,
+    },
     "savefig": {"dpi": 110, "facecolor": BACKGROUND, "transparent": False},
     "font": {"family": "DejaVu Sans", "size": 11},
     "text": {"color": INK},
-    "axes": {"titlesize": 12, "titlelocation": "left", "labelsize": 11, "labelcolor": INK, "edgecolor": MUTED}
+    "axes": {
+        "titlesize": 12,
+        "titlelocation": "left",
+        "labelsize": 11,
+        "labelcolor": INK,
+        "edgecolor": MUTED,
+    }
     | {"facecolor": BACKGROUND, "spines.top": False, "spines.right": False, "axisbelow": True}
     | {"prop_cycle": cycler(color=PALETTE)},
     "xtick": {"labelsize": 10, "color": INK},
@@ -48,13 +61,14 @@ _STYLE: dict[Any, dict[str, Any]] = {
     "lines": {"linewidth": 2.0},
     "svg": {"hashsalt": "nanovllm", "fonttype": "path"},
 }
-# Matplotlib writes its version and the date into files: a redrawn figure would differ for no visible reason.
+# Matplotlib writes its version and the date into files: a redrawn figure would differ for no
+# visible reason.
 _METADATA: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 def use_style() -> None:
-    """Give matplotlib the settings of the course; each lecture calls it once, at the top. In a notebook, figures become PNG
-    images, and running it again gives the same bytes."""
+    """Give matplotlib the settings of the course; each lecture calls it once, at the top. In a
+    notebook, figures become PNG images, and running it again gives the same bytes."""
     for group, values in _STYLE.items():
         matplotlib.rc(group, **values)
     if "IPython" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
@@ -91,8 +105,9 @@ def pale(color: str) -> str:
 
 
 class RequestColors(dict[str, str]):
-    """Gives requests their colours by order of appearance. Pass one object to several figures to keep the colours, for
-    example `RequestColors(request_ids(trace))`, or one that is empty at first while a pool is watched.
+    """Gives requests their colours by order of appearance. Pass one object to several figures to
+    keep the colours, for example `RequestColors(request_ids(trace))`, or one that is empty at first
+    while a pool is watched.
 
     `colors[request_id]` is a hex colour; an id that was not seen before gets the next one.
     """
@@ -113,7 +128,11 @@ def mark_style(kind: str, color: str) -> dict[str, Any]:
         "cached": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "////"},
         "transferred": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "..."},
         "accepted draft": {"facecolor": mix(color, BACKGROUND, 0.3), "edgecolor": color},
-        "rejected draft": {"facecolor": mix(color, BACKGROUND, 0.8), "edgecolor": color, "linestyle": "--"},
+        "rejected draft": {
+            "facecolor": mix(color, BACKGROUND, 0.8),
+            "edgecolor": color,
+            "linestyle": "--",
+        },
         "free": {"facecolor": BACKGROUND, "edgecolor": FAINT},
     }[kind]
 
@@ -129,7 +148,12 @@ def line_style(kind: str, color: str) -> dict[str, Any]:
 
 # Its tip is the point it marks, so that it does not hide the bar below.
 _TRIANGLE = ((0.0, 0.0), (-0.6, 1.0), (0.6, 1.0), (0.0, 0.0))
-_TIP: dict[str, Any] = {"marker": _TRIANGLE, "markersize": 14, "markeredgecolor": BACKGROUND, "markeredgewidth": 0.5}
+_TIP: dict[str, Any] = {
+    "marker": _TRIANGLE,
+    "markersize": 14,
+    "markeredgecolor": BACKGROUND,
+    "markeredgewidth": 0.5,
+}
 
 
 def event_style(kind: str) -> dict[str, Any]:
@@ -143,11 +167,15 @@ def event_style(kind: str) -> dict[str, Any]:
     return {"color": INK, "linestyle": "none"} | look
 
 
-PATCHES, LINES, EVENTS = (tuple(_LANGUAGE["marks"][form]) for form in ("patches", "lines", "events"))
+PATCHES, LINES, EVENTS = (
+    tuple(_LANGUAGE["marks"][form]) for form in ("patches", "lines", "events")
+)
 MARKS = PATCHES + LINES + EVENTS
 
 
-def legend(where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[Any] = (), **names: str) -> Legend:
+def legend(
+    where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[Any] = (), **names: str
+) -> Legend:
     """Draw the shared legend below a figure.
 
     Args:
@@ -163,7 +191,9 @@ def legend(where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[A
     handles += list(extra)
     rows = -(-len(handles) // 8) or 1
     columns = max(1, -(-len(handles) // rows))  # rows of equal length
-    return figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
+    return figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2
+    )
 
 
 def legend_handle(kind: str, label: str) -> Patch | Line2D:

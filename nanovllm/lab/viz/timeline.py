@@ -1,4 +1,5 @@
-"""Pictures of steps: the timeline of requests, the token budget, the blocks in use; several traces compared."""
+"""Pictures of steps: the timeline of requests, the token budget, the blocks in use; several traces
+compared."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,15 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from nanovllm.lab.viz import style
-from nanovllm.lab.viz.data import Event, Span, StepScale, request_ids, step_edges, timeline_events, timeline_spans
+from nanovllm.lab.viz.data import (
+    Event,
+    Span,
+    StepScale,
+    request_ids,
+    step_edges,
+    timeline_events,
+    timeline_spans,
+)
 from nanovllm.lab.viz.style import INK, RequestColors
 from nanovllm.trace.trace import Trace
 
@@ -21,10 +30,15 @@ _LABEL_PITCH = 0.15  # inches that a row label needs
 
 
 def draw_timeline(
-    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, title: str = "", ax: Axes | None = None
+    trace: Trace,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+    ax: Axes | None = None,
 ) -> Axes:
-    """Draw requests by steps: each row shows when a request waited, was prefilled, decoded, was preempted and ended. Where
-    there is room, a prefill carries its number of tokens.
+    """Draw requests by steps: each row shows when a request waited, was prefilled, decoded, was
+    preempted and ended. Where there is room, a prefill carries its number of tokens.
 
     Args:
         x: the x axis, see `step_edges`.
@@ -34,7 +48,9 @@ def draw_timeline(
     ids = request_ids(trace)
     colors = colors or RequestColors(ids)
     legend = ax is None
-    ax = ax or style.new_axes(timeline_height(len(ids)) + (0.7 if legend else 0.3) + (0.3 if title else 0))
+    ax = ax or style.new_axes(
+        timeline_height(len(ids)) + (0.7 if legend else 0.3) + (0.3 if title else 0)
+    )
     _set_x(ax, trace, x)
     ax.set_ylim(max(1, len(ids)) - 0.5, -0.5)
     per_unit, pitch = _inches(ax, len(ids))
@@ -45,12 +61,18 @@ def draw_timeline(
     # Either all prefills of equal width have a label, or none.
     digits = len(str(max((span.num_tokens for span in spans), default=0)))
     for span in (s for s in spans if s.kind != "cached"):
-        row, color = rows[span.request_id], colors[span.request_id]
+        row = rows[span.request_id]
+        color = colors[span.request_id]
         num_cached = cached.get((span.request_id, span.begin), 0)
         _draw_span(ax, span, row, color, num_cached, joined)
         fits = pitch > 0.25 and (span.end - span.begin) * per_unit > 0.09 * digits + 0.08
         if span.kind == "prefill" and fits and not num_cached:
-            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9, "color": style.ink_on(color)}
+            look: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 9,
+                "color": style.ink_on(color),
+            }
             ax.text((span.begin + span.end) / 2, row, str(span.num_tokens), zorder=5, **look)
     for event in timeline_events(trace, x):
         _draw_event(ax, event, rows[event.request_id], pitch)
@@ -69,7 +91,8 @@ def timeline_height(num_requests: int) -> float:
 
 
 def _inches(ax: Axes, num_rows: int) -> tuple[float, float]:
-    """Width of one unit of x and height of one row, in inches; roughly, since the layout is settled only later."""
+    """Width of one unit of x and height of one row, in inches; roughly, since the layout is settled
+    only later."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     (width, height), place, (low, high) = figure.get_size_inches(), ax.get_position(), ax.get_xlim()
@@ -77,34 +100,50 @@ def _inches(ax: Axes, num_rows: int) -> tuple[float, float]:
 
 
 def _draw_span(ax: Axes, span: Span, row: int, color: str, num_cached: int, joined: bool) -> None:
-    """Draw a bar or a line. The part of an admission that came from the prefix cache is on top of what was computed."""
+    """Draw a bar or a line. The part of an admission that came from the prefix cache is on top of
+    what was computed."""
     if span.kind in ("waiting", "stalled", "swapped"):
         look = style.line_style(span.kind, color)
-        ax.plot([span.begin, span.end], [row, row], solid_capstyle="butt", dash_capstyle="butt", **look)
+        ax.plot(
+            [span.begin, span.end], [row, row], solid_capstyle="butt", dash_capstyle="butt", **look
+        )
         return
-    width, top, height = span.end - span.begin, row - _BAR / 2, _BAR
+    width = span.end - span.begin
+    top = row - _BAR / 2
+    height = _BAR
     if num_cached:
         part = min(0.7, max(0.4, num_cached / (num_cached + span.num_tokens))) * _BAR
         look = style.mark_style("cached", color)
         ax.add_patch(Rectangle((span.begin, top), width, part, linewidth=0.8, zorder=2, **look))
-        top, height = top + part, height - part
+        top = top + part
+        height = height - part
     look = style.mark_style(span.kind, color)
     ax.add_patch(Rectangle((span.begin, top), width, height, linewidth=0.8, zorder=2, **look))
-    if span.kind == "prefill" and not joined:  # without a gap the chunks of a prompt would look like one
+    if (
+        span.kind == "prefill" and not joined
+    ):  # without a gap the chunks of a prompt would look like one
         ax.vlines(span.end, top, top + height, color=style.BACKGROUND, linewidth=1.2, zorder=3)
 
 
 def _draw_event(ax: Axes, event: Event, row: int, pitch: float) -> None:
     """Draw a marker, smaller where rows are low, but large enough to be seen."""
-    look, is_first = style.event_style(event.kind), event.kind == "first token"
-    look["markersize"] = min(look["markersize"], max(10.0, pitch * 60) if is_first else max(5.0, pitch * 46))
+    look = style.event_style(event.kind)
+    is_first = event.kind == "first token"
+    look["markersize"] = min(
+        look["markersize"], max(10.0, pitch * 60) if is_first else max(5.0, pitch * 46)
+    )
     ax.plot(event.at, row - _BAR / 2 if is_first else row, zorder=6, clip_on=False, **look)
 
 
 def draw_budget(
-    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, ax: Axes | None = None
+    trace: Trace,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
-    """Draw how each step spends its token budget: a bar stacked by request, in the order in which tokens are packed.
+    """Draw how each step spends its token budget: a bar stacked by request, in the order in which
+    tokens are packed.
 
     Args:
         x, colors, ax: as in `draw_timeline`.
@@ -112,8 +151,11 @@ def draw_budget(
     colors = colors or RequestColors(request_ids(trace))
     legend = ax is None
     ax = ax or style.new_axes(3.3)
-    edges, highest = step_edges(trace, x), 1
-    boxes, faces, rims = [], [], []
+    edges = step_edges(trace, x)
+    highest = 1
+    boxes = []
+    faces = []
+    rims = []
     for step, (begin, end) in zip(trace, edges, strict=True):
         level = 0
         for share in step.requests:
@@ -126,8 +168,12 @@ def draw_budget(
         highest = max(highest, level, step.token_budget)
     # Rims would hide small bars.
     rim_width = 0.6 if highest <= 64 and len(edges) <= 2 * _MOST_CELLS else 0.0
-    ax.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors=rims, linewidths=rim_width, zorder=2))
-    _draw_levels(ax, edges, [step.token_budget for step in trace], None, label="token budget", **_LIMIT_LINE)
+    ax.add_collection(
+        PolyCollection(boxes, facecolors=faces, edgecolors=rims, linewidths=rim_width, zorder=2)
+    )
+    _draw_levels(
+        ax, edges, [step.token_budget for step in trace], None, label="token budget", **_LIMIT_LINE
+    )
     _set_x(ax, trace, x)
     ax.set(ylim=(0, highest * 1.08), ylabel="tokens per step")
     if legend:
@@ -136,7 +182,8 @@ def draw_budget(
 
 
 def draw_usage(trace: Trace, x: StepScale = "step", *, ax: Axes | None = None) -> Axes:
-    """Draw the KV blocks that requests hold, step by step, against the size of the pool. A cross marks a preemption.
+    """Draw the KV blocks that requests hold, step by step, against the size of the pool. A cross
+    marks a preemption.
 
     Args:
         x, ax: as in `draw_timeline`.
@@ -159,7 +206,8 @@ def draw_usage(trace: Trace, x: StepScale = "step", *, ax: Axes | None = None) -
 
 
 def compare(traces: Mapping[str, Trace], x: StepScale = "step") -> list[Axes]:
-    """Draw the timelines of several traces under one another, on one x axis and in the same colours.
+    """Draw the timelines of several traces under one another, on one x axis and in the same
+    colours.
 
     Args:
         traces: title to trace.
@@ -203,10 +251,17 @@ def overview(trace: Trace, x: StepScale = "step", *, title: str = "") -> list[Ax
 
 
 def _stacked(heights: Sequence[float], rest: float) -> list[Axes]:
-    """Axes under one another, of these heights in inches, on one x axis; `rest` is for titles and legends."""
+    """Axes under one another, of these heights in inches, on one x axis; `rest` is for titles and
+    legends."""
     size = (style.MAX_WIDTH, sum(heights) + rest)
     grid = plt.subplots(
-        len(heights), 1, sharex=True, squeeze=False, layout="constrained", figsize=size, height_ratios=heights
+        len(heights),
+        1,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+        figsize=size,
+        height_ratios=heights,
     )[1]
     return list(grid[:, 0])
 
@@ -216,7 +271,11 @@ def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
     edges = step_edges(trace, x)
     begin, end = (edges[0][0], edges[-1][1]) if edges else (0.0, 1.0)
     ax.set_xlim(begin, end if end > begin else begin + 1)
-    names = {"step": "step", "tokens": "tokens computed", "time": f"time ({trace.settings.get('time_unit', 's')})"}
+    names = {
+        "step": "step",
+        "tokens": "tokens computed",
+        "time": f"time ({trace.settings.get('time_unit', 's')})",
+    }
     ax.set_xlabel("cost of the steps" if callable(x) else names[x])
     if x in ("step", "tokens"):
         ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
@@ -225,8 +284,8 @@ def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
 def _draw_levels(
     ax: Axes, edges: list[tuple[float, float]], values: list[int], idle: int | None = 0, **look: Any
 ) -> None:
-    """Draw one value per step, as a line of steps. In the gaps between steps, when the engine is idle, the value is `idle`; None
-    connects the steps."""
+    """Draw one value per step, as a line of steps. In the gaps between steps, when the engine is
+    idle, the value is `idle`; None connects the steps."""
     xs: list[float] = []
     ys: list[int] = []
     for (begin, end), value in zip(edges, values, strict=True):
@@ -242,7 +301,8 @@ _LIMIT_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.4
 
 
 def _explain(axes: Sequence[Axes], *traces: Trace, kinds: Iterable[str] = style.MARKS) -> None:
-    """One legend for pictures of these traces: of the marks `kinds`, those that occur, and all lines that have a label."""
+    """One legend for pictures of these traces: of the marks `kinds`, those that occur, and all
+    lines that have a label."""
     found = {span.kind for trace in traces for span in timeline_spans(trace)}
     found |= {event.kind for trace in traces for event in timeline_events(trace)}
     lines = [line for ax in axes for line in ax.get_legend_handles_labels()[0]]

@@ -19,7 +19,13 @@ from nanovllm.trace.trace import Trace
 Requests = Sequence[SimulatedRequest] | Callable[..., Sequence[SimulatedRequest]]
 Controls = Mapping[str, Iterable[Any] | None]
 
-CONTROLS = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "batching_policy", "arrival_rate")
+CONTROLS = (
+    "block_size",
+    "num_kv_blocks",
+    "max_num_batched_tokens",
+    "batching_policy",
+    "arrival_rate",
+)
 _NAMES = {
     "block_size": "block size",
     "num_kv_blocks": "blocks in the pool",
@@ -32,7 +38,9 @@ _NAMES = {
 }
 _ARRIVAL_RATES = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 8)
 _POWERS = ("block_size", "max_num_batched_tokens")  # controls that double rather than count
-_OPTIONS = {field.name for field in dataclasses.fields(EngineConfig)} | set(inspect.signature(simulate).parameters)
+_OPTIONS = {field.name for field in dataclasses.fields(EngineConfig)} | set(
+    inspect.signature(simulate).parameters
+)
 _OPTIONS |= {"kv_tokens", "arrival_rate"}
 
 
@@ -43,20 +51,30 @@ def what_if(
     controls: Iterable[str] | Controls = CONTROLS,
     **options: Any,
 ) -> WhatIf:
-    """Controls over `simulate`: the value of a notebook's cell. Every change runs the real scheduler again.
+    """Controls over `simulate`: the value of a notebook's cell. Every change runs the real
+    scheduler again.
 
     Args:
-        requests: the requests; or a function that makes them, called with the controls that are its parameters.
+        requests: the requests; or a function that makes them, called with the controls that are its
+            parameters.
         views: as for `play`.
-        controls: options of `simulate` that the reader can change; "arrival_rate", which divides the requests' arrival steps; "kv_tokens",
-            the pool's size in tokens, so that `block_size` divides the same memory otherwise. A mapping gives the values
-            of each (None: the usual ones, around where it begins). A function's parameters can be controls too.
+        controls: options of `simulate` that the reader can change; "arrival_rate", which divides
+            the requests' arrival steps; "kv_tokens", the pool's size in tokens, so that
+            `block_size` divides the same memory otherwise. A mapping gives the values of each
+            (None: the usual ones, around where it begins). A function's parameters can be controls
+            too.
         options: further options of `simulate`, and where the controls begin.
 
     Raises:
-        ValueError: a control that is no option of `simulate` and no parameter of `requests`, or first settings that cannot run.
+        ValueError: a control that is no option of `simulate` and no parameter of `requests`, or
+            first settings that cannot run.
     """
-    return WhatIf(requests, views, controls if isinstance(controls, Mapping) else dict.fromkeys(controls), options)
+    return WhatIf(
+        requests,
+        views,
+        controls if isinstance(controls, Mapping) else dict.fromkeys(controls),
+        options,
+    )
 
 
 class WhatIf(widgets.VBox):
@@ -69,12 +87,17 @@ class WhatIf(widgets.VBox):
         error: why the newest settings could not be run; "" if they could.
     """
 
-    def __init__(self, requests: Requests, views: Iterable[str], controls: Controls, options: dict[str, Any]) -> None:
-        self._requests, self._options = requests, options
+    def __init__(
+        self, requests: Requests, views: Iterable[str], controls: Controls, options: dict[str, Any]
+    ) -> None:
+        self._requests = requests
+        self._options = options
         self._parameters = inspect.signature(requests).parameters if callable(requests) else {}
         if deaf := [name for name in controls if name not in _OPTIONS | self._parameters.keys()]:
             raise ValueError(f"neither simulate nor the requests have the option {', '.join(deaf)}")
-        self.controls = {name: _control(name, self._begin(name), values) for name, values in controls.items()}
+        self.controls = {
+            name: _control(name, self._begin(name), values) for name, values in controls.items()
+        }
         self.error = ""
         trace = self._run()
         self.player = play(trace, views)
@@ -85,14 +108,24 @@ class WhatIf(widgets.VBox):
         self._message = widgets.HTML()
         for control in self.controls.values():
             control.observe(self._turned, "value")
-        knobs = widgets.HBox(list(self.controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
+        knobs = widgets.HBox(
+            list(self.controls.values()), layout=widgets.Layout(flex_flow="row wrap")
+        )
         super().__init__([knobs, self._message, self._table, self.player])
 
     def _begin(self, name: str) -> Any:
         """The value that a control has at first."""
-        defaults = {"arrival_rate": 1, "max_num_batched_tokens": DEFAULT_TOKEN_BUDGET, "kv_tokens": 1024}
+        defaults = {
+            "arrival_rate": 1,
+            "max_num_batched_tokens": DEFAULT_TOKEN_BUDGET,
+            "kv_tokens": 1024,
+        }
         for signature in (self._parameters, inspect.signature(simulate).parameters):
-            defaults |= {n: p.default for n, p in signature.items() if p.default is not inspect.Parameter.empty}
+            defaults |= {
+                n: p.default
+                for n, p in signature.items()
+                if p.default is not inspect.Parameter.empty
+            }
         return self._options.get(name, defaults.get(name, getattr(EngineConfig, name, None)))
 
     @property
@@ -104,18 +137,28 @@ class WhatIf(widgets.VBox):
         said = self._options | self.values
         given = {name: value for name, value in said.items() if name in self._parameters}
         requests = self._requests(**given) if callable(self._requests) else self._requests
-        options = {name: value for name, value in said.items() if name in _OPTIONS or name not in given}
-        rate, kv_tokens = options.pop("arrival_rate", 1), options.pop("kv_tokens", None)
+        options = {
+            name: value for name, value in said.items() if name in _OPTIONS or name not in given
+        }
+        rate = options.pop("arrival_rate", 1)
+        kv_tokens = options.pop("kv_tokens", None)
         if kv_tokens is not None:
-            options["num_kv_blocks"] = kv_tokens // options.get("block_size", EngineConfig.block_size)
+            options["num_kv_blocks"] = kv_tokens // options.get(
+                "block_size", EngineConfig.block_size
+            )
         if "arrival_rate" not in given:
-            requests = [dataclasses.replace(r, arrival_step=round(r.arrival_step / rate)) for r in requests]
+            requests = [
+                dataclasses.replace(r, arrival_step=round(r.arrival_step / rate)) for r in requests
+            ]
         return simulate(requests, **options)
 
     def _turned(self, change: object) -> None:
         try:
             trace = self._run()
-        except (ValueError, RuntimeError) as error:  # raised by `simulate` for settings that cannot work
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # raised by `simulate` for settings that cannot work
             self.error = str(error)
         else:
             self.error = ""
@@ -123,13 +166,18 @@ class WhatIf(widgets.VBox):
             self.figures = figures(trace)
             self._table.value = _table(self.figures, self._first, self._unit)
         words = f"{self.error.rstrip('.')}. The picture shows the last setting that worked."
-        self._message.value = f'<span role="alert">⚠ {html.escape(words)}</span>' if self.error else ""
+        self._message.value = (
+            f'<span role="alert">⚠ {html.escape(words)}</span>' if self.error else ""
+        )
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         return super()._repr_mimebundle_(**options) | still(self.player.trace)
 
     def __repr__(self) -> str:
-        return f"What if: {len(self.controls)} controls and a player; run this cell in JupyterLab to turn them"
+        return (
+            f"What if: {len(self.controls)} controls and a player; run this cell in JupyterLab to "
+            "turn them"
+        )
 
 
 def _control(name: str, begin: Any, values: Iterable[Any] | None) -> widgets.ValueWidget:
@@ -150,7 +198,9 @@ def _control(name: str, begin: Any, values: Iterable[Any] | None) -> widgets.Val
         step = max(1, begin // 32)
         return widgets.IntSlider(begin, max(1, begin // 4 // step * step), 2 * begin, step, **look)
     options = sorted({begin, *values} - {None})
-    return widgets.SelectionSlider(options=options, value=begin if begin is not None else options[0], **look)
+    return widgets.SelectionSlider(
+        options=options, value=begin if begin is not None else options[0], **look
+    )
 
 
 def _usual(name: str, begin: Any) -> list[Any]:
@@ -164,11 +214,12 @@ def _usual(name: str, begin: Any) -> list[Any]:
 
 
 def figures(trace: Trace) -> dict[str, float | None]:
-    """Return the metrics in the table under the controls: latencies in units of the trace's time; None if there is none.
+    """Return the metrics in the table under the controls: latencies in units of the trace's time;
+    None if there is none.
 
     Returns:
-        `TTFT p50`, `TTFT p99`, `worst gap` (between two tokens of one request), `end` (of the last step), `preemptions`,
-        and `KV peak` (blocks held at a time, in percent of the pool).
+        `TTFT p50`, `TTFT p99`, `worst gap` (between two tokens of one request), `end` (of the last
+        step), `preemptions`, and `KV peak` (blocks held at a time, in percent of the pool).
     """
     metrics = request_metrics(trace, "time").values()
     ttft = [each["ttft"] for each in metrics if each["ttft"] is not None]

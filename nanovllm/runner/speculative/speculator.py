@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Speculator:
     """Verifies drafts, and makes them if the scheduler does not.
 
-    Where drafts are not drawn, the sampler is that of every other engine: a draft is right if it is the token that is sampled without it,
-    at any temperature, because a draw depends on the request's seed and on the token's place alone.
+    Where drafts are not drawn, the sampler is that of every other engine: a draft is right if it is
+    the token that is sampled without it, at any temperature, because a draw depends on the
+    request's seed and on the token's place alone.
 
     Attributes:
         drafter: None if the scheduler drafts n-grams.
@@ -48,14 +49,23 @@ class Speculator:
             self.drafter.prepare(schedule)
         drawn = self.drafter.probabilities if self.drafter is not None else {}
         for scheduled in schedule.requests:
-            for place, draft in enumerate(scheduled.draft_token_ids if scheduled.request_id in drawn else ()):
+            for place, draft in enumerate(
+                scheduled.draft_token_ids if scheduled.request_id in drawn else ()
+            ):
                 key = (scheduled.request_id, place) if place else scheduled.request_id
-                rows[key] = DraftedRow(**vars(rows[key]), draft=draft, probabilities=drawn[scheduled.request_id][place])
+                rows[key] = DraftedRow(
+                    **vars(rows[key]), draft=draft, probabilities=drawn[scheduled.request_id][place]
+                )
 
     def finish(
-        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, sampled: Callable[[], dict[Any, SampledToken]]
+        self,
+        schedule: SchedulerOutput,
+        batch: Batch,
+        hidden: Tensor,
+        sampled: Callable[[], dict[Any, SampledToken]],
     ) -> Callable[[], ModelRunnerOutput]:
-        """Verify the step's drafts. A drafter begins where the accepted ones end, so it waits for the step."""
+        """Verify the step's drafts. A drafter begins where the accepted ones end, so it waits for
+        the step."""
         if self.drafter is None:
             return lambda: keep_accepted(schedule, sampled())
         output = keep_accepted(schedule, sampled())

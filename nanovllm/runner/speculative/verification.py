@@ -1,4 +1,5 @@
-"""Which drafts are kept: those that the model samples itself; or, if they were drawn, as many as rejection sampling accepts.
+"""Which drafts are kept: those that the model samples itself; or, if they were drawn, as many as
+rejection sampling accepts.
 
 Built by notebooks/42_speculative_decoding.ipynb: edit it there.
 """
@@ -19,15 +20,15 @@ from nanovllm.runner.sampling import Sampler, SamplingRow, draw, moderate, unifo
 
 
 def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -> ModelRunnerOutput:
-    """Keep, of the tokens that were sampled after a request's drafts, those that the model would have sampled one by one: up to the first
-    that is not the draft at its place, and this one.
+    """Keep, of the tokens that were sampled after a request's drafts, those that the model would
+    have sampled one by one: up to the first that is not the draft at its place, and this one.
 
     Args:
-        sampled: by request id the token after its known ones, and by (request id, n) the one after n drafts. A request that samples nothing
-            is missing.
+        sampled: by request id the token after its known ones, and by (request id, n) the one after
+            n drafts. A request that samples nothing is missing.
 
-    Returns: the first token of each request in `sampled`; the others, if there are any, in `sampled_after`.
-    """
+    Returns: the first token of each request in `sampled`; the others, if there are any, in
+    `sampled_after`."""
     output = ModelRunnerOutput()
     for scheduled in schedule.requests:
         name = scheduled.request_id
@@ -44,8 +45,11 @@ def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -
     return output
 
 
-# Draws that must not depend on each other have streams of their own: a draft, whether it is accepted, what takes its place.
-DRAFT, ACCEPT, REPLACE = 1, 2, 3
+# Draws that must not depend on each other have streams of their own: a draft, whether it is
+# accepted, what takes its place.
+DRAFT = 1
+ACCEPT = 2
+REPLACE = 3
 
 
 def draw_draft(logits: Tensor, params: SamplingParams, index: int) -> tuple[int, Tensor]:
@@ -56,25 +60,29 @@ def draw_draft(logits: Tensor, params: SamplingParams, index: int) -> tuple[int,
         index: of the token in the request's output.
 
     Returns:
-        The token, and the distribution from which it was drawn: all of it on one token for a greedy request.
+        The token, and the distribution from which it was drawn: all of it on one token for a greedy
+        request.
     """
     if params.greedy:
         token = int(logits.argmax())
-        return token, torch.zeros_like(logits).index_fill_(0, torch.tensor(token, device=logits.device), 1.0)
+        return token, torch.zeros_like(logits).index_fill_(
+            0, torch.tensor(token, device=logits.device), 1.0
+        )
     scaled = (logits / moderate(params.temperature)).unsqueeze(0)
     number = upload([uniform(params.seed or 0, index, DRAFT)], torch.float64, logits.device)
     return int(draw(scaled, number)), scaled.softmax(dim=1)[0]
 
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, replacement: Tensor) -> Tensor:
-    """Accept a draft x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0), normalised: the result has distribution p
-    (Leviathan et al. 2023, arXiv 2211.17192).
+    """Accept a draft x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0),
+    normalised: the result has distribution p (Leviathan et al. 2023, arXiv 2211.17192).
 
     Args:
         p, q: `[num_rows, vocab_size]`, distributions of the model and of the drafts.
         drafts: `[num_rows]` int64, drawn from q.
-        accept, replacement: `[num_rows]` float64 in [0, 1), independent of each other and of the drafts. A draft is accepted if its number
-            in `accept` is below p(x) / q(x); `draw`, which takes logits, draws with the one in `replacement`.
+        accept, replacement: `[num_rows]` float64 in [0, 1), independent of each other and of the
+            drafts. A draft is accepted if its number in `accept` is below p(x) / q(x); `draw`,
+            which takes logits, draws with the one in `replacement`.
 
     Returns:
         `[num_rows]` int64.
@@ -105,16 +113,25 @@ class RejectionSampler(Sampler):
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """The next tokens, `[num_rows]` int64; of a drafted row the draft if it is accepted."""
-        drafted = [i for i, row in enumerate(rows) if isinstance(row, DraftedRow) and not row.params.greedy]
+        drafted = [
+            i for i, row in enumerate(rows) if isinstance(row, DraftedRow) and not row.params.greedy
+        ]
         if not drafted:
             return super().choose(logits, rows)
-        picked, device = [rows[i] for i in drafted], logits.device
+        picked = [rows[i] for i in drafted]
+        device = logits.device
         p = self._scaled(self._allowed(logits[drafted], picked), picked).softmax(dim=1)
         tokens = super().choose(logits, rows)
         q = torch.stack([row.probabilities for row in picked])  # type: ignore[attr-defined]
         drafts = upload([row.draft for row in picked], torch.int64, device)  # type: ignore[attr-defined]
         numbers = [
-            upload([uniform(r.params.seed or 0, r.num_output_tokens, stream) for r in picked], torch.float64, device)
+            upload(
+                [uniform(r.params.seed or 0, r.num_output_tokens, stream) for r in picked],
+                torch.float64,
+                device,
+            )
             for stream in (ACCEPT, REPLACE)
         ]
-        return tokens.index_copy_(0, upload(drafted, torch.int64, device), verify(p, q, drafts, *numbers))
+        return tokens.index_copy_(
+            0, upload(drafted, torch.int64, device), verify(p, q, drafts, *numbers)
+        )

@@ -1,11 +1,12 @@
-"""Tests of Triton kernels in Triton's interpreter, each module in a process of its own: see tests/attention/test_interpreted.py.
+"""Tests of Triton kernels in Triton's interpreter, each module in a process of its own: see
+tests/attention/test_interpreted.py.
 
 By hand: TRITON_INTERPRET=1 python -m pytest tests/attention/interpreted
 
-Two thirds of the interpreter's time do not go into kernels. Each call of a function, `tl.max` included, looks through all of
-`triton.language` for what to replace; here it does so once per launch and knows the names. And each sum and product of integers
-is computed once more in 64 bits; here only where offsets are large, and at night.
-"""
+Two thirds of the interpreter's time do not go into kernels. Each call of a function, `tl.max`
+included, looks through all of `triton.language` for what to replace; here it does so once per
+launch and knows the names. And each sum and product of integers is computed once more in 64 bits;
+here only where offsets are large, and at night."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ import pytest
 from nanovllm.ops.support import is_interpreted
 from tests.examples import examples
 
-# A wild load of an interpreted kernel takes the whole process along, so the ordinary run must not collect them.
+# A wild load of an interpreted kernel takes the whole process along, so the ordinary run must not
+# collect them.
 collect_ignore_glob = [] if is_interpreted() else ["test_*.py"]
 
 if is_interpreted():
@@ -28,7 +30,9 @@ if is_interpreted():
     from triton.runtime import interpreter
 
     _builtins = cache(
-        lambda package: [name for name, value in inspect.getmembers(package) if tl.core.is_builtin(value)]
+        lambda package: [
+            name for name, value in inspect.getmembers(package) if tl.core.is_builtin(value)
+        ]
     )
     _prepared: set[Callable] = set()  # functions that were called since the launch began
     _prepare, _restore = interpreter._patch_lang, interpreter._LangPatchScope.restore

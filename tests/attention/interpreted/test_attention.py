@@ -1,4 +1,5 @@
-"""The attention kernels against float64: any mix of lengths, pages anywhere, NaN in every slot that nobody wrote."""
+"""The attention kernels against float64: any mix of lengths, pages anywhere, NaN in every slot that
+nobody wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.examples import examples
 from tests.pairwise import covering_cases
 
 KIB = 1024
-# Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty programs.
+# Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty
+# programs.
 SMALL = Hardware(8, 227 * KIB)
 
 DECODES = [(1, 127), (1, 16), (1, 0), (1, 60), (1, 300)]
@@ -82,9 +84,9 @@ def test_a_window_and_a_soft_cap_change_the_result() -> None:
 
 @settings(max_examples=examples(30), derandomize=True)
 @given(
-    sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
-        lambda lengths: any(query for query, _ in lengths)
-    ),
+    sequences=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5
+    ).filter(lambda lengths: any(query for query, _ in lengths)),
     heads=st.sampled_from([(2, 1), (3, 3), (6, 2), (5, 1)]),
     block_size=st.sampled_from([3, 16, 32]),
     window=st.sampled_from([0, 0, 7, 40]),
@@ -94,7 +96,13 @@ def test_a_window_and_a_soft_cap_change_the_result() -> None:
 )
 def test_any_batch(sequences, heads, block_size, window, padding, processors, seed) -> None:
     case = attention_case(
-        seed, sequences, *heads, block_size=block_size, sliding_window=window, padding_rows=padding, rotary=True
+        seed,
+        sequences,
+        *heads,
+        block_size=block_size,
+        sliding_window=window,
+        padding_rows=padding,
+        rotary=True,
     )
     check(case, Hardware(processors, 227 * KIB))
 
@@ -117,7 +125,8 @@ def test_padding_of_a_captured_batch_becomes_zeros(soft_cap) -> None:
 
 
 def test_offsets_need_more_than_31_bits() -> None:
-    """The pages lie at the end of a cache of over 2^31 elements, of which the operating system backs only what is used."""
+    """The pages lie at the end of a cache of over 2^31 elements, of which the operating system
+    backs only what is used."""
     case = attention_case(8, [(3, 40), (1, 60)], 2, 1, dtype=torch.float16)
     small = case.kv_cache
     num_blocks = 2**31 // small[0].numel() + 64
@@ -170,10 +179,21 @@ def test_parts_fill_the_gpu_and_do_not_depend_on_lengths() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_fit(shared_memory, dtype) -> None:
     hardware = Hardware(
-        100, shared_memory, 64 if shared_memory == 64 * KIB else 32, 9 if shared_memory == 227 * KIB else 8
+        100,
+        shared_memory,
+        64 if shared_memory == 64 * KIB else 32,
+        9 if shared_memory == 227 * KIB else 8,
     )
     for head_dim in (64, 80, 96, 128, 256):
-        for max_rows, num_kv_heads in ((1, 1), (16, 1), (17, 8), (64, 8), (65, 8), (10_000, 1), (10_000, 16)):
+        for max_rows, num_kv_heads in (
+            (1, 1),
+            (16, 1),
+            (17, 8),
+            (64, 8),
+            (65, 8),
+            (10_000, 1),
+            (10_000, 16),
+        ):
             tiles = choose_tiles(max_rows, head_dim, dtype, hardware, num_kv_heads)
             # Many programs, on Hopper.
             assert (tiles.rows == 256) == (
@@ -182,7 +202,15 @@ def test_tiles_fit(shared_memory, dtype) -> None:
                 and dtype != torch.float32
             )
             # Blackwell has no such tiles: they would spill there.
-            assert choose_tiles(max_rows, head_dim, dtype, hardware._replace(generation=10), num_kv_heads).rows <= 128
+            assert (
+                choose_tiles(
+                    max_rows, head_dim, dtype, hardware._replace(generation=10), num_kv_heads
+                ).rows
+                <= 128
+            )
             channels = 1 << (head_dim - 1).bit_length()
-            assert tiles.shared_memory(channels, dtype.itemsize) <= shared_memory or hardware.warp_size == 64
+            assert (
+                tiles.shared_memory(channels, dtype.itemsize) <= shared_memory
+                or hardware.warp_size == 64
+            )
             assert tiles.rows >= min(max_rows, 16) and tiles.num_stages >= 1

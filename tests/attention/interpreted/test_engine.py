@@ -1,4 +1,5 @@
-"""The whole engine on Triton kernels, attention and operators, in the interpreter: the tokens of plain torch."""
+"""The whole engine on Triton kernels, attention and operators, in the interpreter: the tokens of
+plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ OUTPUT_LEN = 3
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch) -> None:
-    monkeypatch.setattr(attention.Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * 1024)))
+    monkeypatch.setattr(
+        attention.Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * 1024))
+    )
 
 
 @pytest.fixture
@@ -31,17 +34,25 @@ def triton_operators(monkeypatch) -> None:
 
 
 def prompts() -> list[list[int]]:
-    """Few and short: a program takes the interpreter as long as thousands take a GPU. Two begin with the same block."""
+    """Few and short: a program takes the interpreter as long as thousands take a GPU. Two begin
+    with the same block."""
     draw = random.Random(3)
     shared = [draw.randrange(3, 320) for _ in range(19)]
-    return [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 15)] + [shared, shared[:17]]
+    return [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 15)] + [
+        shared,
+        shared[:17],
+    ]
 
 
 def generate(checkpoint, num_prompts=None, **options) -> list[list[int]]:
     llm = LLM(
-        model=str(checkpoint), device="cpu", dtype="float32", attention_backend="triton", check_invariants=True,
+        model=str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        attention_backend="triton",
+        check_invariants=True,
         **({"num_kv_blocks": 64} | options),
-    )  # fmt: skip
+    )
     assert isinstance(llm.engine.core.runner.backend, TritonBackend)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
     batch = [{"prompt_token_ids": prompt} for prompt in prompts()[:num_prompts]]
@@ -55,7 +66,10 @@ def generate(checkpoint, num_prompts=None, **options) -> list[list[int]]:
     "variant",
     [
         "gemma2",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral-window", "llama-head-dim", "qwen3")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("mistral-window", "llama-head-dim", "qwen3")
+        ),
     ],
 )
 def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
@@ -67,7 +81,12 @@ def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_prefix_caching": False, "block_size": 64, "max_num_batched_tokens": 12, "max_num_seqs": 4},
+        {
+            "enable_prefix_caching": False,
+            "block_size": 64,
+            "max_num_batched_tokens": 12,
+            "max_num_seqs": 4,
+        },
         {"num_kv_blocks": 4, "preemption_mode": "swap", "swap_space": 0.01},
         pytest.param({"batching_policy": "static"}, marks=pytest.mark.nightly),
     ],
@@ -85,27 +104,48 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(tmp_path) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
     def prompt_logprobs(backend: str, dtype: str) -> torch.Tensor:
-        llm = LLM(model=str(checkpoint), device="cpu", dtype=dtype, attention_backend=backend, num_kv_blocks=64)
+        llm = LLM(
+            model=str(checkpoint),
+            device="cpu",
+            dtype=dtype,
+            attention_backend=backend,
+            num_kv_blocks=64,
+        )
         [output] = llm.generate({"prompt_token_ids": list(range(40, 74))}, params, use_tqdm=False)
-        return torch.tensor([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
+        return torch.tensor(
+            [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+        )
 
     exact = prompt_logprobs("torch", "float32")
-    errors = [(prompt_logprobs(backend, "bfloat16") - exact).norm() for backend in ("triton", "torch")]
+    errors = [
+        (prompt_logprobs(backend, "bfloat16") - exact).norm() for backend in ("triton", "torch")
+    ]
     assert 0 < errors[0] < 1.5 * errors[1]
 
 
 @pytest.mark.parametrize(
-    "kind", ["w4a16", "w8a8", "asymmetric 4 bits, groups of 0", "gptq 8 bits, groups of 0, version 2"]
+    "kind",
+    ["w4a16", "w8a8", "asymmetric 4 bits, groups of 0", "gptq 8 bits, groups of 0, version 2"],
 )
-def test_quantized_weights_give_the_tokens_of_plain_torch(kind, tmp_path, triton_operators, monkeypatch) -> None:
+def test_quantized_weights_give_the_tokens_of_plain_torch(
+    kind, tmp_path, triton_operators, monkeypatch
+) -> None:
     """The kernels alone, in each layer, and in the head where it is quantized, too."""
-    checkpoint, options = make_checkpoint(tmp_path / "original"), {"quantization": kind, "quantize_head": True}
+    checkpoint, options = (
+        make_checkpoint(tmp_path / "original"),
+        {"quantization": kind, "quantize_head": True},
+    )
     if " " in kind:
         checkpoint, options = quantize_checkpoint(checkpoint, tmp_path, kind)[0], {}
     with monkeypatch.context() as patch:
         patch.setattr(quantized, "_kernels", lambda device: reference_quantized)
         llm = LLM(
-            str(checkpoint), device="cpu", dtype="float32", attention_backend="torch", num_kv_blocks=64, **options
+            str(checkpoint),
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch",
+            num_kv_blocks=64,
+            **options,
         )
         expected = greedy(llm, prompts()[:2], OUTPUT_LEN)
     numbers = types.SimpleNamespace(pack=reference_quantized.pack, rows=reference_quantized.rows)
@@ -115,6 +155,8 @@ def test_quantized_weights_give_the_tokens_of_plain_torch(kind, tmp_path, triton
         monkeypatch.setattr(QuantizedWeight, "pack", lambda self: None)
     calls = []
     multiply = triton_quantized._multiply
-    monkeypatch.setattr(triton_quantized, "_multiply", lambda *tensors: calls.append(kind) or multiply(*tensors))
+    monkeypatch.setattr(
+        triton_quantized, "_multiply", lambda *tensors: calls.append(kind) or multiply(*tensors)
+    )
     assert generate(checkpoint, num_prompts=2, **options) == expected
     assert len(calls) >= OUTPUT_LEN * (2 * 4 + bool(options))  # two layers of four matrices

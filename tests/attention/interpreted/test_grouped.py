@@ -21,10 +21,14 @@ def no_fallback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def refuse(*arguments: object) -> None:
         raise AssertionError("handed to plain torch")
 
-    monkeypatch.setattr(triton_grouped, "reference", type("Refusing", (), {"grouped_linear": staticmethod(refuse)}))
+    monkeypatch.setattr(
+        triton_grouped, "reference", type("Refusing", (), {"grouped_linear": staticmethod(refuse)})
+    )
 
 
-def check(counts: list[int], outputs: int, inputs: int, dtype: torch.dtype, spare_rows: int = 0) -> None:
+def check(
+    counts: list[int], outputs: int, inputs: int, dtype: torch.dtype, spare_rows: int = 0
+) -> None:
     generator = torch.Generator().manual_seed(sum(counts) + outputs)
     rows = sum(counts) + spare_rows
     # Rows of a wider tensor, whose other columns are poison.
@@ -37,7 +41,9 @@ def check(counts: list[int], outputs: int, inputs: int, dtype: torch.dtype, spar
     exact = reference.grouped_linear(x.double(), weight.double(), groups)
     assert out.shape == (rows, outputs) and out.dtype == dtype
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(out[: sum(counts)].double(), exact[: sum(counts)], rtol=2 * eps, atol=1e-5 + eps)
+    torch.testing.assert_close(
+        out[: sum(counts)].double(), exact[: sum(counts)], rtol=2 * eps, atol=1e-5 + eps
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,7 +55,9 @@ def test_groups_of_any_size(counts: list[int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tiles", [SMALL, TALL], ids=["small", "tall"])
-def test_tiles_that_groups_do_not_fill(tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_groups_do_not_fill(
+    tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_grouped, "choose_grouped_tiles", lambda rows, dtype: tiles)
     check([70, 0, 1, 64, 65], 130, 100, torch.bfloat16)
 
@@ -60,7 +68,10 @@ def test_rows_of_no_group_are_left_alone() -> None:
 
 def test_nothing_to_do() -> None:
     weight = torch.randn(3, 8, 16)
-    assert grouped_linear(torch.empty(0, 16), weight, torch.zeros(3, dtype=torch.int64)).shape == (0, 8)
+    assert grouped_linear(torch.empty(0, 16), weight, torch.zeros(3, dtype=torch.int64)).shape == (
+        0,
+        8,
+    )
     check([0, 0], 8, 16, torch.float32, spare_rows=3)
 
 
@@ -76,7 +87,9 @@ def test_weights_beyond_two_to_the_31() -> None:
 
 
 def test_every_height_is_chosen() -> None:
-    heights = {choose_grouped_tiles(rows, torch.bfloat16)[0] for rows in (1, 32, 33, 256, 257, 5000)}
+    heights = {
+        choose_grouped_tiles(rows, torch.bfloat16)[0] for rows in (1, 32, 33, 256, 257, 5000)
+    }
     assert heights == {16, 64, 128}
     assert choose_grouped_tiles(5000, torch.float32)[0] == 16
 

@@ -1,4 +1,5 @@
-"""Latent attention in Triton against float64: any mix of lengths, pages anywhere, NaN in every slot that nobody wrote."""
+"""Latent attention in Triton against float64: any mix of lengths, pages anywhere, NaN in every slot
+that nobody wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.latent_kernels import TritonLatentBackend, choose_latent_splits, choose_latent_tiles
+from nanovllm.attention.latent_kernels import (
+    TritonLatentBackend,
+    choose_latent_splits,
+    choose_latent_tiles,
+)
 from nanovllm.attention.triton import MAX_SPLITS, Hardware
 from nanovllm.lab.cases import LatentCase, latent_case
 from tests.examples import examples
@@ -19,7 +24,8 @@ from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_cases
 
 KIB = 1024
-# Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty programs.
+# Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty
+# programs.
 SMALL = Hardware(4, 227 * KIB)
 DECODES = [(1, 127), (1, 16), (1, 0), (1, 60), (1, 300)]
 MIXED = [(40, 0), (2, 70), (1, 33), (0, 5), (5, 20), (1, 0)]
@@ -63,9 +69,9 @@ def test_sizes(sizes) -> None:
 
 @settings(max_examples=examples(9), derandomize=True)
 @given(
-    sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
-        lambda lengths: any(query for query, _ in lengths)
-    ),
+    sequences=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5
+    ).filter(lambda lengths: any(query for query, _ in lengths)),
     num_heads=st.sampled_from([1, 4, 17]),
     block_size=st.sampled_from([3, 16, 32]),
     padding=st.integers(0, 3),
@@ -83,7 +89,9 @@ def test_padding_of_a_captured_batch_becomes_zeros() -> None:
     lengths = torch.cat([case.metadata.seq_lens, torch.zeros(3, dtype=torch.int32)])
     tables = torch.cat([case.metadata.block_tables, case.metadata.block_tables[:1].expand(3, -1)])
     starts = torch.arange(6, dtype=torch.int32)
-    case.metadata = dataclasses.replace(case.metadata, query_start_loc=starts, seq_lens=lengths, block_tables=tables)
+    case.metadata = dataclasses.replace(
+        case.metadata, query_start_loc=starts, seq_lens=lengths, block_tables=tables
+    )
     for hardware in (SMALL, Hardware(1, 227 * KIB)):  # with parts and without
         arguments = (case.q, case.latent, case.up, case.kv_cache.clone(), case.metadata, case.scale)
         out = TritonLatentBackend(hardware).forward(*arguments)
@@ -106,15 +114,21 @@ def test_parts_fill_the_gpu() -> None:
 def test_tiles_fit(shared_memory, dtype) -> None:
     is_hopper = shared_memory == 227 * KIB
     for num_heads in (1, 16, 32, 33, 128):
-        tiles = choose_latent_tiles(num_heads, 576, dtype, Hardware(132, shared_memory, 32, 9 if is_hopper else 8))
-        assert tiles.shared_memory(576, dtype.itemsize, num_loaded=1) <= shared_memory and tiles.num_stages >= 1
+        tiles = choose_latent_tiles(
+            num_heads, 576, dtype, Hardware(132, shared_memory, 32, 9 if is_hopper else 8)
+        )
+        assert (
+            tiles.shared_memory(576, dtype.itemsize, num_loaded=1) <= shared_memory
+            and tiles.num_stages >= 1
+        )
         # A row of the cache is loaded by one program for every 32 heads, or 64 on Hopper.
         share = 64 if is_hopper else 32
         assert dtype == torch.float32 or -(-num_heads // tiles.rows) == -(-num_heads // share)
 
 
 def test_offsets_need_more_than_31_bits() -> None:
-    """The pages lie at the end of a cache of over 2^31 elements, of which only what is used takes memory."""
+    """The pages lie at the end of a cache of over 2^31 elements, of which only what is used takes
+    memory."""
     from nanovllm.ops.device import zeros
 
     width, block_size, blocks = 576, 16, 2**31 // (576 * 16) + 8
@@ -124,8 +138,14 @@ def test_offsets_need_more_than_31_bits() -> None:
     cache[-3:] = torch.randn(3, block_size, width).bfloat16()
     small = cache[-3:].clone()
     q, lengths = torch.randn(1, 2, width).bfloat16(), torch.tensor([40], dtype=torch.int32)
-    high, low = (torch.tensor([[first, first + 1, first + 2]], dtype=torch.int32) for first in (blocks - 3, 0))
-    out = [TritonLatentBackend(SMALL).decode(q, *where, lengths, 512, 0.1) for where in ((cache, high), (small, low))]
+    high, low = (
+        torch.tensor([[first, first + 1, first + 2]], dtype=torch.int32)
+        for first in (blocks - 3, 0)
+    )
+    out = [
+        TritonLatentBackend(SMALL).decode(q, *where, lengths, 512, 0.1)
+        for where in ((cache, high), (small, low))
+    ]
     assert torch.equal(*out) and out[0].abs().max() > 0
 
 
@@ -140,11 +160,19 @@ def test_tokens_of_transformers(variant, options, tmp_path, monkeypatch) -> None
     checkpoint = make_checkpoint(tmp_path, variant)
     draw = random.Random(3)
     shared = [draw.randrange(3, 320) for _ in range(19)]
-    prompts = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 14)] + [shared, shared[:17]]
+    prompts = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 14)] + [
+        shared,
+        shared[:17],
+    ]
     llm = LLM(
-        str(checkpoint), device="cpu", dtype="float32", attention_backend="triton", check_invariants=True,
-        num_kv_blocks=64, **options,
-    )  # fmt: skip
+        str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        attention_backend="triton",
+        check_invariants=True,
+        num_kv_blocks=64,
+        **options,
+    )
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     expected = [reference_tokens(str(checkpoint), prompt, 3) for prompt in prompts]

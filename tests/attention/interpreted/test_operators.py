@@ -44,17 +44,22 @@ def assert_exact(out: Tensor, exact: Tensor) -> None:
 
 
 def assert_same_rounding(out: Tensor, expected: Tensor) -> None:
-    """Equal to plain torch, but for a few numbers that another order of a sum has moved across a border by one step."""
+    """Equal to plain torch, but for a few numbers that another order of a sum has moved across a
+    border by one step."""
     assert out.dtype == expected.dtype and out.shape == expected.shape
     eps = torch.finfo(out.dtype).eps
     if out.dtype == torch.float32:
         torch.testing.assert_close(out, expected, rtol=4 * eps, atol=eps)
     else:
-        torch.testing.assert_close(out, expected, rtol=2 * eps, atol=torch.finfo(out.dtype).smallest_normal)
+        torch.testing.assert_close(
+            out, expected, rtol=2 * eps, atol=torch.finfo(out.dtype).smallest_normal
+        )
         assert int((out != expected).sum()) <= 1 + out.numel() // 100
 
 
-def check(operator: Callable[..., Tensor], plain: Callable[..., Tensor], *arguments: Tensor | float) -> None:
+def check(
+    operator: Callable[..., Tensor], plain: Callable[..., Tensor], *arguments: Tensor | float
+) -> None:
     exact = plain(*(a.double() if isinstance(a, Tensor) else a for a in arguments))
     out = operator(*arguments)
     assert out.is_contiguous()
@@ -79,7 +84,9 @@ def test_rms_norm_of_the_widest_rows(width: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 64), (3, 80), (5, 128)])
-def test_rms_norm_of_heads_in_a_fused_projection(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_rms_norm_of_heads_in_a_fused_projection(
+    num_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     projection = random(4, (num_heads + 2) * head_dim, dtype=dtype)
     heads = projection[:, head_dim : (num_heads + 1) * head_dim].view(4, num_heads, head_dim)
     weight = random(head_dim, dtype=dtype, seed=1)
@@ -92,7 +99,10 @@ def test_rms_norm_of_heads_in_a_fused_projection(num_heads: int, head_dim: int, 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_add_rms_norm(num_tokens: int, width: int, dtype: torch.dtype) -> None:
-    x, residual = random(num_tokens, width, dtype=dtype), 3 * random(num_tokens, width, dtype=dtype, seed=1)
+    x, residual = (
+        random(num_tokens, width, dtype=dtype),
+        3 * random(num_tokens, width, dtype=dtype, seed=1),
+    )
     weight = random(width, dtype=dtype, seed=2)
     expected, total = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
     exact, _ = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)
@@ -100,17 +110,20 @@ def test_add_rms_norm(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     out, same = ours.add_rms_norm(x, residual, weight, 1e-5)
     assert same is residual and torch.equal(residual, total) and torch.equal(x, before)
     assert_same_rounding(out, expected)
-    # The sum is rounded before it is normalised: relative to the largest of a row, one more rounding.
+    # The sum is rounded before it is normalised: relative to the largest of a row, one more
+    # rounding.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), exact, rtol=4 * eps, atol=8 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 2), (9, 3, 64), (4, 4, 80), (5, 1, 96), (8, 2, 256)]
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(1, 1, 2), (9, 3, 64), (4, 4, 80), (5, 1, 96), (8, 2, 256)],
 )
 def test_apply_rope(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Elementwise, so it must be equal to plain torch bit by bit; and nothing else of the projection may change."""
+    """Elementwise, so it must be equal to plain torch bit by bit; and nothing else of the
+    projection may change."""
     num_tokens = 5
     projection = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = 7 * random(100, head_dim // 2, dtype=torch.float32)
@@ -118,7 +131,9 @@ def test_apply_rope(num_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
     positions = torch.tensor([0, 99, 3, 3, 50])
 
     def split(fused: Tensor) -> list[Tensor]:
-        parts = fused.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1)
+        parts = fused.split(
+            [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1
+        )
         return [part.view(num_tokens, -1, head_dim) for part in parts]
 
     expected, exact = projection.clone(), projection.double()
@@ -135,7 +150,12 @@ def test_apply_rope(num_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
 def test_a_position_beyond_the_table_is_seen() -> None:
     q, k = random(3, 2, 8, dtype=torch.float32), random(3, 1, 8, dtype=torch.float32)
     ours.apply_rope(q, k, torch.tensor([1, 4, -1]), torch.ones(4, 8))
-    assert q[0].isfinite().all() and k[0].isfinite().all() and q[1:].isnan().all() and k[1:].isnan().all()
+    assert (
+        q[0].isfinite().all()
+        and k[0].isfinite().all()
+        and q[1:].isnan().all()
+        and k[1:].isnan().all()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +182,9 @@ def test_no_tokens(dtype: torch.dtype) -> None:
     assert ours.add_rms_norm(nothing, nothing.clone(), weight, 1e-5)[0].shape == (0, 64)
     assert ours.silu_and_mul(nothing).shape == (0, 32)
     heads = nothing.view(0, 1, 64)
-    q, _ = ours.apply_rope(heads, heads.clone(), torch.empty(0, dtype=torch.int64), torch.ones(4, 64))
+    q, _ = ours.apply_rope(
+        heads, heads.clone(), torch.empty(0, dtype=torch.int64), torch.ones(4, 64)
+    )
     assert q.shape == (0, 1, 64)
 
 
@@ -189,19 +211,27 @@ def test_fallback_for_what_no_kernel_covers(case: str) -> None:
     x = x[:, ::2] if case == "gaps" else x[:, :width].contiguous()
     weight.requires_grad = case == "gradient"
     out = ours.rms_norm(x, weight, 1e-5)
-    assert torch.equal(out, reference.rms_norm(x, weight, 1e-5)) and out.requires_grad == (case == "gradient")
+    assert torch.equal(out, reference.rms_norm(x, weight, 1e-5)) and out.requires_grad == (
+        case == "gradient"
+    )
     normed, total = ours.add_rms_norm(x, torch.zeros_like(x), weight, 1e-5)
     assert torch.equal(normed, out) and torch.equal(total, x)
 
 
-def test_who_serves_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_serves_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     choose, gpu = ops._kernels.__wrapped__, torch.device("cuda")
     monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: None)
     functions = {name: value for name, value in vars(ops).items() if inspect.isfunction(value)}
     operators = {name for name, value in functions.items() if value.__module__ == ops.__name__}
     operators -= {"embedding", "widen"}  # plain torch on every device but a CPU
     assert choose(gpu) is ours and len(operators) == 10
-    assert all(callable(getattr(module, name)) for module in (ours, native, reference) for name in operators)
+    assert all(
+        callable(getattr(module, name))
+        for module in (ours, native, reference)
+        for name in operators
+    )
     assert choose(torch.device("cpu")) is not ours and choose(torch.device("meta")) is reference
     monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: "the GPU is of glass")
     assert choose(gpu) is reference and "the GPU is of glass" in caplog.text

@@ -1,4 +1,5 @@
-"""Parts of a decode's context, and how they become one result: the kernels of lecture 15 with numbers that are chosen by hand."""
+"""Parts of a decode's context, and how they become one result: the kernels of lecture 15 with
+numbers that are chosen by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from nanovllm.attention.triton_kernels import _parts, combine_kernel
 
 
 @triton.jit
-def parts_kernel(out_ptr, seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+def parts_kernel(
+    out_ptr,
+    seq_len,
+    window,
+    NUM_SPLITS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
     first, part = _parts(seq_len, window, NUM_SPLITS, TILE_KEYS, WINDOWED)
     tl.store(out_ptr, first)
     tl.store(out_ptr + 1, part)
@@ -31,7 +39,9 @@ def parts_kernel(out_ptr, seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: 
         (100, 200, 2, (0, 64), "the window is wider than the context"),
     ],
 )
-def test_parts_are_whole_tiles(seq_len: int, window: int, splits: int, expected: tuple[int, int], why: str) -> None:
+def test_parts_are_whole_tiles(
+    seq_len: int, window: int, splits: int, expected: tuple[int, int], why: str
+) -> None:
     out = torch.zeros(2, dtype=torch.int32)
     parts_kernel[(1,)](out, seq_len, window, NUM_SPLITS=splits, TILE_KEYS=16, WINDOWED=window > 0)
     assert tuple(out.tolist()) == expected, f"(first position, positions per part): {why}"
@@ -44,7 +54,9 @@ def combine(
     seq_lens: list[int], log_weights: Tensor, query_lens: list[int], head_dim: int = 8
 ) -> tuple[Tensor, Tensor]:
     """The kernel's result, which is 7 where it writes nothing, and the averages of the parts."""
-    partial = torch.randn(len(seq_lens), SPLITS, HEADS, head_dim, generator=torch.Generator().manual_seed(1))
+    partial = torch.randn(
+        len(seq_lens), SPLITS, HEADS, head_dim, generator=torch.Generator().manual_seed(1)
+    )
     for seq, seq_len in enumerate(seq_lens):
         part = triton.cdiv(triton.cdiv(seq_len, SPLITS), TILE) * TILE
         for split in range(SPLITS):
@@ -53,9 +65,16 @@ def combine(
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     out = torch.full((sum(query_lens), HEADS, head_dim), 7.0)
     combine_kernel[(len(seq_lens), HEADS)](
-        partial, log_weights, out, torch.tensor(seq_lens, dtype=torch.int32), starts, NUM_HEADS=HEADS,
-        HEAD_DIM=head_dim, TILE_KEYS=TILE, NUM_SPLITS=SPLITS,
-    )  # fmt: skip
+        partial,
+        log_weights,
+        out,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        starts,
+        NUM_HEADS=HEADS,
+        HEAD_DIM=head_dim,
+        TILE_KEYS=TILE,
+        NUM_SPLITS=SPLITS,
+    )
     return out, partial
 
 
@@ -73,15 +92,22 @@ def test_the_result_is_the_weighted_average_of_the_parts(level: float, head_dim:
     expected = (partial[0] * share[:, :, None]).sum(0)
     is_nan = bool(out.isnan().any())
     assert not is_nan, f"sums of 2^score around 2^{level:g}: compare them with the largest first"
-    weighted = f"the parts count as 2^log_weight to the sum of these, and all {head_dim} channels are written"
-    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{weighted}\n{text}")
+    weighted = (
+        f"the parts count as 2^log_weight to the sum of these, and all {head_dim} channels are "
+        "written"
+    )
+    torch.testing.assert_close(
+        out[0], expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{weighted}\n{text}"
+    )
 
 
 def test_parts_that_were_not_written_do_not_count() -> None:
     out, partial = combine([16, 33], weights(2), [1, 1])
     is_nan = bool(out.isnan().any())
     assert not is_nan, "only parts that begin before the sequence's end were written"
-    torch.testing.assert_close(out[0], partial[0, 0], msg="16 positions are one part: it is the result")
+    torch.testing.assert_close(
+        out[0], partial[0, 0], msg="16 positions are one part: it is the result"
+    )
 
 
 def test_parts_without_visible_keys_have_no_weight() -> None:
@@ -89,10 +115,14 @@ def test_parts_without_visible_keys_have_no_weight() -> None:
     log_weights[0, 1:] = float("-inf")
     out, partial = combine([64], log_weights, [1])
     torch.testing.assert_close(out[0], partial[0, 0], msg="only the first part has seen keys")
-    assert not combine([64], torch.full_like(log_weights, float("-inf")), [1])[0].any(), "no part has: zeros, not NaN"
+    assert not combine([64], torch.full_like(log_weights, float("-inf")), [1])[0].any(), (
+        "no part has: zeros, not NaN"
+    )
 
 
 def test_results_are_at_their_tokens() -> None:
     out, partial = combine([16, 20, 16], weights(3), [1, 2, 1])
     torch.testing.assert_close(out[3], partial[2, 0], msg="the third sequence's token is row 3")
-    assert (out[1:3] == 7).all(), "a sequence with two new tokens is left to `mixed_attention_kernel`"
+    assert (out[1:3] == 7).all(), (
+        "a sequence with two new tokens is left to `mixed_attention_kernel`"
+    )

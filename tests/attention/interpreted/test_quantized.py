@@ -1,4 +1,5 @@
-"""The Triton products with quantized weights: against float64, against plain torch, and rows that do not depend on their batch."""
+"""The Triton products with quantized weights: against float64, against plain torch, and rows that
+do not depend on their batch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from nanovllm.ops import triton_quantized as ours
 from tests.pairwise import half_by_day
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# (outputs, inputs, groups): groups of 32, 64 and 128 inputs, whole rows; outputs and parts of the inputs that fill no tile.
+# (outputs, inputs, groups): groups of 32, 64 and 128 inputs, whole rows; outputs and parts of the
+# inputs that fill no tile.
 SIZES = [(48, 192, 6), (80, 576, 9), (64, 256, 2), (144, 320, 1)]
 TOKENS = [1, 16, 17, 65]  # one row, a whole tile, and each tile that is not full
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
@@ -32,14 +34,19 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "reference", SimpleNamespace(pack=reference_quantized.pack))
 
 
-def weight_w4(outputs: int, inputs: int, groups: int, dtype: torch.dtype, has_zeros: bool) -> list[Any]:
+def weight_w4(
+    outputs: int, inputs: int, groups: int, dtype: torch.dtype, has_zeros: bool
+) -> list[Any]:
     words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8)).to(torch.int32)
     zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if has_zeros else None
     return [words, (torch.rand(outputs, groups) / 100).to(dtype), zeros]
 
 
 def weight_w8(outputs: int, inputs: int, groups: int = 1) -> list[Tensor]:
-    return [torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8), torch.rand(outputs, groups) / 100]
+    return [
+        torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8),
+        torch.rand(outputs, groups) / 100,
+    ]
 
 
 def activations(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -50,19 +57,29 @@ def activations(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Within the rounding of the result, and of sums in float32 relative to the sizes of their addends."""
+    """Within the rounding of the result, and of sums in float32 relative to the sizes of their
+    addends."""
     expected, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     expected += 0 if bias is None else bias.double()
-    bound = torch.finfo(x.dtype).eps * expected.abs() + 2**-21 * sizes + torch.finfo(x.dtype).smallest_normal
+    bound = (
+        torch.finfo(x.dtype).eps * expected.abs()
+        + 2**-21 * sizes
+        + torch.finfo(x.dtype).smallest_normal
+    )
     assert out.dtype == x.dtype and ((out.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.usefixtures("kernels_alone")
-@pytest.mark.parametrize(("size", "has_zeros", "dtype"), half_by_day(SIZES, [False, True], DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("size", "has_zeros", "dtype"), half_by_day(SIZES, [False, True], DTYPES), ids=str
+)
 def test_w4a16(size: tuple[int, int, int], has_zeros: bool, dtype: torch.dtype) -> None:
     outputs, inputs, groups = size
     nibbles, scales, zeros = weight_w4(outputs, inputs, groups, dtype, has_zeros)
-    weight, packed = reference_quantized.dequantize(nibbles, scales, zeros, dtype), ours.pack_nibbles(nibbles)[0]
+    weight, packed = (
+        reference_quantized.dequantize(nibbles, scales, zeros, dtype),
+        ours.pack_nibbles(nibbles)[0],
+    )
     bias = torch.randn(outputs).to(dtype)
     for tokens, added in zip(TOKENS, (None, bias, bias, None), strict=True):
         x = activations(tokens, inputs, dtype)
@@ -70,7 +87,9 @@ def test_w4a16(size: tuple[int, int, int], has_zeros: bool, dtype: torch.dtype) 
 
 
 @pytest.mark.usefixtures("kernels_alone")
-@pytest.mark.parametrize(("size", "dtype"), half_by_day([*SIZES, (33, 96, 3), (40, 50, 1)], DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"), half_by_day([*SIZES, (33, 96, 3), (40, 50, 1)], DTYPES), ids=str
+)
 def test_w8a16(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     outputs, inputs, groups = size
     values, scales = weight_w8(outputs, inputs, groups)
@@ -85,8 +104,11 @@ def test_w8a16(size: tuple[int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_are_the_dequantized_ones_to_the_last_bit(bits: int, dtype: torch.dtype) -> None:
-    """A product with the unit matrix is the weight. All integers of a group, zero points, and scales down to the smallest."""
-    scales = 2.0 ** torch.linspace(-20 if dtype == torch.float16 else -120, 6, 64).view(16, 4) * (1 + torch.rand(16, 4))
+    """A product with the unit matrix is the weight. All integers of a group, zero points, and
+    scales down to the smallest."""
+    scales = 2.0 ** torch.linspace(-20 if dtype == torch.float16 else -120, 6, 64).view(16, 4) * (
+        1 + torch.rand(16, 4)
+    )
     scales, x = scales.to(dtype), torch.eye(128, dtype=dtype)
     if bits == 4:
         nibbles, _, zeros = weight_w4(16, 128, 4, dtype, True)
@@ -133,7 +155,9 @@ def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
 def test_rows_are_quantized_as_the_reference_does(width: int, dtype: torch.dtype) -> None:
     x = activations(5, width, dtype)
     x[1], x[2, 0] = 0, 127
-    x[2, 1:7] = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5])[: width - 1]  # with a scale of 1: halves
+    x[2, 1:7] = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5])[
+        : width - 1
+    ]  # with a scale of 1: halves
     x[2, 7:] = 0
     expected = reference_quantized.quantize_rows(x)
     assert all(map(torch.equal, ours.quantize_rows(x), expected))
@@ -155,16 +179,20 @@ def test_w8a8_of_what_is_no_number_is_none(value: float) -> None:
 
 @pytest.fixture
 def order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's product may add in another order if a tile has another size; here the addends of `tl.dot` are added one by one. So
-    bits differ if the kernels' own order does."""
+    """numpy's product may add in another order if a tile has another size; here the addends of
+    `tl.dot` are added one by one. So bits differ if the kernels' own order does."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from nanovllm.ops.triton_interpreter import _widened
 
-    def dot(self: Any, a: TensorHandle, b: TensorHandle, total: TensorHandle, *others: Any) -> TensorHandle:
+    def dot(
+        self: Any, a: TensorHandle, b: TensorHandle, total: TensorHandle, *others: Any
+    ) -> TensorHandle:
         left, right, sums = _widened(a).data, _widened(b).data, total.data
         for inner in range(left.shape[1]):
-            sums = sums + left[:, inner, None].astype(sums.dtype) * right[None, inner].astype(sums.dtype)
+            sums = sums + left[:, inner, None].astype(sums.dtype) * right[None, inner].astype(
+                sums.dtype
+            )
         return TensorHandle(sums, total.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
@@ -177,7 +205,11 @@ def test_a_row_depends_neither_on_its_batch_nor_on_who_shares_its_sums(
 ) -> None:
     nibbles, scales, zeros = weight_w4(80, 320, 5, dtype, True)
     bias, x = torch.randn(80).to(dtype), activations(65, 320, dtype)
-    weight = (ours.pack_nibbles(nibbles)[0], scales, zeros) if bits == 4 else (weight_w8(80, 320)[0], scales)
+    weight = (
+        (ours.pack_nibbles(nibbles)[0], scales, zeros)
+        if bits == 4
+        else (weight_w8(80, 320)[0], scales)
+    )
     product = ours.linear_w4a16 if bits == 4 else ours.linear_w8a16
     alone = torch.cat([product(row, *weight, bias) for row in x[:3].split(1)])
     for few_programs in (ours.FEW_PROGRAMS, 0):
@@ -196,21 +228,29 @@ def test_packed_nibbles_are_where_the_module_says() -> None:
     assert packed.shape == (3, 3, 512) and packed.dtype == torch.uint8
     for output, unit, byte in ((0, 0, 0), (17, 2, 31), (47, 1, 5)):
         pair = packed[output // 16, unit, output % 16 * 32 + byte].item()
-        assert [pair & 15, pair >> 4] == whole[output, [64 * unit + byte, 64 * unit + byte + 32]].tolist()
+        assert [pair & 15, pair >> 4] == whole[
+            output, [64 * unit + byte, 64 * unit + byte + 32]
+        ].tolist()
     ids = torch.tensor([0, 47, 17, 17])
     expected = reference_quantized.rows(ids, nibbles, scales, zeros, torch.bfloat16)
     assert torch.equal(ours.rows(ids, packed, scales, zeros, torch.bfloat16), expected)
     values, scales = weight_w8(48, 192)
     expected = reference_quantized.rows(ids, values, scales, None, torch.bfloat16)
-    assert torch.equal(ours.rows(ids, ours.pack_values(values), scales, None, torch.bfloat16), expected)
+    assert torch.equal(
+        ours.rows(ids, ours.pack_values(values), scales, None, torch.bfloat16), expected
+    )
 
 
-@pytest.mark.parametrize("case", ["float64", "gaps", "gradient", "groups of 16", "inputs", "outputs", "no rows"])
+@pytest.mark.parametrize(
+    "case", ["float64", "gaps", "gradient", "groups of 16", "inputs", "outputs", "no rows"]
+)
 def test_fallback_for_what_no_kernel_covers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_multiply", None)
     dtype = torch.float64 if case == "float64" else torch.float32
     outputs, inputs = 40 if case == "outputs" else 48, 96 if case == "inputs" else 128
-    nibbles, scales, zeros = weight_w4(outputs, inputs, 8 if case == "groups of 16" else 1, dtype, True)
+    nibbles, scales, zeros = weight_w4(
+        outputs, inputs, 8 if case == "groups of 16" else 1, dtype, True
+    )
     x = torch.randn(0 if case == "no rows" else 3, 2 * inputs).to(dtype)
     x = x[:, ::2] if case == "gaps" else x[:, :inputs]
     scales.requires_grad = case == "gradient"
@@ -232,18 +272,26 @@ def test_rows_beyond_two_to_the_31() -> None:
     x.copy_(activations(2, 64, torch.bfloat16))
     nibbles, scales, _ = weight_w4(16, 64, 1, torch.bfloat16, False)
     packed = ours.pack_nibbles(nibbles)[0]
-    assert torch.equal(ours.linear_w4a16(x, packed, scales), ours.linear_w4a16(x.clone(), packed, scales))
+    assert torch.equal(
+        ours.linear_w4a16(x, packed, scales), ours.linear_w4a16(x.clone(), packed, scales)
+    )
     values, scales = weight_w8(16, 64)
-    assert torch.equal(ours.linear_w8a8(x, values, scales), reference_quantized.linear_w8a8(x, values, scales))
+    assert torch.equal(
+        ours.linear_w8a8(x, values, scales), reference_quantized.linear_w8a8(x, values, scales)
+    )
 
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("scheme", [Scheme(4, 32, has_zeros=True), W8A8], ids=str)
-def test_packed_experts_are_multiplied_by_their_own_weights(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_experts_are_multiplied_by_their_own_weights(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quantized, "_kernels", lambda device: ours)
     weight = QuantizedWeight.empty((3, 32, 64), scheme, torch.device("cpu"))
     for tensor in weight.parameters():
-        tensor.copy_(torch.randint(0, 16, tensor.shape)) if tensor.dtype != torch.float32 else tensor.uniform_(0.1, 1)
+        tensor.copy_(
+            torch.randint(0, 16, tensor.shape)
+        ) if tensor.dtype != torch.float32 else tensor.uniform_(0.1, 1)
     whole, x = weight.dequantize(), activations(5, 64, torch.float32)
     stored = list(zip(weight.values, weight.scales, strict=True))
     weight.pack()

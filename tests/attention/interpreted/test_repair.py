@@ -69,7 +69,9 @@ def same(ours: Tensor, expected: Tensor) -> bool:
     """Bit by bit, but for which NaN it is."""
     numbers = ~expected.isnan()
     bits = torch.int16 if ours.dtype == torch.bfloat16 else torch.int32
-    return torch.equal(ours.isnan(), ~numbers) and torch.equal(ours[numbers].view(bits), expected[numbers].view(bits))
+    return torch.equal(ours.isnan(), ~numbers) and torch.equal(
+        ours[numbers].view(bits), expected[numbers].view(bits)
+    )
 
 
 def every_bfloat16() -> Tensor:
@@ -77,11 +79,20 @@ def every_bfloat16() -> Tensor:
 
 
 def borders() -> Tensor:
-    """float32 numbers at, and one step from, the middle between two bfloat16 numbers, and special ones."""
-    patterns = torch.randint(-(2**31), 2**31 - 1, (3000,), generator=torch.Generator().manual_seed(0))
+    """float32 numbers at, and one step from, the middle between two bfloat16 numbers, and special
+    ones."""
+    patterns = torch.randint(
+        -(2**31), 2**31 - 1, (3000,), generator=torch.Generator().manual_seed(0)
+    )
     middles = patterns & ~0xFFFF | 0x8000
-    special = torch.tensor([0, -(2**31), 1, 0x7F7FFFFF, 0x7F800000, -0x800000, 0x7F800001, -1, 0x7FFFFFFF, 0x8000])
-    return torch.cat((patterns, middles, middles - 1, middles + 1, special)).to(torch.int32).view(torch.float32)
+    special = torch.tensor(
+        [0, -(2**31), 1, 0x7F7FFFFF, 0x7F800000, -0x800000, 0x7F800001, -1, 0x7FFFFFFF, 0x8000]
+    )
+    return (
+        torch.cat((patterns, middles, middles - 1, middles + 1, special))
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def dot_error() -> float:
@@ -102,7 +113,9 @@ def test_widening_is_exact_for_every_number(repaired: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float16, torch.float64])
 def test_other_dtypes_are_converted_by_value(repaired: None, dtype: torch.dtype) -> None:
-    x = torch.tensor([0, 1, -3, 255, 257, -1000, 40000 if dtype != torch.float16 else 2000]).to(dtype)
+    x = torch.tensor([0, 1, -3, 255, 257, -1000, 40000 if dtype != torch.float16 else 2000]).to(
+        dtype
+    )
     assert same(convert(x, torch.bfloat16), x.to(torch.bfloat16))
     assert torch.equal(convert(x.to(torch.bfloat16), dtype), x.to(torch.bfloat16).to(dtype))
 

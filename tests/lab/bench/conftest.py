@@ -21,11 +21,14 @@ from tests import processes
 
 
 class StartedOrForked(processes.StartedOrForked):
-    """Programs are started, not forked, from a rank, which may not fork, and from a process in which libraries have threads,
-    whose locks a fork would copy."""
+    """Programs are started, not forked, from a rank, which may not fork, and from a process in
+    which libraries have threads, whose locks a fork would copy."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        if multiprocessing.current_process().daemon or psutil.Process().num_threads() > threading.active_count():
+        if (
+            multiprocessing.current_process().daemon
+            or psutil.Process().num_threads() > threading.active_count()
+        ):
             return object.__new__(cls)
         return super().__new__(cls, *arguments, **options)
 
@@ -48,11 +51,14 @@ def run_forked(order: str, folder: pathlib.Path, environment: dict[str, str]) ->
 
 @pytest.fixture
 def forked_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are forked from a process that has imported torch, instead of started; other tests start them."""
+    """Parts are forked from a process that has imported torch, instead of started; other tests
+    start them."""
 
     def run(runner: Runner, order: str, seconds: float, folder: pathlib.Path) -> str:
         environment = (
-            lab_processes.python_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | runner.environment
+            lab_processes.python_environment()
+            | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            | runner.environment
         )
         process = processes.CONTEXT.Process(target=run_forked, args=(order, folder, environment))
         process.start()

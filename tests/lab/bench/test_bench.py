@@ -1,4 +1,5 @@
-"""The benchmark: workloads, arithmetic and reports. Nothing here depends on how fast this machine is."""
+"""The benchmark: workloads, arithmetic and reports. Nothing here depends on how fast this machine
+is."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def test_the_named_workloads_have_the_shapes_that_their_names_promise() -> None:
             assert len(requests) == workload.num_prompts + (workload.intruder_len > 0)
             lengths = [len(r.prompt_token_ids) for r in requests]
             shapes[workload.name] = (len(requests), min(lengths), max(lengths))
-            assert max(len(r.prompt_token_ids) + r.max_tokens for r in requests) <= workload.max_request_tokens
+            assert (
+                max(len(r.prompt_token_ids) + r.max_tokens for r in requests)
+                <= workload.max_request_tokens
+            )
             assert all(0 <= token < VOCABULARY for r in requests for token in r.prompt_token_ids)
     assert shapes["W1"] == (1, 32, 32)
     assert shapes["W2"] == shapes["W4"] and shapes["W2"][0] == 32
@@ -93,7 +97,9 @@ def test_the_shared_prefix_is_shared_and_nothing_else_is() -> None:
 
 
 def test_a_request_rate_spreads_the_arrivals() -> None:
-    workload = custom_workload("serve", input_len=4, output_len=2, num_prompts=400, request_rate=50.0)
+    workload = custom_workload(
+        "serve", input_len=4, output_len=2, num_prompts=400, request_rate=50.0
+    )
     arrivals = [r.arrival for r in workload.requests(VOCABULARY)]
     assert arrivals[0] == 0 and arrivals == sorted(arrivals)
     assert arrivals[-1] / 399 == pytest.approx(1 / 50, rel=0.2)
@@ -104,7 +110,9 @@ def test_a_request_rate_spreads_the_arrivals() -> None:
 
 def test_figures_of_a_made_up_timeline() -> None:
     # Two requests sent at 10 s: tokens at 11, 12 and (two at once) 14; and at 13 and 13.5.
-    found = figures([Timeline(10.0, [(11.0, 1), (12.0, 1), (14.0, 2)]), Timeline(10.0, [(13.0, 1), (13.5, 1)])])
+    found = figures(
+        [Timeline(10.0, [(11.0, 1), (12.0, 1), (14.0, 2)]), Timeline(10.0, [(13.0, 1), (13.5, 1)])]
+    )
     assert found.seconds == 4.0 and found.output_tokens == 6 and found.tokens_per_second == 1.5
     assert found.ttft_p50 == 2.0 and found.ttft_p99 == pytest.approx(2.98)
     # Gaps 1, 2 and 0.5: tokens that come together are one arrival.
@@ -119,7 +127,8 @@ def test_figures_without_gaps_or_without_tokens() -> None:
 
 
 def test_only_waits_that_the_late_prompt_can_have_caused_count() -> None:
-    # The stream waited 5 s long before the prompt came, 2 s around it, and 4 s after its first token.
+    # The stream waited 5 s long before the prompt came, 2 s around it, and 4 s after its first
+    # token.
     stream = Timeline(0.0, [(1.0, 1), (6.0, 1), (8.0, 1), (12.0, 1)])
     found = intruder_figures([stream, Timeline(6.5, [(7.5, 1)])])
     assert found.itl_max == 2.0 and found.ttft_p50 == found.ttft_p99 == 1.0
@@ -140,7 +149,9 @@ def test_only_waits_that_the_late_prompt_can_have_caused_count() -> None:
         ([(10, 10)], True, 1.0, "tie"),
     ],
 )
-def test_verdicts(runs: list[tuple[float, float]], higher_is_better: bool, ratio: float, verdict: str) -> None:
+def test_verdicts(
+    runs: list[tuple[float, float]], higher_is_better: bool, ratio: float, verdict: str
+) -> None:
     pairs, found = compare(runs, higher_is_better)
     assert statistics.median(pairs) == pytest.approx(ratio)
     assert found == verdict and len(pairs) == len(runs)
@@ -155,10 +166,20 @@ def tiny_model() -> ModelConfig:
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama-biased", "llama-mha-tied", "qwen3", "gemma2", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"],
+    [
+        "llama-biased",
+        "llama-mha-tied",
+        "qwen3",
+        "gemma2",
+        "mixtral",
+        "qwen3-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
 )
 def test_the_cost_of_a_model_is_counted_right(variant: str, tmp_path: pathlib.Path) -> None:
-    """By its checkpoint, by the operations of transformers for one token, and by the cache that the engine makes."""
+    """By its checkpoint, by the operations of transformers for one token, and by the cache that the
+    engine makes."""
     import torch
     from safetensors import safe_open
     from torch.utils.flop_counter import FlopCounterMode
@@ -179,7 +200,9 @@ def test_the_cost_of_a_model_is_counted_right(variant: str, tmp_path: pathlib.Pa
         model(torch.tensor([[5]]))
     counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
     layers = sum(n for name, n in counts.items() if re.fullmatch(r"\w+\.model\.layers\.\d+", name))
-    assert layers == cost.layer_flops + cost.attention_flops  # which sees itself, and nothing before it
+    assert (
+        layers == cost.layer_flops + cost.attention_flops
+    )  # which sees itself, and nothing before it
     assert counts[f"{type(model).__name__}.lm_head"] == cost.head_flops
 
     runner = LLM(str(folder), dtype="float32", num_kv_blocks=3, block_size=8).engine.core.runner
@@ -190,7 +213,10 @@ def test_the_cost_of_a_model_is_counted_right(variant: str, tmp_path: pathlib.Pa
 def test_how_many_experts_a_step_reads(num_tokens: int) -> None:
     cost = ModelCost(50, 0, 0, 0, 0, expert_bytes=1600, expert_share=3 / 16)
     draw, trials = random.Random(0), 2000
-    visited = [len({expert for _ in range(num_tokens) for expert in draw.sample(range(16), 3)}) for _ in range(trials)]
+    visited = [
+        len({expert for _ in range(num_tokens) for expert in draw.sample(range(16), 3)})
+        for _ in range(trials)
+    ]
     assert cost.step_bytes(num_tokens) == pytest.approx(50 + 100 * sum(visited) / trials, rel=0.02)
 
 
@@ -205,8 +231,11 @@ def test_full_steps_share_experts() -> None:
 
 
 def test_least_work_by_hand() -> None:
-    cost = ModelCost(weight_bytes=1000, kv_bytes_per_token=10, layer_flops=7, head_flops=5, attention_flops=2)
-    # A prompt of 3 and 4 output tokens: 4 steps; tokens at positions 0 to 5 are computed, 3 to 5 are decoded.
+    cost = ModelCost(
+        weight_bytes=1000, kv_bytes_per_token=10, layer_flops=7, head_flops=5, attention_flops=2
+    )
+    # A prompt of 3 and 4 output tokens: 4 steps; tokens at positions 0 to 5 are computed, 3 to 5
+    # are decoded.
     work = least_work(cost, [BenchRequest([1, 2, 3], 4)])
     assert work.num_bytes == 4 * 1000 + 10 * (4 + 5 + 6)
     assert work.flops == 4 * 5 + 6 * 7 + 2 * (1 + 2 + 3 + 4 + 5 + 6)
@@ -217,18 +246,25 @@ def test_a_batch_shares_its_steps_and_concurrency_bounds_that() -> None:
     requests = [BenchRequest([1], 10)] * 8
     assert least_work(cost, requests).num_bytes == 10 * 1000
     assert least_work(cost, requests, max_concurrency=4).num_bytes == 20 * 1000
-    assert least_work(cost, requests, max_concurrency=3).num_bytes == 27 * 1000  # 80 tokens, 3 a step
+    assert (
+        least_work(cost, requests, max_concurrency=3).num_bytes == 27 * 1000
+    )  # 80 tokens, 3 a step
 
 
 def test_a_cached_prefix_is_not_computed() -> None:
     cost = ModelCost(0, 0, 1, 0, 0)
     requests = [BenchRequest(list(range(20)), 1)] * 4
-    flops = {cache: least_work(cost, requests, None, 16, cache).flops for cache in ("none", "cold", "hot")}
+    flops = {
+        cache: least_work(cost, requests, None, 16, cache).flops
+        for cache in ("none", "cold", "hot")
+    }
     assert flops == {"none": 80, "cold": 20 + 3 * 4, "hot": 16}
 
 
 def test_shares_of_the_roof() -> None:
-    share = roofline_share(Work(num_bytes=50, flops=30), seconds=2.0, bytes_per_second=100, flops_per_second=20)
+    share = roofline_share(
+        Work(num_bytes=50, flops=30), seconds=2.0, bytes_per_second=100, flops_per_second=20
+    )
     assert share == (25, 75)
 
 
@@ -242,7 +278,8 @@ def test_waiting_has_no_roof() -> None:
 
 @pytest.mark.parametrize("option", ["quantization", "quantize_head", "kv_cache_dtype"])
 def test_what_is_quantized_has_no_roof(option: str) -> None:
-    """Its bytes are not those of the model's dtype: a run would seem to read more than the memory can."""
+    """Its bytes are not those of the model's dtype: a run would seem to read more than the memory
+    can."""
     suite = made_up_suite()
     assert suite.cost is not None
     quantized = made_up_suite()
@@ -259,14 +296,18 @@ def test_a_process_and_its_children_are_watched() -> None:
     # A shell's child that holds 64 MiB, until its input ends.
     program = "import sys; held = b'x' * 2**26; print(1, flush=True); sys.stdin.read()"
     shell = f'"{sys.executable}" -c "{program}"; true'
-    with subprocess.Popen(shell, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        shell, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
         assert len(process_tree(process.pid)) == 2
         peak, found = peak_memory(process.pid), NoiseMeter(process.pid).read()
         process.stdin.close()
     assert peak > 2**26
-    assert 0 <= found.steal <= 1.001 and 0 <= found.others <= 1.001 and found.cores >= 0  # shares of clock ticks
+    assert (
+        0 <= found.steal <= 1.001 and 0 <= found.others <= 1.001 and found.cores >= 0
+    )  # shares of clock ticks
     assert process_tree(process.pid) == []
 
 
@@ -281,12 +322,19 @@ def test_measured_limits_have_the_dtype() -> None:
 # ---------------------------------------------------------------- engines and the client
 
 
-def test_vllm_gets_its_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_vllm_gets_its_own_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
-    options = {"block_size": 32, "kv_cache_memory": "1.5GiB", "device": "cpu", "batching_policy": "static"}
+    options = {
+        "block_size": 32,
+        "kv_cache_memory": "1.5GiB",
+        "device": "cpu",
+        "batching_policy": "static",
+    }
     settings = EngineSettings("vllm", tmp_path, options, 1, str(tmp_path / "bin" / "python"))
     variables = settings.environment()
     assert settings.engine_options() == {"block_size": 32}
@@ -313,7 +361,9 @@ def test_nothing_is_left_when_a_run_is_interrupted(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("engine", "flags"), [("nanovllm", {"--check-invariants"}), ("vllm", {"--enforce-eager"})])
+@pytest.mark.parametrize(
+    ("engine", "flags"), [("nanovllm", {"--check-invariants"}), ("vllm", {"--enforce-eager"})]
+)
 def test_a_server_gets_the_options_that_it_has_as_flags(
     engine: str, flags: set[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +394,9 @@ def test_events_are_read_however_the_network_cuts_them() -> None:
 def test_an_engine_that_cannot_start_is_named_with_its_reason(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # its log stays, for who wants to know more
+    monkeypatch.setattr(
+        "tempfile.tempdir", str(tmp_path)
+    )  # its log stays, for who wants to know more
     engine = OfflineEngine(EngineSettings("nanovllm", tmp_path / "nowhere", {"device": "cpu"}, 1))
     with pytest.raises(EngineFailed, match=r"nanovllm ended with status 1.*nowhere"), engine:
         pass
@@ -356,15 +408,21 @@ def test_an_engine_that_cannot_start_is_named_with_its_reason(
 
 def made_up_suite() -> Suite:
     workload, folder = NAMED["W1"][0], pathlib.Path("/nowhere")
-    engines = [EngineSettings(name, folder, {"dtype": "bfloat16"}, 2) for name in ("nanovllm", "hf")]
-    suite = Suite("some-model", engines, [workload], 2, 0, tiny_model(), Limits(1e9, 1e12, "bfloat16", 2))
+    engines = [
+        EngineSettings(name, folder, {"dtype": "bfloat16"}, 2) for name in ("nanovllm", "hf")
+    ]
+    suite = Suite(
+        "some-model", engines, [workload], 2, 0, tiny_model(), Limits(1e9, 1e12, "bfloat16", 2)
+    )
     for repeat in range(2):
         for engine, step in (("nanovllm", 0.01), ("hf", 0.02)):
             line = Timeline(0.0, [(step * (i + 1), 1) for i in range(128)])
             noise = Noise(0.1 * repeat, 0.25, 1.5)
             suite.runs.append(Run("W1", engine, figures([line]), noise, Work(10**8, 10**9)))
     for engine, seconds in (("nanovllm", 2.0), ("hf", 5.0)):
-        suite.starts.append(Started(engine, "offline", seconds, {"torch": "2.13"}, int(seconds * 2**28)))
+        suite.starts.append(
+            Started(engine, "offline", seconds, {"torch": "2.13"}, int(seconds * 2**28))
+        )
     return suite
 
 
@@ -372,7 +430,10 @@ def test_runs_lie_under_the_roof(tmp_path: pathlib.Path) -> None:
     """10 FLOPs per byte; 1e9 FLOPs in 1.28 and in 2.56 s."""
     suite = made_up_suite()
     runs = suite.under_the_roof()
-    assert runs["nanovllm"] == {"W1": (10.0, pytest.approx(1e9 / 1.28))} and runs["hf"]["W1"][1] < 0.4e9
+    assert (
+        runs["nanovllm"] == {"W1": (10.0, pytest.approx(1e9 / 1.28))}
+        and runs["hf"]["W1"][1] < 0.4e9
+    )
     figure = roofline.draw_roofline(1e9, 1e12, runs)
     roof, ours, theirs = figure.axes[0].get_lines()
     x, y = roof.get_data()
@@ -399,7 +460,8 @@ def test_markdown_and_json_say_the_same() -> None:
     text = found.markdown()
     assert "    nanovllm bench latency\n" in text and "some-model" in text and "torch 2.13" in text
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text)
-    # 128 tokens in 1.28 s; 1e8 bytes at 1e9 per second are 0.1 s of them, 1e9 FLOPs at 1e12 are 1 ms.
+    # 128 tokens in 1.28 s; 1e8 bytes at 1e9 per second are 0.1 s of them, 1e9 FLOPs at 1e12 are 1
+    # ms.
     assert "| W1 | nanovllm | 100 | 10.0 | 10.0 | 10.0 | 10.0 | 10.0 |" in text
     assert "| W1 | nanovllm | 7.81 | 7.81 | 0.08 | 1.50 | 10.0 | 25.0 |" in text
     assert "| offline | nanovllm | 1 | 2.00 | 512 |" in text
@@ -411,7 +473,9 @@ def test_markdown_and_json_say_the_same() -> None:
     data = json.loads(found.json())
     speed, use, _, ratios = data["tables"].values()
     assert data["command"] == "nanovllm bench latency"
-    assert speed[0]["tokens/s"] == pytest.approx([100, 100]) and use[0]["% of roofline"] == pytest.approx([7.8125] * 2)
+    assert speed[0]["tokens/s"] == pytest.approx([100, 100]) and use[0][
+        "% of roofline"
+    ] == pytest.approx([7.8125] * 2)
     verdicts = {(row["workload"], row["figure"]): row["verdict"] for row in ratios}
     assert verdicts["W1", "worst ITL ms"] == verdicts["offline", "peak memory"] == "better"
 
@@ -420,12 +484,19 @@ def test_goals() -> None:
     for measured, reached in ((51.1, False), (50.9, True)):
         assert goal("x", measured, "%", near=50.0, tolerance=0.02)["reached"] is reached
     assert goal("x", 7, near=7)["reached"] is True and goal("x", 7.0)["reached"] is None
-    rows = [goal("speed", 4.0, "×", at_least=5.0), goal("cost", 3.0, at_most=5.0), goal("none", None, at_most=5.0)]
+    rows = [
+        goal("speed", 4.0, "×", at_least=5.0),
+        goal("cost", 3.0, at_most=5.0),
+        goal("none", None, at_most=5.0),
+    ]
     assert [row["reached"] for row in rows] == [False, True, None]
     found = Report("c", [], rows)
     assert "| speed | 4.00 | × | ≥ 5.00 | NO |" in found.markdown() and not found.failed
     found = Report("c", [], rows, dry_run=True)
-    assert "| speed | 4.00 | × | ≥ 5.00 | – |" in found.markdown() and report.DRY_RUN in found.markdown()
+    assert (
+        "| speed | 4.00 | × | ≥ 5.00 | – |" in found.markdown()
+        and report.DRY_RUN in found.markdown()
+    )
 
 
 # ---------------------------------------------------------------- the command
@@ -434,7 +505,10 @@ def test_goals() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["latency", "--engine", "tgi"], "unknown name 'tgi'; there are nanovllm, vllm, llamacpp, hf, watched"),
+        (
+            ["latency", "--engine", "tgi"],
+            "unknown name 'tgi'; there are nanovllm, vllm, llamacpp, hf, watched",
+        ),
         (["latency", "--engine", "vllm"], "needs --vllm-python"),
         (["latency", "--engine", "vllm", "--vllm-python", "/nowhere"], "got /nowhere"),
         (["serve", "--engine", "hf"], "has no server"),
@@ -468,7 +542,12 @@ def test_a_mistake_is_answered_in_one_line(
     except SystemExit as error:
         code = error.code  # type: ignore[assignment]
     lines = capsys.readouterr().err.splitlines()
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("nanovllm bench") and message in lines[0]
+    assert (
+        code == 2
+        and len(lines) == 1
+        and lines[0].startswith("nanovllm bench")
+        and message in lines[0]
+    )
 
 
 @pytest.mark.parametrize("benchmark", ["latency", "throughput", "serve"])
@@ -481,10 +560,30 @@ def test_from_the_command_line_to_the_files(
 ) -> None:
     # Measuring them takes seconds, and has a test of its own.
     for module in ("nanovllm.lab.bench", "nanovllm.lab.bench.suite"):
-        monkeypatch.setattr(f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
+        monkeypatch.setattr(
+            f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4)
+        )
     engines = ["nanovllm", "hf"] if benchmark == "latency" else ["nanovllm"]
-    words = ["bench", benchmark, "--model", str(checkpoint), "--engine", ",".join(engines), "--repeats", "1"]
-    words += ["--input-len", "12", "--output-len", "5", "--dtype", "float32", "--kv-cache-memory", "8MiB"]
+    words = [
+        "bench",
+        benchmark,
+        "--model",
+        str(checkpoint),
+        "--engine",
+        ",".join(engines),
+        "--repeats",
+        "1",
+    ]
+    words += [
+        "--input-len",
+        "12",
+        "--output-len",
+        "5",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory",
+        "8MiB",
+    ]
     words += ["--batch-size" if benchmark == "latency" else "--num-prompts", "3", "--threads", "1"]
     if benchmark == "serve":
         words += ["--max-concurrency", "2", "--request-rate", "100"]
@@ -492,7 +591,9 @@ def test_from_the_command_line_to_the_files(
     assert main(words) == 0
     data = json.loads((tmp_path / "r.json").read_text())
     speed, use, starts, *_ = data["tables"].values()
-    assert [row["engine"] for row in speed] == engines and all(row["tokens/s"][0] > 0 for row in speed)
+    assert [row["engine"] for row in speed] == engines and all(
+        row["tokens/s"][0] > 0 for row in speed
+    )
     assert [row["used as"] == "server" for row in starts] == [benchmark == "serve"] * len(engines)
     assert all(row["peak memory MiB"] > 0 for row in starts)
     # A request rate has no roof.

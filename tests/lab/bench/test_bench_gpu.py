@@ -1,4 +1,5 @@
-"""`nanovllm bench gpu`: its arithmetic, what becomes of parts that fail, and the whole of it as a dry run."""
+"""`nanovllm bench gpu`: its arithmetic, what becomes of parts that fail, and the whole of it as a
+dry run."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ needs_triton = pytest.mark.skipif(
 def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path, forked_parts: None) -> None:
     files = [tmp_path / "gpu.json", tmp_path / "gpu.md"]
     figures = sorted((ROOT / "figures").iterdir())
-    assert main(["bench", "gpu", "--dry-run", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
+    assert (
+        main(["bench", "gpu", "--dry-run", "--json", str(files[0]), "--markdown", str(files[1])])
+        == 0
+    )
     assert sorted((ROOT / "figures").iterdir()) == figures
     found = json.loads(files[0].read_text())
     assert found["dry_run"] is True and found["failed"] is False
@@ -69,17 +73,23 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path, forked_part
     assert all(row["% of copy"] > 0 for row in tables[plan.DECODE] + tables[plan.LATENT])
     implementations = {row["implementation"] for row in tables[plan.PREFILL] if "ms" in row}
     assert implementations == {"nanovllm", "SDPA flash", "flex_attention"}
-    assert len({row["engine"] for row in tables[plan.MODELS]}) == 3 and all("s" in row for row in tables[plan.MODELS])
+    assert len({row["engine"] for row in tables[plan.MODELS]}) == 3 and all(
+        "s" in row for row in tables[plan.MODELS]
+    )
     (collectives,) = (rows for title, rows in tables.items() if title.startswith("Collectives"))
     assert [row["operation"] for row in collectives] == ["all-reduce"] * 3 + ["all-gather"] * 3
     splits = {(row["engine"], row["workload"]): row["running"] for row in tables[plan.STEP]}
     modes = ("nanovllm, graphs", "nanovllm, eager")
-    assert splits == {(mode, name): n for mode in modes for name, n in (("W1", 1), ("256 requests", 3))}
+    assert splits == {
+        (mode, name): n for mode in modes for name, n in (("W1", 1), ("256 requests", 3))
+    }
     assert len(tables[GOALS]) == 7 and all(goal["reached"] is None for goal in tables[GOALS])
     assert DRY_RUN in files[1].read_text()
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for version, words in (("13.0", "for CUDA 13.0"), (None, "without CUDA")):
         monkeypatch.setattr(torch.version, "cuda", version)
@@ -100,7 +110,9 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["all", "--minutes", "3"], "unrecognized arguments: --minutes 3"),
     ],
 )
-def test_bad_command_lines(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_lines(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words])
     assert message in capsys.readouterr().err
@@ -109,12 +121,17 @@ def test_bad_command_lines(words: list[str], message: str, capsys: pytest.Captur
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_gpu_never_writes_a_dry_run_into_figures() -> None:
     for arguments, written in (("", True), ("--dry-run", False), ("--minutes 3 --dry-run", False)):
-        text = subprocess.check_output(["make", "-n", "gpu", f"ARGS={arguments}"], cwd=ROOT, text=True)
+        text = subprocess.check_output(
+            ["make", "-n", "gpu", f"ARGS={arguments}"], cwd=ROOT, text=True
+        )
         assert ("figures/gpu.json" in text) is written and ("figures/gpu.md" in text) is written
 
 
 def prepare(
-    monkeypatch: pytest.MonkeyPatch, missing: set[str], in_venv: bool, error: Exception | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    missing: set[str],
+    in_venv: bool,
+    error: Exception | None = None,
 ) -> tuple[int, list[tuple[str, ...]]]:
     """What `environment.main` returns and runs on a machine that lacks some packages."""
     ran: list[tuple[str, ...]] = []
@@ -127,7 +144,9 @@ def prepare(
     with monkeypatch.context() as patch:
         patch.setattr(environment, "_run", run)
         patch.setattr(sys, "prefix", "/elsewhere" if in_venv else sys.base_prefix)
-        patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
+        patch.setattr(
+            importlib.util, "find_spec", lambda name: None if name in missing else object()
+        )
         return environment.main(), ran
 
 
@@ -148,10 +167,15 @@ def test_make_gpu_installs_what_is_missing_and_nothing_else(monkeypatch, capsys)
     error = subprocess.CalledProcessError(1, "pip")
     assert prepare(monkeypatch, {"msgspec"}, in_venv=True, error=error)[0] == 2
     captured = capsys.readouterr()
-    assert "lacks msgspec" in captured.err and "bring wheels of msgspec" in captured.err and not captured.out
+    assert (
+        "lacks msgspec" in captured.err
+        and "bring wheels of msgspec" in captured.err
+        and not captured.out
+    )
 
 
-# Imports what parts import, and runs an engine, where the project's modules may import nothing else than what is given.
+# Imports what parts import, and runs an engine, where the project's modules may import nothing else
+# than what is given.
 _WITH_NOTHING_ELSE = """
 import builtins, importlib, json, pathlib, sys, tempfile
 
@@ -180,8 +204,18 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def run_with_nothing_but(needs: list[str]) -> subprocess.CompletedProcess[str]:
-    environment_of = os.environ | {"PYTHONPATH": str(ROOT), "NANOVLLM_NATIVE": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _WITH_NOTHING_ELSE, json.dumps(needs), str(ROOT / "tests" / "gpu")]
+    environment_of = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "NANOVLLM_NATIVE": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        _WITH_NOTHING_ELSE,
+        json.dumps(needs),
+        str(ROOT / "tests" / "gpu"),
+    ]
     return subprocess.run(command, env=environment_of, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -196,7 +230,9 @@ def test_the_packages_that_make_gpu_installs_are_enough() -> None:
 # ---------------------------------------------------------------- cases
 
 
-@pytest.mark.parametrize("backend", [CpuBackend(), TorchBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [CpuBackend(), TorchBackend()], ids=lambda backend: backend.name
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -211,17 +247,33 @@ def test_the_packages_that_make_gpu_installs_are_enough() -> None:
 def test_backends_that_are_right_pass_the_cases(backend: Any, options: dict[str, Any]) -> None:
     case = attention_case(1, SEQUENCES, **options)
     out = backend.forward(
-        case.q, case.k, case.v, case.kv_cache, case.metadata, case.scale, case.sliding_window, case.soft_cap
+        case.q,
+        case.k,
+        case.v,
+        case.kv_cache,
+        case.metadata,
+        case.scale,
+        case.sliding_window,
+        case.soft_cap,
     )
     assert case.error(out) <= case.tolerance and case.cache_error() == 0
 
 
 def test_the_oracle_is_torchs_attention() -> None:
-    q, k, v = (torch.randn(1, heads, length, 16, dtype=torch.float64) for heads, length in ((4, 5), (2, 12), (2, 12)))
-    mask = torch.ones(5, 12, dtype=torch.bool).tril(7) & torch.ones(5, 12, dtype=torch.bool).triu(7 - 3)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=0.3)
+    q, k, v = (
+        torch.randn(1, heads, length, 16, dtype=torch.float64)
+        for heads, length in ((4, 5), (2, 12), (2, 12))
+    )
+    mask = torch.ones(5, 12, dtype=torch.bool).tril(7) & torch.ones(5, 12, dtype=torch.bool).triu(
+        7 - 3
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=True, scale=0.3
+    )
     packed = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-    assert relative_error(oracle(*packed, 0.3, sliding_window=4), expected[0].transpose(0, 1)) < 1e-12
+    assert (
+        relative_error(oracle(*packed, 0.3, sliding_window=4), expected[0].transpose(0, 1)) < 1e-12
+    )
 
 
 def test_a_case_catches_reads_and_writes_that_are_wrong() -> None:
@@ -232,7 +284,9 @@ def test_a_case_catches_reads_and_writes_that_are_wrong() -> None:
     assert not math.isfinite(case.cache_error())  # nothing is written yet
     CpuBackend().forward(case.q, case.k, case.v, case.kv_cache, case.metadata, case.scale)
     assert case.cache_error() == 0
-    unused = set(range(len(case.kv_cache))) - set(case.metadata.block_tables[:, :2].flatten().tolist())
+    unused = set(range(len(case.kv_cache))) - set(
+        case.metadata.block_tables[:, :2].flatten().tolist()
+    )
     case.kv_cache[unused.pop(), 1, 0, 0, 0] = 1.0  # where nobody has anything to write
     assert case.cache_error() == math.inf
     # What a table says beyond its sequence's end is a block of NaN.
@@ -241,11 +295,16 @@ def test_a_case_catches_reads_and_writes_that_are_wrong() -> None:
 
 def test_the_checks_cover_what_the_engine_may_choose() -> None:
     cases = test_kernels.all_cases()
-    for name, wanted in (("head_dim", test_kernels.HEAD_DIMS), ("block_size", test_kernels.BLOCK_SIZES)):
+    for name, wanted in (
+        ("head_dim", test_kernels.HEAD_DIMS),
+        ("block_size", test_kernels.BLOCK_SIZES),
+    ):
         assert set(wanted) <= {case.get(name) for case in cases.values()}
     assert {case["num_heads"] // case["num_kv_heads"] for case in cases.values()} >= {1, 3, 4, 7, 8}
     for dtype in test_kernels.DTYPES.values():
-        assert {c["head_dim"] for c in cases.values() if c["dtype"] == dtype} >= set(test_kernels.HEAD_DIMS)
+        assert {c["head_dim"] for c in cases.values() if c["dtype"] == dtype} >= set(
+            test_kernels.HEAD_DIMS
+        )
     (large,) = (case for case in cases.values() if "num_blocks" in case)
     assert large["num_blocks"] * 2 * large["num_kv_heads"] * 16 * large["head_dim"] > 2**31
     assert max(sum(sequence) for case in cases.values() for sequence in case["sequences"]) == 2**17
@@ -273,9 +332,13 @@ def test_what_the_sanitizer_says(
         test_sanitizer.test_memcheck()
 
 
-def test_each_proof_is_reported_with_its_reason(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_proof_is_reported_with_its_reason(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conftest = (ROOT / "tests" / "gpu" / "conftest.py").read_text()
-    conftest = conftest.replace("from tests.gpu.setting import DRY_RUN, ON_GPU\n", "DRY_RUN = ON_GPU = True\n")
+    conftest = conftest.replace(
+        "from tests.gpu.setting import DRY_RUN, ON_GPU\n", "DRY_RUN = ON_GPU = True\n"
+    )
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_x.py").write_text(
         "import pytest\n"
@@ -293,8 +356,10 @@ def test_each_proof_is_reported_with_its_reason(tmp_path: pathlib.Path, monkeypa
     passed, why = found.pop("test_wrong")
     assert passed is False and "no number" in why
     assert found == {
-        "test_right[one]": (True, ""), "test_right[two words, in one]": (True, ""), "test_left_out": (None, "no GPU here"),
-    }  # fmt: skip
+        "test_right[one]": (True, ""),
+        "test_right[two words, in one]": (True, ""),
+        "test_left_out": (None, "no GPU here"),
+    }
     assert [row["test"] for row in prove("1/3")] == ["test_right[two words, in one]"]
     with pytest.raises(Skip, match="tests/gpu"):
         next(proofs.prove(Setting(), "test_y.py"))
@@ -324,14 +389,18 @@ def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [TINY, TINY_DEEPSEEK], ids=["Llama", "DeepSeek-V3"])
-def test_the_checkpoints_that_are_divided_are_models(shape: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_the_checkpoints_that_are_divided_are_models(
+    shape: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
     """Those whose experts are named as in the hub's files, so that transformers can read them."""
     folder = str(write_checkpoint(tmp_path, shape))
     requests = [BenchRequest(list(range(3, 40)), 12), BenchRequest([9, 8, 7], 12)]
     core = start_engine(folder, dtype="float32", device="cpu", num_kv_blocks=64)
     found, _ = run_requests(core, requests)
     assert found == [reference_tokens(folder, request.prompt_token_ids, 12) for request in requests]
-    assert len({token for tokens in found for token in tokens}) > 12, "hardly another token ever comes"
+    assert len({token for tokens in found for token in tokens}) > 12, (
+        "hardly another token ever comes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,10 +413,16 @@ def test_the_checkpoints_that_are_divided_are_models(shape: dict[str, Any], tmp_
     ],
 )
 def test_a_wrong_divided_engine_is_found(
-    name: str, tokens: list[list[int]], moved: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tokens: list[list[int]],
+    moved: int,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(folder: str, requests: Any, **options: Any) -> list[list[int]]:
-        for _ in range(2):  # ranks write to the file descriptor: they know nothing of this process's sys.stderr
+        for _ in range(
+            2
+        ):  # ranks write to the file descriptor: they know nothing of this process's sys.stderr
             os.write(2, f"balancedness of experts: 0.50, now 0.90; {moved} bytes moved\n".encode())
         return tokens
 
@@ -362,14 +437,17 @@ def test_a_wrong_divided_engine_is_found(
 
 
 def test_bytes_and_flops_of_attention() -> None:
-    # 3 sequences of 10 tokens: keys and values of 8 heads, queries and output of 32, 128 numbers of 2 bytes each.
+    # 3 sequences of 10 tokens: keys and values of 8 heads, queries and output of 32, 128 numbers of
+    # 2 bytes each.
     assert attention.decode_bytes(3, 10) == 3 * (2 * 10 * 8 + 2 * 32) * 128 * 2
     pairs = sum(1 for query in range(5) for key in range(12) if key <= 7 + query)
     assert attention.prefill_flops(5, 7) == pairs * 32 * 128 * 4
     assert attention.prefill_flops(8192, 0) / 8192**2 == pytest.approx(2 * 32 * 128, rel=1e-3)
 
 
-@pytest.mark.parametrize(("shape", "parameters"), [("Llama-3.2-1B", 1.236e9), ("Llama-3.1-8B", 7.505e9)])
+@pytest.mark.parametrize(
+    ("shape", "parameters"), [("Llama-3.2-1B", 1.236e9), ("Llama-3.1-8B", 7.505e9)]
+)
 def test_shapes_have_the_size_that_they_are_named_for(shape: str, parameters: float) -> None:
     # The 8B model has 8.030e9, of which 0.525e9 are an input embedding that no step reads.
     cost = ModelCost.of(ModelConfig.from_dict(SHAPES[shape]), bytes_per_number=1)
@@ -377,7 +455,15 @@ def test_shapes_have_the_size_that_they_are_named_for(shape: str, parameters: fl
 
 
 def kernel(name: str, begin: float, duration: float, category: str = "kernel") -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "pid": 0, "tid": 7}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": begin,
+        "dur": duration,
+        "pid": 0,
+        "tid": 7,
+    }
 
 
 def test_a_trace_is_split_by_kind_and_by_gap() -> None:
@@ -433,7 +519,9 @@ def test_kernels_are_known_by_name(name: str, kind: str) -> None:
 # ---------------------------------------------------------------- parts
 
 
-def run_parts(*functions: Any, seconds: float = 60.0, minutes: float = 1.0) -> tuple[list[Row], dict[str, Row]]:
+def run_parts(
+    *functions: Any, seconds: float = 60.0, minutes: float = 1.0
+) -> tuple[list[Row], dict[str, Row]]:
     """The rows of parts, and the parts' outcomes."""
     runner = Runner(Setting(), time.perf_counter() + 60 * minutes)
     chosen = [
@@ -446,7 +534,9 @@ def run_parts(*functions: Any, seconds: float = 60.0, minutes: float = 1.0) -> t
         for function in functions
     ]
     rows = runner.run(chosen)
-    return [row for row in rows if row["table"] != PARTS], {row["part"]: row for row in rows if row["table"] == PARTS}
+    return [row for row in rows if row["table"] != PARTS], {
+        row["part"]: row for row in rows if row["table"] == PARTS
+    }
 
 
 def test_a_part_that_fails_takes_no_other_along_and_keeps_its_rows() -> None:
@@ -458,14 +548,23 @@ def test_a_part_that_fails_takes_no_other_along_and_keeps_its_rows() -> None:
         "skip": ("skipped", "there is one GPU"),
         "succeed": ("done", ""),
     }
-    assert rows == [ROW, ROW, ROW | {"before": 5}], "two rows and three outcomes came before the last one"
-    assert report([*outcomes.values()]).failed and not report([outcomes["succeed"], outcomes["skip"]]).failed
+    assert rows == [ROW, ROW, ROW | {"before": 5}], (
+        "two rows and three outcomes came before the last one"
+    )
+    assert (
+        report([*outcomes.values()]).failed
+        and not report([outcomes["succeed"], outcomes["skip"]]).failed
+    )
 
 
-def test_a_part_ends_with_its_time_and_so_does_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_ends_with_its_time_and_so_does_what_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(parts, "LEAST_SECONDS", 0.0)
     (row,), outcomes = run_parts(hang, seconds=6.0)
-    assert outcomes["hang"]["status"] == "failed" and outcomes["hang"]["why"].startswith("stopped after 6 s")
+    assert outcomes["hang"]["status"] == "failed" and outcomes["hang"]["why"].startswith(
+        "stopped after 6 s"
+    )
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # until init has collected it
             os.kill(row["pid"], 0)
@@ -474,7 +573,10 @@ def test_a_part_ends_with_its_time_and_so_does_what_it_started(monkeypatch: pyte
 
 def test_no_part_is_started_without_time_for_it() -> None:
     rows, outcomes = run_parts(crash, minutes=0.05)
-    assert not rows and (outcomes["crash"]["s"], outcomes["crash"]["why"]) == (0, "no time was left for it")
+    assert not rows and (outcomes["crash"]["s"], outcomes["crash"]["why"]) == (
+        0,
+        "no time was left for it",
+    )
 
 
 def test_parts_fit_into_the_plan() -> None:
@@ -485,7 +587,9 @@ def test_parts_fit_into_the_plan() -> None:
     # After the ceilings come the proofs, and only they run beside each other.
     alone = [part.alone for part in chosen]
     assert alone[0] and alone[1:] == sorted(alone[1:]) and not alone[1]
-    assert {word for part in chosen for word in part.arguments if word.startswith("Llama")} == set(SHAPES)
+    assert {word for part in chosen for word in part.arguments if word.startswith("Llama")} == set(
+        SHAPES
+    )
     for each in [*chosen, *parts.PARTS["parallel"].values(), *parts.PARTS["kv"].values()]:
         module, _, name = each.function.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
@@ -511,7 +615,12 @@ ROWS = [
     {"table": plan.DECODE, "sequences": 1, "context": 8192, "% of copy": 1.0},
     {"table": plan.DECODE, "sequences": 64, "context": 8192, "% of copy": 90.0},
     {"table": plan.DECODE, "sequences": 256, "context": 8192, "% of copy": 86.0},
-    {"table": plan.DECODE, "sequences": 256, "context": 32768, "why not": "does not fit into the memory"},
+    {
+        "table": plan.DECODE,
+        "sequences": 256,
+        "context": 32768,
+        "why not": "does not fit into the memory",
+    },
     {"table": plan.LATENT, "heads": 16, "sequences": 64, "context": 8192, "% of copy": 82.0},
     {"table": plan.LATENT, "heads": 16, "sequences": 256, "context": 8192, "% of copy": 79.0},
     {"table": plan.LATENT, "heads": 128, "sequences": 256, "context": 8192, "% of copy": 1.0},
@@ -557,15 +666,21 @@ def test_speeds_are_compared_on_equal_work_only() -> None:
 
     for shape, ratio in (("8B", 2.0), ("1B", None)):
         label = {"shape": shape, "engine": "transformers"}
-        row = end_to_end.measured(label, work, ModelConfig.from_dict(TINY), run, Setting(before=before))
-        assert row["tokens/s"] == pytest.approx(30) and row["nanovllm's speed ÷"] == (ratio and pytest.approx(ratio))
+        row = end_to_end.measured(
+            label, work, ModelConfig.from_dict(TINY), run, Setting(before=before)
+        )
+        assert row["tokens/s"] == pytest.approx(30) and row["nanovllm's speed ÷"] == (
+            ratio and pytest.approx(ratio)
+        )
         assert row["% of roofline"] is None, "one ceiling was not measured"
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[2:], []], ids=["all", "some", "nothing"])
 def test_whatever_was_found_can_be_reported(rows: list[Row]) -> None:
     found = report([*plan.goals(rows), *rows])
-    assert len(json.loads(found.json())["tables"][GOALS]) == 7 and found.markdown().count("\n| ") >= 8
+    assert (
+        len(json.loads(found.json())["tables"][GOALS]) == 7 and found.markdown().count("\n| ") >= 8
+    )
 
 
 def test_a_wrong_result_is_a_failure_and_a_skipped_one_is_not() -> None:
@@ -625,10 +740,17 @@ def test_tests_and_parts_are_counted_and_their_lists_are_folded() -> None:
 """
     assert report(rows).markdown() == expected
     in_terminal = report(rows).markdown(with_lists=False)
-    assert "1 passed, 1 skipped" in in_terminal and "test_a" not in in_terminal and "details" not in in_terminal
+    assert (
+        "1 passed, 1 skipped" in in_terminal
+        and "test_a" not in in_terminal
+        and "details" not in in_terminal
+    )
     wrong: Row = {"table": proofs.TITLE, "test": "test_c", "passed": False, "why": "error 0.3"}
     in_terminal = report([*rows, wrong]).markdown(with_lists=False)
-    assert "1 passed, 1 failed, 1 skipped" in in_terminal and "| `test_c` | NO | error 0.3 |" in in_terminal
+    assert (
+        "1 passed, 1 failed, 1 skipped" in in_terminal
+        and "| `test_c` | NO | error 0.3 |" in in_terminal
+    )
 
 
 def test_the_stored_figures_begin_with_the_goals_and_count_the_tests() -> None:
@@ -638,4 +760,6 @@ def test_the_stored_figures_begin_with_the_goals_and_count_the_tests() -> None:
     assert tests[0] == proofs.TITLE
     listed = collections.Counter(re.findall(r"^\| `test_.*?` \| (yes|NO|–) \|", text, re.MULTILINE))
     words = {"yes": "passed", "NO": "failed", "–": "skipped"}
-    assert tests[1] == ": " + ", ".join(f"{listed[each]} {word}" for each, word in words.items() if listed[each])
+    assert tests[1] == ": " + ", ".join(
+        f"{listed[each]} {word}" for each, word in words.items() if listed[each]
+    )

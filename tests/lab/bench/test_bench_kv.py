@@ -1,4 +1,5 @@
-"""`nanovllm bench kv`: what its figures say of made-up times, the engines it starts, and the whole as a dry run."""
+"""`nanovllm bench kv`: what its figures say of made-up times, the engines it starts, and the whole
+as a dry run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def test_transfers_are_compared_with_a_copy_pair_by_pair() -> None:
     found = list(transport.compare(4_000_000_000, seconds))
     assert reached(found) == [True, False, None]
     assert measured(found) == pytest.approx([0.8, 0.5, 0.1])
-    assert [text_of(rows_of(found)[-1][name]) for name in ("way", "GB/s", "ms")] == [transport.TCP, "0.20", "20000"]
+    assert [text_of(rows_of(found)[-1][name]) for name in ("way", "GB/s", "ms")] == [
+        transport.TCP,
+        "0.20",
+        "20000",
+    ]
 
 
 def test_what_the_router_adds_is_the_difference_of_pairs() -> None:
@@ -62,7 +67,14 @@ def with_runs(way: latency.Way, alone: float, *worst: float) -> latency.Way:
 
 def test_the_goal_is_half_of_what_whole_prompts_cost() -> None:
     load, ways = latency.Load(pause=1.0), latency.ways_of(2, dry_run=False)
-    assert [(way.chunk, way.threads) for way in ways] == [(0, 2), (0, 1), (512, 2), (256, 2), (128, 2), (0, 1)]
+    assert [(way.chunk, way.threads) for way in ways] == [
+        (0, 2),
+        (0, 1),
+        (512, 2),
+        (256, 2),
+        (128, 2),
+        (0, 1),
+    ]
     assert len(latency.specs_of(ways, {}, 16)) == 7
     for threads in (1, 4):
         names = [way.name for way in latency.ways_of(threads, dry_run=False)]
@@ -80,7 +92,9 @@ def test_the_goal_is_half_of_what_whole_prompts_cost() -> None:
 
 def test_a_pull_adds_the_bytes_and_a_push_does_not() -> None:
     cold = first_token.Case(100, seconds={way: [0.4] for way in first_token.WAYS}, prefilled=[0.3])
-    half = first_token.Case(100, first_token.CONSUMER, {way: [0.25] for way in first_token.WAYS}, [0.3])
+    half = first_token.Case(
+        100, first_token.CONSUMER, {way: [0.25] for way in first_token.WAYS}, [0.3]
+    )
     both = first_token.Case(100, first_token.BOTH, {way: [0.2] for way in first_token.WAYS}, [0.3])
     cases = [cold, half, both]
     predicted = [
@@ -103,7 +117,8 @@ def tiers_of(times: dict[str, tuple[float, ...]], store: tuple[float, float]) ->
     found = tiers.Tiers(plan, 1000, 32)
     times = {tiers.AGAIN: (0.03, 0.05, 0.09), tiers.POOL: (0.01,) * 3} | times
     found.ttfts = {
-        name: {n: [t] * 3 for n, t in zip((32, 64, 128), taken, strict=True)} for name, taken in times.items()
+        name: {n: [t] * 3 for n, t in zip((32, 64, 128), taken, strict=True)}
+        for name, taken in times.items()
     }
     found.stores = {"x": {32_000: store[0], 128_000: store[1]}}
     found.documents = {tiers.PLAIN: [(0.4, 0.0), (0.4, 0.0)], "x": [(0.4, 0.0), (0.1, 0.9)]}
@@ -111,16 +126,22 @@ def tiers_of(times: dict[str, tuple[float, ...]], store: tuple[float, float]) ->
 
 
 def test_fetching_is_faster_where_the_bytes_say_so() -> None:
-    # A token takes 0.625 ms to compute and 0.125 ms to fetch, with 24 ms before, and 1 ms to notice: they meet at 50 tokens.
+    # A token takes 0.625 ms to compute and 0.125 ms to fetch, with 24 ms before, and 1 ms to
+    # notice: they meet at 50 tokens.
     found = tiers_of({"x": (0.04, 0.045, 0.05)}, (0.024 + 32 * 0.000125, 0.024 + 128 * 0.000125))
-    assert tiers.crossing(found, "x") == pytest.approx(50) and tiers.measured_crossing(found, "x") == 64
+    assert (
+        tiers.crossing(found, "x") == pytest.approx(50)
+        and tiers.measured_crossing(found, "x") == 64
+    )
     rows = list(tiers.compare_lengths(found))
     assert reached(rows) == [True] and measured(rows) == [64]
     assert list(rows_of(rows)[-1].values())[-2:] == ["50", "64"]
     assert measured(tiers.compare_documents(found)) == pytest.approx([0.25 / 0.4])
 
     late = tiers_of({"x": (0.04, 0.06, 0.05)}, (0.028, 0.04))
-    assert tiers.measured_crossing(late, "x") == 128 and reached(tiers.compare_lengths(late)) == [False]
+    assert tiers.measured_crossing(late, "x") == 128 and reached(tiers.compare_lengths(late)) == [
+        False
+    ]
     slow = tiers_of({"x": (0.04, 0.08, 0.16)}, (0.04, 0.16))
     assert tiers.crossing(slow, "x") == tiers.measured_crossing(slow, "x") == math.inf
     assert reached(tiers.compare_lengths(slow)) == [False]
@@ -138,12 +159,17 @@ def test_hits_are_those_of_a_list_of_the_documents_used_last() -> None:
 
 
 def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
-    options: dict[str, Any] = {"model": str(write_checkpoint(tmp_path / "tiny", TINY)), "device": "cpu"}
+    options: dict[str, Any] = {
+        "model": str(write_checkpoint(tmp_path / "tiny", TINY)),
+        "device": "cpu",
+    }
     options |= {"num_kv_blocks": 128, "block_size": 8, "max_model_len": 500}
     roles = {"prefill": "producer", "decode": "consumer"}
     prompt = draw(50, 320, "prompt")
     assert prompt == draw(50, 320, "prompt") != draw(50, 320, "another")
-    with Engines({name: EngineSpec(options | {"kv_role": role}, 1) for name, role in roles.items()}) as engines:
+    with Engines(
+        {name: EngineSpec(options | {"kv_role": role}, 1) for name, role in roles.items()}
+    ) as engines:
         alone = engines.complete(engines.ask("prefill", prompt, 6))
         divided = engines.complete(engines.ask_both("prefill", "decode", prompt, 6))
         assert divided.token_ids == alone.token_ids and len(alone.token_ids) == 6
@@ -181,7 +207,9 @@ def test_the_dry_run(
 ) -> None:
     files = tmp_path / "found.json", tmp_path / "found.md"
     words = ["bench", "kv", "--dry-run", "--repeats", "1", "--part", names]
-    assert main([*words, "--json", str(files[0]), "--markdown", str(files[1])]) == 0, capsys.readouterr().err
+    assert main([*words, "--json", str(files[0]), "--markdown", str(files[1])]) == 0, (
+        capsys.readouterr().err
+    )
     data = json.loads(files[0].read_text())
     assert data["dry_run"] is True and len(data["tables"]["Parts"]) == len(names.split(","))
     found = data["tables"]["Figures and goals"]
@@ -198,7 +226,9 @@ def test_the_dry_run(
         (["--kv-role", "both"], "unrecognized arguments: --kv-role both"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "kv", *words])
     assert message in capsys.readouterr().err

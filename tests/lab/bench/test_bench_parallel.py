@@ -1,4 +1,5 @@
-"""`nanovllm bench parallel`: what its figures say of made-up times, the processes it starts, and the whole as a dry run."""
+"""`nanovllm bench parallel`: what its figures say of made-up times, the processes it starts, and
+the whole as a dry run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ from tests.lab.bench.rows import goals, measured, reached, rows_of
 
 def rank_and_sum(value: float) -> tuple[int, int, float]:
     group = get_tp_group()
-    return os.getpid(), group.rank, float(group.all_reduce(torch.tensor([value * (1 + group.rank)])))
+    return (
+        os.getpid(),
+        group.rank,
+        float(group.all_reduce(torch.tensor([value * (1 + group.rank)]))),
+    )
 
 
 def fail_on_rank_1() -> None:
@@ -58,8 +63,11 @@ def test_a_rank_that_fails_ends_all_and_says_why() -> None:
 # ---------------------------------------------------------------- figures
 
 
-def passages(*times: list[float], begin: float = 100.0, wait: float = 0.0) -> list[pipeline.Passage]:
-    """What stages see that compute so long for each micro-batch, if sending takes no time; `wait` is lost at the end."""
+def passages(
+    *times: list[float], begin: float = 100.0, wait: float = 0.0
+) -> list[pipeline.Passage]:
+    """What stages see that compute so long for each micro-batch, if sending takes no time; `wait`
+    is lost at the end."""
     free = pipeline.with_free_lines([pipeline.Passage(0, 0, each) for each in times])
     return [pipeline.Passage(begin, begin + each.end + wait, each.computing) for each in free]
 
@@ -80,7 +88,10 @@ def test_the_bubble_of_stages_that_take_equally_long_is_the_theorys() -> None:
     found = list(pipeline.compare(by_stage(lost), "steps", has_goal=True))
     assert reached(found) == [True, False, False, False]
     assert measured(found) == pytest.approx([50] * 4)
-    assert all(row["bubble % with free transfers"] == pytest.approx([row["theory %"]]) for row in rows_of(found))
+    assert all(
+        row["bubble % with free transfers"] == pytest.approx([row["theory %"]])
+        for row in rows_of(found)
+    )
     assert not goals(list(pipeline.compare(by_stage(lost), "steps", has_goal=False)))
 
 
@@ -98,12 +109,16 @@ def test_all_reduces_are_compared_by_pairs_and_predicted_from_other_sizes() -> N
     sizes = [*all_reduce.FITTED_SIZES, *all_reduce.GOAL_SIZES]
     seconds = {
         all_reduce.SHARED: {size: [links[all_reduce.SHARED].message(size)] * 3 for size in sizes},
-        all_reduce.GLOO: {size: [2 * links[all_reduce.GLOO].message(size / 2)] * 3 for size in sizes},
+        all_reduce.GLOO: {
+            size: [2 * links[all_reduce.GLOO].message(size / 2)] * 3 for size in sizes
+        },
     }
     found = list(all_reduce.compare(seconds))
     assert reached(found) == [True, True, None]
     assert measured(found)[0] == pytest.approx((120e-6 + 2048e-9) / (4e-6 + 2048 / 5e9))
-    assert all(row["predicted µs"] == pytest.approx(row["µs"][0], rel=1e-6) for row in rows_of(found))
+    assert all(
+        row["predicted µs"] == pytest.approx(row["µs"][0], rel=1e-6) for row in rows_of(found)
+    )
     for size in sizes:  # one round of three went well
         seconds[all_reduce.SHARED][size] = [seconds[all_reduce.GLOO][size][0]] * 2 + [1e-6]
     assert reached(list(all_reduce.compare(seconds))) == [False, False, None]
@@ -118,9 +133,14 @@ def test_bytes_of_a_shuffle_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "right"),
-    [([(340, 335), (330, 335), (340, 335)], [True, True]), ([(340, 1000), (330, 1000), (500, 1000)], [False, False])],
+    [
+        ([(340, 335), (330, 335), (340, 335)], [True, True]),
+        ([(340, 1000), (330, 1000), (500, 1000)], [False, False]),
+    ],
 )
-def test_weights_have_to_shrink_with_the_number_of_ranks(shares: list[tuple[int, int]], right: list[bool]) -> None:
+def test_weights_have_to_shrink_with_the_number_of_ranks(
+    shares: list[tuple[int, int]], right: list[bool]
+) -> None:
     found = list(engines.compare_weights({1: [(1000, 1000)], 3: shares}))
     assert reached(found) == right and len(rows_of(found)) == 4
 
@@ -140,7 +160,10 @@ def test_small_things() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    ["weights,all-reduce,experts", pytest.param("orders,executor,pipeline,throughput", marks=pytest.mark.nightly)],
+    [
+        "weights,all-reduce,experts",
+        pytest.param("orders,executor,pipeline,throughput", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_dry_run(
     names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], forked_parts: None

@@ -1,4 +1,5 @@
-"""llama.cpp as a peer, and schedulers without a model: what they are told, and that the benchmark reads their answers right."""
+"""llama.cpp as a peer, and schedulers without a model: what they are told, and that the benchmark
+reads their answers right."""
 
 from __future__ import annotations
 
@@ -61,22 +62,33 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 def test_slots_compute_every_request_whatever_shares_its_batches(slots: worker.LlamaSlots) -> None:
-    requests = [{"prompt_token_ids": list(range(i, 2 * i + 3)), "max_tokens": 1 + i % 4} for i in range(10)]
+    requests = [
+        {"prompt_token_ids": list(range(i, 2 * i + 3)), "max_tokens": 1 + i % 4} for i in range(10)
+    ]
     timelines = slots.generate(requests)
     assert [len(line) for line in timelines] == [request["max_tokens"] for request in requests]
     for line in timelines:
         assert [count for _, count in line] == [1] * len(line) and line == sorted(line)
-    assert max(slots.context.sizes) == 8  # prompts are computed in parts, beside tokens of other requests
+    assert (
+        max(slots.context.sizes) == 8
+    )  # prompts are computed in parts, beside tokens of other requests
     held = [tokens for tokens in slots.context.sequences if tokens]
     assert len(held) == 3 and held == [tokens for tokens in slots.cached if tokens]
     for tokens in held:  # all but the last one, which no further token needs
-        request = next(r for r in requests if tokens[: len(r["prompt_token_ids"])] == r["prompt_token_ids"])
+        request = next(
+            r for r in requests if tokens[: len(r["prompt_token_ids"])] == r["prompt_token_ids"]
+        )
         assert tokens == expected(request["prompt_token_ids"], request["max_tokens"])[:-1]
 
 
 def test_a_slot_keeps_the_prefix_of_its_last_prompt(slots: worker.LlamaSlots) -> None:
     prompt, context = list(range(20)), slots.context
-    for other, computed in ((prompt, 20), (prompt, 1), ([*prompt[:12], 7, 7], 2), ([9, *prompt], 21)):
+    for other, computed in (
+        (prompt, 20),
+        (prompt, 1),
+        ([*prompt[:12], 7, 7], 2),
+        ([9, *prompt], 21),
+    ):
         before = sum(context.sizes)
         slots.generate([{"prompt_token_ids": other, "max_tokens": 1}])
         assert sum(context.sizes) - before == computed
@@ -102,13 +114,21 @@ def test_a_gguf_file_is_the_checkpoint(variant: str, tmp_path: pathlib.Path) -> 
     # Of Qwen 3, transformers reads all but the size of heads.
     head_dim = ModelConfig.from_pretrained(folder).head_dim
     config = AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf", head_dim=head_dim)
-    read = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    read = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     loaded = load_gguf_checkpoint(tmp_path / "model.gguf", return_tensors=True, model_to_load=read)
     missing, unexpected = read.load_state_dict(loaded["tensors"], strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected and bool(missing) == config.tie_word_embeddings
+    assert (
+        set(missing) <= {"lm_head.weight"}
+        and not unexpected
+        and bool(missing) == config.tie_word_embeddings
+    )
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(read(ids).logits, reference_model(str(folder))(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            read(ids).logits, reference_model(str(folder))(ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_gguf_file_is_written_once_for_the_same_weights(
@@ -134,13 +154,24 @@ def test_a_gguf_file_is_quantized_as_nanovllm_would_load_it(
     folder = make_checkpoint(tmp_path / "model")
     path = gguf_of(folder, "bfloat16", "w4a8", quantize_head=True)
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    names = "blk.0.attn_q.weight", "blk.1.ffn_down.weight", "token_embd.weight", "output_norm.weight"
+    names = (
+        "blk.0.attn_q.weight",
+        "blk.1.ffn_down.weight",
+        "token_embd.weight",
+        "output_norm.weight",
+    )
     assert [found[name].tensor_type.name for name in names] == ["Q4_0", "Q4_0", "Q8_0", "F32"]
     down = found["blk.1.ffn_down.weight"]
-    [weight] = [t for name, t in checkpoint_tensors(folder) if name == "model.layers.1.mlp.down_proj.weight"]
+    [weight] = [
+        t for name, t in checkpoint_tensors(folder) if name == "model.layers.1.mlp.down_proj.weight"
+    ]
     error = torch.from_numpy(gguf.quants.dequantize(down.data, down.tensor_type)) - weight.float()
     assert 0 < error.norm() < 0.15 * weight.float().norm()
-    assert gguf_of(folder, "bfloat16", "w8a8") != gguf_of(folder, "bfloat16", "w8a8", quantize_head=True) != path
+    assert (
+        gguf_of(folder, "bfloat16", "w8a8")
+        != gguf_of(folder, "bfloat16", "w8a8", quantize_head=True)
+        != path
+    )
 
 
 # ---------------------------------------------------------------- llama.cpp, told and asked
@@ -154,18 +185,32 @@ def test_llama_cpp_gets_the_same_threads_and_limits(
     options = {"max_model_len": 128, "block_size": 32, "enable_prefix_caching": False}
     settings = EngineSettings("llamacpp", tmp_path / "m.gguf", options, 2, str(python))
     assert settings.engine_options() == {
-        "n_seq_max": SLOTS, "n_ctx": SLOTS * 128, "n_batch": 2048, "n_ubatch": 512, "n_threads": 2, "n_threads_batch": 2,
-    }  # fmt: skip
-    assert "PYTHONPATH" not in settings.environment() and settings.environment()["OMP_NUM_THREADS"] == "2"
+        "n_seq_max": SLOTS,
+        "n_ctx": SLOTS * 128,
+        "n_batch": 2048,
+        "n_ubatch": 512,
+        "n_threads": 2,
+        "n_threads_batch": 2,
+    }
+    assert (
+        "PYTHONPATH" not in settings.environment()
+        and settings.environment()["OMP_NUM_THREADS"] == "2"
+    )
     settings.options |= {"max_num_batched_tokens": 128, "max_num_seqs": 4}
     program, *words = Server(settings)._command()
     assert program == str(python.with_name("llama-server"))
     flags = dict(zip(words[::2], words[1::2], strict=True))
     del flags["--port"]
     assert flags == {
-        "--host": "127.0.0.1", "--model": str(tmp_path / "m.gguf"), "-np": "4", "-c": "512", "-b": "128", "-ub": "128",
-        "-t": "2", "-tb": "2",
-    }  # fmt: skip
+        "--host": "127.0.0.1",
+        "--model": str(tmp_path / "m.gguf"),
+        "-np": "4",
+        "-c": "512",
+        "-b": "128",
+        "-ub": "128",
+        "-t": "2",
+        "-tb": "2",
+    }
 
 
 @pytest.mark.parametrize("benchmark", ["latency", "serve"])
@@ -175,12 +220,50 @@ def test_llama_cpp_is_measured_beside_nanovllm(
     # Where GGUF files go; the engines find the compiled kernels where they are.
     monkeypatch.setattr(to_gguf, "nanovllm_home", lambda: tmp_path / "home")
     for module in ("nanovllm.lab.bench", "nanovllm.lab.bench.suite"):
-        monkeypatch.setattr(f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
-    engines = ["nanovllm", "llamacpp"] if benchmark == "latency" else ["nanovllm", "llamacpp", "watched"]
-    words = ["bench", benchmark, "--model", str(make_checkpoint(tmp_path / "model")), "--engine", ",".join(engines)]
-    words += ["--llamacpp-python", str(python), "--input-len", "12", "--output-len", "5", "--repeats", "2"]
-    words += ["--batch-size" if benchmark == "latency" else "--num-prompts", "3", "--dtype", "float32"]
-    assert main([*words, "--threads", "1", "--kv-cache-memory", "8MiB", "--json", str(tmp_path / "r.json")]) == 0
+        monkeypatch.setattr(
+            f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4)
+        )
+    engines = (
+        ["nanovllm", "llamacpp"] if benchmark == "latency" else ["nanovllm", "llamacpp", "watched"]
+    )
+    words = [
+        "bench",
+        benchmark,
+        "--model",
+        str(make_checkpoint(tmp_path / "model")),
+        "--engine",
+        ",".join(engines),
+    ]
+    words += [
+        "--llamacpp-python",
+        str(python),
+        "--input-len",
+        "12",
+        "--output-len",
+        "5",
+        "--repeats",
+        "2",
+    ]
+    words += [
+        "--batch-size" if benchmark == "latency" else "--num-prompts",
+        "3",
+        "--dtype",
+        "float32",
+    ]
+    assert (
+        main(
+            [
+                *words,
+                "--threads",
+                "1",
+                "--kv-cache-memory",
+                "8MiB",
+                "--json",
+                str(tmp_path / "r.json"),
+            ]
+        )
+        == 0
+    )
     data = json.loads((tmp_path / "r.json").read_text())
     speed, _, starts, ratios = data["tables"].values()
     assert [row["engine"] for row in speed] == [row["engine"] for row in starts] == engines
@@ -195,7 +278,10 @@ def test_llama_cpp_is_measured_beside_nanovllm(
     ("words", "message"),
     [
         (["latency", "--engine", "llamacpp"], "needs --llamacpp-python"),
-        (["serve", "--engine", "llamacpp", "--llamacpp-python", sys.executable], "needs llama-server to serve"),
+        (
+            ["serve", "--engine", "llamacpp", "--llamacpp-python", sys.executable],
+            "needs llama-server to serve",
+        ),
         (["latency", "--engine", "watched"], "has no offline use"),
         (["scheduler", "--vllm-python", "/nowhere"], "got /nowhere"),
     ],
@@ -268,7 +354,9 @@ def test_the_scheduler_alone_decodes_all_requests_in_every_timed_step(
 
     plans: list[Any] = []
     schedule = Scheduler.schedule
-    monkeypatch.setattr(Scheduler, "schedule", lambda self: plans.append(schedule(self)) or plans[-1])
+    monkeypatch.setattr(
+        Scheduler, "schedule", lambda self: plans.append(schedule(self)) or plans[-1]
+    )
     requests = orders(count, length, 7)
     requests[-1]["prompt_token_ids"] += [1, 2]
     (times,) = worker.run_scheduler(worker.nanovllm_scheduler, "", requests)
@@ -281,7 +369,13 @@ def test_vllms_scheduler_is_made_as_its_engine_makes_it(monkeypatch: pytest.Monk
     made: list[Any] = []
 
     class Scheduler:
-        def __init__(self, vllm_config: Any, kv_cache_config: Any, structured_output_manager: Any, block_size: int):
+        def __init__(
+            self,
+            vllm_config: Any,
+            kv_cache_config: Any,
+            structured_output_manager: Any,
+            block_size: int,
+        ):
             self.config, self.requests = vllm_config, list[Any]()
             assert kv_cache_config.num_blocks == vllm_config.cache_config.num_gpu_blocks
             made.append(self)
@@ -290,7 +384,9 @@ def test_vllms_scheduler_is_made_as_its_engine_makes_it(monkeypatch: pytest.Monk
             self.requests.append(request)
 
         def schedule(self) -> Any:
-            return SimpleNamespace(num_scheduled_tokens={request.request_id: 1 for request in self.requests})
+            return SimpleNamespace(
+                num_scheduled_tokens={request.request_id: 1 for request in self.requests}
+            )
 
         def update_from_output(self, plan: Any, output: Any) -> None:
             assert output.req_ids == list(plan.num_scheduled_tokens) == list(output.req_id_to_index)
@@ -298,31 +394,57 @@ def test_vllms_scheduler_is_made_as_its_engine_makes_it(monkeypatch: pytest.Monk
                 request.output += tokens
 
     class Request:
-        def __init__(self, request_id: str, prompt_token_ids: list[int], sampling_params: Any, block_hasher: Any):
-            self.request_id, self.prompt_token_ids, self.output = request_id, prompt_token_ids, list[int]()
+        def __init__(
+            self,
+            request_id: str,
+            prompt_token_ids: list[int],
+            sampling_params: Any,
+            block_hasher: Any,
+        ):
+            self.request_id, self.prompt_token_ids, self.output = (
+                request_id,
+                prompt_token_ids,
+                list[int](),
+            )
 
     class EngineArgs(SimpleNamespace):
         def __init__(self, model: str, **options: Any) -> None:
             super().__init__(model=model, **options)
 
         def create_engine_config(self) -> Any:
-            return SimpleNamespace(args=self, cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+            return SimpleNamespace(
+                args=self, cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256")
+            )
 
     def named(*names: str) -> Any:
-        return lambda *values, **more: SimpleNamespace(**dict(zip(names, values, strict=False)), **more)
+        return lambda *values, **more: SimpleNamespace(
+            **dict(zip(names, values, strict=False)), **more
+        )
 
     core = dict(
-        StructuredOutputManager=named("config"), get_hash_fn_by_name=lambda name: hash, init_none_hash=lambda f: None,
-        get_request_block_hasher=named("block_size", "function"), Request=Request,
+        StructuredOutputManager=named("config"),
+        get_hash_fn_by_name=lambda name: hash,
+        init_none_hash=lambda f: None,
+        get_request_block_hasher=named("block_size", "function"),
+        Request=Request,
         ModelRunnerOutput=named("req_ids", "req_id_to_index"),
-    )  # fmt: skip
-    spec = type("FullAttentionSpec", (SimpleNamespace,), {"__init__": lambda self, block_size, dtype: None})
-    cache = dict(FullAttentionSpec=spec, KVCacheGroupSpec=named("layers", "spec"), KVCacheConfig=named())
+    )
+    spec = type(
+        "FullAttentionSpec", (SimpleNamespace,), {"__init__": lambda self, block_size, dtype: None}
+    )
+    cache = dict(
+        FullAttentionSpec=spec, KVCacheGroupSpec=named("layers", "spec"), KVCacheConfig=named()
+    )
     modules: dict[str, dict[str, Any]] = {
-        "vllm": {"EngineArgs": EngineArgs, "SamplingParams": named()}, "vllm.v1": {}, "vllm.v1.core": {},
-        "vllm.v1.core.sched": {}, "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler}, "vllm.v1.engine": {},
-        "vllm.v1.engine.core": core, "vllm.v1.kv_cache_interface": cache,
-    }  # fmt: skip
+        "vllm": {"EngineArgs": EngineArgs, "SamplingParams": named()},
+        "vllm.v1": {},
+        "vllm.v1.core": {},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.core": core,
+        "vllm.v1.kv_cache_interface": cache,
+    }
     for name, members in modules.items():
         module = ModuleType(name)
         vars(module).update(members)
@@ -334,27 +456,60 @@ def test_vllms_scheduler_is_made_as_its_engine_makes_it(monkeypatch: pytest.Monk
     assert len(times) == 3
     (scheduler,) = made
     args = scheduler.config.args
-    assert (args.model, args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len) == ("/model", 3, 78, 26)
+    assert (args.model, args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len) == (
+        "/model",
+        3,
+        78,
+        26,
+    )
     assert scheduler.config.cache_config.num_gpu_blocks == 3 * 2 + 1  # vLLM's null block
-    assert [request.prompt_token_ids for request in scheduler.requests] == [[0] * 20, [1] * 20, [2] * 20]
+    assert [request.prompt_token_ids for request in scheduler.requests] == [
+        [0] * 20,
+        [1] * 20,
+        [2] * 20,
+    ]
     assert all(request.output == [7] * 6 for request in scheduler.requests)
 
 
 def test_the_dry_run_of_bench_scheduler(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], forked_parts: None
 ) -> None:
-    words = ["bench", "scheduler", "--dry-run", "--threads", "1", "--repeats", "1", "--json", str(tmp_path / "r.json")]
+    words = [
+        "bench",
+        "scheduler",
+        "--dry-run",
+        "--threads",
+        "1",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     assert main(words) == 0
     data = json.loads((tmp_path / "r.json").read_text())
     tables = data["tables"]
-    assert data["dry_run"] is True and [row["status"] for row in tables.pop("Parts")] == ["done"] * 2
+    assert (
+        data["dry_run"] is True and [row["status"] for row in tables.pop("Parts")] == ["done"] * 2
+    )
     alone, parts = tables.values()
-    assert [(row["tokens per request"], row["running"]) for row in alone] == [(8, 1), (8, 3), (40, 1), (40, 3)]
+    assert [(row["tokens per request"], row["running"]) for row in alone] == [
+        (8, 1),
+        (8, 3),
+        (40, 1),
+        (40, 3),
+    ]
     for row in alone:
         both = np.array(row["both"])
         assert (both > 0).all() and np.allclose(row["both, per request"], both / row["running"])
     assert [row["running"] for row in parts] == [1, 3]
-    names = {"scheduler", "batch building", "sampling", "message to the front end", "output processing", "rest"}
+    names = {
+        "scheduler",
+        "batch building",
+        "sampling",
+        "message to the front end",
+        "output processing",
+        "rest",
+    }
     for row in parts:
         assert min(row[name][0] for name in names) > 0
         assert np.allclose(np.sum([row[name] for name in names], axis=0), row["together"])
@@ -410,9 +565,15 @@ class PeerAlone:
         return [[(0.25, 3), (0.5, 1)] for _ in requests]
 
 
-def test_vllm_answers_the_same_questions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_answers_the_same_questions(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speculation, "OfflineEngine", PeerAlone)
     folder = write_checkpoint(tmp_path, TINY)
-    rows = list(speculation.measure(Setting(True, str(folder), repeats=1, vllm_python="its python"), "ngram"))
+    rows = list(
+        speculation.measure(
+            Setting(True, str(folder), repeats=1, vllm_python="its python"), "ngram"
+        )
+    )
     assert [row["drafts"] for row in rows] == ["none", "ngram", "vLLM, none", "vLLM, ngram"] * 6
     assert [row["tokens/s"] for row in rows if row["drafts"] == "vLLM, ngram"] == [[8.0]] * 6

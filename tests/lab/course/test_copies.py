@@ -22,7 +22,11 @@ ROOT = Path(__file__).parents[3]
 
 def write_lecture(path: Path, source: str, **outputs: str) -> None:
     cells = [
-        v4.new_code_cell(source, id="only", outputs=[v4.new_output("stream", text=text) for text in outputs.values()])
+        v4.new_code_cell(
+            source,
+            id="only",
+            outputs=[v4.new_output("stream", text=text) for text in outputs.values()],
+        )
     ]
     nbformat.write(v4.new_notebook(cells=cells), path)
 
@@ -33,7 +37,9 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "notebooks/figures.py").write_text("COLOUR = 'blue'\n")
-    write_lecture(tmp_path / "notebooks/10_first.ipynb", "from figures import COLOUR\nprint(COLOUR)")
+    write_lecture(
+        tmp_path / "notebooks/10_first.ipynb", "from figures import COLOUR\nprint(COLOUR)"
+    )
     write_lecture(tmp_path / "notebooks/11_second.ipynb", "print(2)")
     return tmp_path
 
@@ -54,7 +60,9 @@ def test_a_copy_that_was_run_leaves_git_status_clean(root: Path) -> None:
     assert git(root, "status", "--porcelain") == before
 
 
-def test_a_learners_work_is_never_overwritten(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_learners_work_is_never_overwritten(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy_lectures(root)
     write_lecture(root / FOLDER / "10_first.ipynb", "mine")
     mine = (root / FOLDER / "10_first.ipynb").read_bytes()
@@ -88,7 +96,9 @@ def test_a_file_that_was_there_before_the_first_copy_stays(root: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["build", "run"])
-def test_commands_refuse_a_copy_for_a_lecture(root: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_a_copy_for_a_lecture(
+    root: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy_lectures(root)
     before = (root / "notebooks/10_first.ipynb").read_bytes()
     assert main(["--root", str(root), command, str(root / FOLDER / "10_first.ipynb")]) == 1
@@ -109,5 +119,8 @@ def test_links_and_imports_of_the_real_lectures_work_in_copies(tmp_path: Path) -
     modules = [path.stem for path in (ROOT / "notebooks").glob("figures_*.py")]
     assert modules
     for name in modules:
-        code = f"import {name}, pathlib; assert pathlib.Path({name}.__file__).parent == pathlib.Path.cwd()"
+        code = (
+            f"import {name}, pathlib; assert pathlib.Path({name}.__file__).parent == "
+            "pathlib.Path.cwd()"
+        )
         subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)

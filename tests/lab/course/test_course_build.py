@@ -28,7 +28,11 @@ def make_course(root: Path, **lectures: list[str]) -> Path:
         cells = []
         for number, source in enumerate(sources):
             source = textwrap.dedent(source).strip("\n")
-            cell = {"id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
+            cell = {
+                "id": f"cell-{number}",
+                "metadata": {},
+                "source": source.splitlines(keepends=True),
+            }
             if source.startswith(("# Paged", "# Other", "Prose")):
                 cells.append({"cell_type": "markdown", **cell})
             else:
@@ -60,8 +64,7 @@ def failure(root: Path, *cells: str) -> str:
     return str(caught.value)
 
 
-POOL = export(
-    '''
+POOL = export('''
     class Pool:
         """Blocks."""
 
@@ -72,32 +75,40 @@ POOL = export(
 
         def take(self) -> int:
             return 2
-    '''
-)
+    ''')
 
 
 def test_docstring_names_the_lecture(tmp_path: Path) -> None:
     make_course(tmp_path, lecture=[TITLE, f"#| default_exp kv.pool\n{SUMMARY}", export("x = 1")])
     assert main(["--root", str(tmp_path), "build"]) == 0
-    assert (tmp_path / "nanovllm/kv/pool.py").read_text() == expected(
-        '''
+    assert (tmp_path / "nanovllm/kv/pool.py").read_text() == expected('''
         """Hands out blocks.
 
         Built by notebooks/lecture.ipynb: edit it there.
         """
 
         x = 1
-        '''
-    )
+        ''')
 
 
 def test_one_lecture_builds_several_modules(tmp_path: Path) -> None:
     first = '#| default_exp models.llama\n"""The model.\n\nWith \\\\ and more.\n"""'
-    second = '#| default_exp models.loader\n#| export\n"""The loader."""\n\nimport os\n\nhome = os.sep'
-    cells = [TITLE, first, export("a = 1"), second, "#| export models.llama\nb = 2", export("c = 3")]
+    second = (
+        '#| default_exp models.loader\n#| export\n"""The loader."""\n\nimport os\n\nhome = os.sep'
+    )
+    cells = [
+        TITLE,
+        first,
+        export("a = 1"),
+        second,
+        "#| export models.llama\nb = 2",
+        export("c = 3"),
+    ]
     make_course(tmp_path, lecture=cells)
     llama, loader = (item.text for item in build(tmp_path, read_lectures(tmp_path)))
-    assert llama.startswith('r"""The model.\n\nWith \\ and more.\n\nBuilt by notebooks/lecture.ipynb: ')
+    assert llama.startswith(
+        'r"""The model.\n\nWith \\ and more.\n\nBuilt by notebooks/lecture.ipynb: '
+    )
     assert llama.endswith('"""\n\na = 1\n\nb = 2\n')
     assert loader.startswith('"""The loader.\n\nBuilt by')
     assert loader.endswith('"""\n\nimport os\n\nhome = os.sep\n\nc = 3\n')
@@ -110,8 +121,7 @@ def test_a_class_grows_over_cells(tmp_path: Path) -> None:
         POOL,
         "Prose between.",
         export("def helper() -> int:\n    return 0"),
-        export(
-            """
+        export("""
             from nanovllm.lab.course import extend
 
             @extend
@@ -125,11 +135,9 @@ def test_a_class_grows_over_cells(tmp_path: Path) -> None:
                 @staticmethod
                 def least() -> int:
                     return 0
-            """
-        ),
+            """),
     )
-    assert text == expected(
-        '''
+    assert text == expected('''
         class Pool:
             """Blocks."""
 
@@ -151,8 +159,7 @@ def test_a_class_grows_over_cells(tmp_path: Path) -> None:
 
         def helper() -> int:
             return 0
-        '''
-    )
+        ''')
 
 
 def test_every_kind_of_member_survives(tmp_path: Path) -> None:
@@ -226,14 +233,12 @@ def test_every_kind_of_member_survives(tmp_path: Path) -> None:
 
 def test_a_later_cell_may_bring_the_docstring(tmp_path: Path) -> None:
     later = '@extend\nclass Pool(Pool):\n    """Late."""'
-    assert built(tmp_path, export("class Pool:\n    size = 1\n"), export(later)) == expected(
-        '''
+    assert built(tmp_path, export("class Pool:\n    size = 1\n"), export(later)) == expected('''
         class Pool:
             """Late."""
 
             size = 1
-        '''
-    )
+        ''')
 
 
 def test_redefinition_replaces_function_and_class_but_no_assignment(tmp_path: Path) -> None:
@@ -244,8 +249,7 @@ def test_redefinition_replaces_function_and_class_but_no_assignment(tmp_path: Pa
         export("x = x + 1\n\n\n# better\ndef f():\n    return 2"),
         export("class A:\n    y = 2"),
     )
-    assert text == expected(
-        """
+    assert text == expected("""
         x = 1
 
 
@@ -259,22 +263,28 @@ def test_redefinition_replaces_function_and_class_but_no_assignment(tmp_path: Pa
 
 
         x = x + 1
-        """
-    )
+        """)
 
 
 def test_imports_are_collected_merged_sorted_and_pruned(tmp_path: Path) -> None:
     text = built(
         tmp_path,
-        export("import torch\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from decimal import Decimal"),
-        export("from nanovllm.data.config import Config\nimport json\n\ndef f(x: Decimal):\n    return json"),
-        export("from __future__ import annotations\n\nfrom collections import deque\n\nqueue = deque()"),
+        export(
+            "import torch\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from decimal "
+            "import Decimal"
+        ),
+        export(
+            "from nanovllm.data.config import Config\nimport json\n\ndef f(x: Decimal):\n    "
+            "return json"
+        ),
+        export(
+            "from __future__ import annotations\n\nfrom collections import deque\n\nqueue = deque()"
+        ),
         export("from nanovllm.lab.course import extend\nfrom collections import Counter"),
         export("if TYPE_CHECKING:\n    # only here\n    from fractions import Fraction"),
         export("def f(x: Decimal, y: Fraction, z: Config):\n    return Counter, torch.nn"),
     )
-    assert text == expected(
-        """
+    assert text == expected("""
         from __future__ import annotations
 
         from collections import Counter, deque
@@ -296,8 +306,7 @@ def test_imports_are_collected_merged_sorted_and_pruned(tmp_path: Path) -> None:
 
 
         queue = deque()
-        """
-    )
+        """)
 
 
 def test_empty_type_checking_block_goes(tmp_path: Path) -> None:
@@ -320,10 +329,25 @@ ERRORS = {
     "semicolons": ([export("x = 1; y = 2")], 3, 2, "two statements on one line"),
     "indentation": ([export("class A:\n  x = 1")], 3, 3, "four spaces"),
     "never defined": ([EXTEND + "    x = 1"], 3, 2, "no earlier cell defines it"),
-    "no reopening": ([POOL, export("@extend\nclass Other:\n    x = 1")], 4, 2, "`class Other(Other):`"),
+    "no reopening": (
+        [POOL, export("@extend\nclass Other:\n    x = 1")],
+        4,
+        2,
+        "`class Other(Other):`",
+    ),
     "no extend": ([POOL, export("class Pool(Pool):\n    x = 1")], 4, 2, "continued by `@extend`"),
-    "more bases": ([POOL, export("@extend\nclass Pool(Pool, int):\n    x = 1")], 4, 2, "nothing else"),
-    "comment above": ([POOL, export("# lost\n@extend\nclass Pool(Pool):\n    x = 1")], 4, 3, "nothing else"),
+    "more bases": (
+        [POOL, export("@extend\nclass Pool(Pool, int):\n    x = 1")],
+        4,
+        2,
+        "nothing else",
+    ),
+    "comment above": (
+        [POOL, export("# lost\n@extend\nclass Pool(Pool):\n    x = 1")],
+        4,
+        3,
+        "nothing else",
+    ),
     "course import": (
         [export("from nanovllm.lab.course import Exercise\n\nx = Exercise")],
         3,
@@ -331,7 +355,12 @@ ERRORS = {
         "Undefined name `Exercise`",
     ),
     "inline body": ([export("class Pool: ..."), EXTEND + "    x = 1"], 3, 2, "on its own lines"),
-    "undefined name": ([export("def f():\n    x = 1\n    return np.sum(x)")], 3, 4, "Undefined name `np`"),
+    "undefined name": (
+        [export("def f():\n    x = 1\n    return np.sum(x)")],
+        3,
+        4,
+        "Undefined name `np`",
+    ),
     "late name": ([export("def f(b: B): ..."), export("class B: ...")], 3, 2, "Undefined name `B`"),
     "docstring": ([export('"""Doc."""\nx = 1')], 3, 2, "default_exp"),
     "second docstring": (['#| default_exp pool\n"""B."""'], 3, 2, "docstring already"),
@@ -342,19 +371,26 @@ ERRORS = {
 def test_errors_name_file_cell_and_line(tmp_path: Path, case: str) -> None:
     cells, cell, line, words = ERRORS[case]
     message = failure(tmp_path, *cells)
-    assert message.startswith(f"notebooks/lecture.ipynb: cell {cell} (In [{cell - 1}]), line {line}: "), message
+    assert message.startswith(
+        f"notebooks/lecture.ipynb: cell {cell} (In [{cell - 1}]), line {line}: "
+    ), message
     assert words in message
 
 
 def test_class_variables_may_be_added_to_a_dataclass(tmp_path: Path) -> None:
-    head = "from dataclasses import dataclass\nfrom typing import ClassVar\n\n\n@dataclass\nclass Pool:\n    size: int"
+    head = (
+        "from dataclasses import dataclass\nfrom typing import ClassVar\n\n\n@dataclass\nclass "
+        "Pool:\n    size: int"
+    )
     text = built(tmp_path, export(head), EXTEND + "    limit: ClassVar[int] = 3")
     assert text.endswith("    size: int\n\n    limit: ClassVar[int] = 3\n")
 
 
 def test_export_without_module_and_missing_summary(tmp_path: Path) -> None:
     make_course(tmp_path, lecture=[TITLE, export("x = 1")])
-    with pytest.raises(CourseError, match=r"cell 2 \(In \[1\]\), line 1: `export` before any `default_exp`"):
+    with pytest.raises(
+        CourseError, match=r"cell 2 \(In \[1\]\), line 1: `export` before any `default_exp`"
+    ):
         read_lectures(tmp_path)
     make_course(tmp_path, lecture=["#| default_exp pool", export("x = 1")])
     with pytest.raises(CourseError, match="pool has no docstring"):
@@ -368,7 +404,9 @@ def test_two_lectures_may_not_build_one_module(tmp_path: Path, names: list[str])
         a=[TITLE, OPENING, export("x = 1")],
         b=[TITLE, f"#| default_exp other\n{SUMMARY}", "#| export pool\ny = 1"],
     )
-    with pytest.raises(CourseError, match=r"b\.ipynb: cell 3 \(In \[2\]\), line 1: pool is built by notebooks/a"):
+    with pytest.raises(
+        CourseError, match=r"b\.ipynb: cell 3 \(In \[2\]\), line 1: pool is built by notebooks/a"
+    ):
         read_lectures(tmp_path, names)
 
 
@@ -395,11 +433,12 @@ LATER = [
 @pytest.mark.parametrize("names", [[], ["23"], ["11"]])
 def test_a_later_lecture_continues_a_module(tmp_path: Path, names: list[str]) -> None:
     make_course(tmp_path, **{"11_paged": [TITLE, OPENING, POOL], "23_more": LATER})
-    (item,) = [item for item in build(tmp_path, read_lectures(tmp_path, names)) if item.name == "pool"]
+    (item,) = [
+        item for item in build(tmp_path, read_lectures(tmp_path, names)) if item.name == "pool"
+    ]
     head, _, text = item.text.partition('build`.\n"""\n')
     assert "Built by notebooks/11_paged.ipynb and 23: edit it there" in head
-    assert text.lstrip("\n") == expected(
-        '''
+    assert text.lstrip("\n") == expected('''
         import math
 
 
@@ -416,8 +455,7 @@ def test_a_later_lecture_continues_a_module(tmp_path: Path, names: list[str]) ->
 
             def give(self) -> int:
                 return 3
-        '''
-    )
+        ''')
     assert main(["--root", str(tmp_path), "build", *names]) == 0
     assert main(["--root", str(tmp_path), "build", "--check"]) == 0
 
@@ -425,24 +463,28 @@ def test_a_later_lecture_continues_a_module(tmp_path: Path, names: list[str]) ->
 def test_only_an_earlier_lecture_is_continued(tmp_path: Path) -> None:
     make_course(tmp_path, **{"11_paged": [TITLE, OPENING, POOL], "10_early": LATER})
     with pytest.raises(
-        CourseError, match=r"10_early\.ipynb: cell 2 \(In \[1\]\), line 1: no earlier lecture builds pool"
+        CourseError,
+        match=r"10_early\.ipynb: cell 2 \(In \[1\]\), line 1: no earlier lecture builds pool",
     ):
         read_lectures(tmp_path)
 
 
 def test_lectures_are_found_by_the_beginning_of_their_names(tmp_path: Path) -> None:
     make_course(tmp_path, **{"11_paged": [TITLE], "12_tables": [TITLE], "12": [TITLE]})
-    assert [path.stem for path in find_lectures(tmp_path, ["11", "12", "notebooks/11_paged.ipynb"])] == [
-        "11_paged",
-        "12",
-    ]
-    with pytest.raises(CourseError, match="`1` is more than one lecture; there are: 11_paged, 12, 12_tables"):
+    assert [
+        path.stem for path in find_lectures(tmp_path, ["11", "12", "notebooks/11_paged.ipynb"])
+    ] == ["11_paged", "12"]
+    with pytest.raises(
+        CourseError, match="`1` is more than one lecture; there are: 11_paged, 12, 12_tables"
+    ):
         find_lectures(tmp_path, ["1"])
     with pytest.raises(CourseError, match="`13` is no lecture"):
         find_lectures(tmp_path, ["13"])
 
 
-def test_check_shows_a_diff_until_the_module_is_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_a_diff_until_the_module_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_course(tmp_path, lecture=[TITLE, OPENING, POOL])
     command = ["--root", str(tmp_path), "build"]
     assert main([*command, "--check"]) == 1
@@ -468,10 +510,15 @@ def test_check_finds_modules_that_no_lecture_builds_any_more(
     assert main(["--root", str(tmp_path), "build"]) == 0
     capsys.readouterr()
     assert main(["--root", str(tmp_path), "build", "--check"]) == 1
-    assert capsys.readouterr().out == "nanovllm/pool.py says that notebooks/lecture.ipynb builds it, but it does not\n"
+    assert (
+        capsys.readouterr().out
+        == "nanovllm/pool.py says that notebooks/lecture.ipynb builds it, but it does not\n"
+    )
 
 
-def test_build_does_not_overwrite_what_no_lecture_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_does_not_overwrite_what_no_lecture_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_course(tmp_path, lecture=[TITLE, OPENING, POOL])
     (tmp_path / "nanovllm").mkdir()
     (tmp_path / "nanovllm/pool.py").write_text("mine = 1\n")
@@ -488,8 +535,13 @@ def test_command_line_finds_the_root_upwards(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (0, "wrote nanovllm/pool.py\n0 modules were up to date\n"), done.stderr
-    done = subprocess.run([sys.executable, "-m", "nanovllm.lab.course", "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "wrote nanovllm/pool.py\n0 modules were up to date\n",
+    ), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm.lab.course", "--help"], capture_output=True, text=True
+    )
     assert "build" in done.stdout and "run" in done.stdout
 
 
@@ -504,14 +556,20 @@ def edit_module(root: Path) -> Path:
     return module
 
 
-def test_build_never_discards_an_edited_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_never_discards_an_edited_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     build_command = ["--root", str(tmp_path), "build"]
     make_course(tmp_path, lecture=block_lecture(1))
     assert main(build_command) == 0
     module = edit_module(tmp_path)
     assert main(build_command) == 1
     complaint = capsys.readouterr().err
-    assert "nanovllm/pool.py" in complaint and "--pull" in complaint and "Nothing was written" in complaint
+    assert (
+        "nanovllm/pool.py" in complaint
+        and "--pull" in complaint
+        and "Nothing was written" in complaint
+    )
     assert "size = 100" in module.read_text()
     assert main([*build_command, "--overwrite"]) == 0
     assert "size = 1\n" in module.read_text()
@@ -522,7 +580,9 @@ def test_build_never_discards_an_edited_module(tmp_path: Path, capsys: pytest.Ca
     assert main(build_command) == 0 and "size = 2" in module.read_text(), "a pull is a build, too"
 
 
-def test_check_says_which_side_was_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_which_side_was_edited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check_command = ["--root", str(tmp_path), "build", "--check"]
     make_course(tmp_path, lecture=block_lecture(1))
     assert main(check_command[:-1]) == 0
@@ -534,7 +594,10 @@ def test_check_says_which_side_was_edited(tmp_path: Path, capsys: pytest.Capture
     assert "both edited" in capsys.readouterr().out
     make_course(tmp_path, lecture=block_lecture(1))
     assert main(check_command) == 1
-    assert "the module was edited: `python -m nanovllm.lab.course build --pull`" in capsys.readouterr().out
+    assert (
+        "the module was edited: `python -m nanovllm.lab.course build --pull`"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_commit_says_which_side_was_edited_where_nothing_was_built(
@@ -559,7 +622,9 @@ def test_a_commit_says_which_side_was_edited_where_nothing_was_built(
     assert "size = 2" in (tmp_path / "nanovllm/pool.py").read_text()
 
 
-def test_build_says_that_the_learner_edited_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_says_that_the_learner_edited_a_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_course(tmp_path, lecture=block_lecture(1))
     command = ["--root", str(tmp_path), "build"]
     assert main(command) == 0 and main(["--root", str(tmp_path), "copy"]) == 0

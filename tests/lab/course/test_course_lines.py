@@ -1,4 +1,5 @@
-"""A lecture exports what it teaches, and little else: one that needs more lines is two lectures. And it says how long it takes."""
+"""A lecture exports what it teaches, and little else: one that needs more lines is two lectures.
+And it says how long it takes."""
 
 from __future__ import annotations
 
@@ -17,25 +18,42 @@ TOO_LONG: set[str] = set()
 
 
 def exported_lines(path: Path) -> int:
-    """Code lines of a lecture's exported cells, those that continue other lectures' modules included; without the two lines that
-    reopen a class, which the modules do not have."""
-    cells = ["\n".join(cell.lines[cell.body :]) + "\n" for cell in read_lecture(path, path.parents[1]).exports]
-    return sum(code_lines(cell) - 2 * len(re.findall(r"^@extend$", cell, re.MULTILINE)) for cell in cells)
+    """Code lines of a lecture's exported cells, those that continue other lectures' modules
+    included; without the two lines that reopen a class, which the modules do not have."""
+    cells = [
+        "\n".join(cell.lines[cell.body :]) + "\n"
+        for cell in read_lecture(path, path.parents[1]).exports
+    ]
+    return sum(
+        code_lines(cell) - 2 * len(re.findall(r"^@extend$", cell, re.MULTILINE)) for cell in cells
+    )
 
 
 def test_no_lecture_exports_too_much() -> None:
-    lines = {path.stem: exported_lines(path) for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))}
+    lines = {
+        path.stem: exported_lines(path)
+        for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    }
     print("\n".join(f"{count:5} {name}" for name, count in lines.items()))
     assert {name for name, count in lines.items() if count > MOST} == TOO_LONG
 
 
 def test_hours_follow_from_words_and_cells() -> None:
-    """At the top of a lecture, and in the table of all: `python -m nanovllm.lab.course run` states them."""
+    """At the top of a lecture, and in the table of all: `python -m nanovllm.lab.course run` states
+    them."""
     table = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "notebooks").glob("[1-9]*.ipynb")):
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text("utf-8"))["cells"]]
+        cells = [
+            (cell["cell_type"], "".join(cell["source"]))
+            for cell in json.loads(path.read_text("utf-8"))["cells"]
+        ]
         wanted = reading_time(cells[1:])
         assert f"Reading time: {wanted}" in cells[0][1], f"{path.name} takes {wanted}"
-        hours = [f"{hour}:{minute or '00'}" for hour, minute in re.findall(r"(\d+) h(?: (\d+) min)?", wanted)]
+        hours = [
+            f"{hour}:{minute or '00'}"
+            for hour, minute in re.findall(r"(\d+) h(?: (\d+) min)?", wanted)
+        ]
         row = re.search(rf"^\| .*{re.escape(path.name)}.*$", table, re.MULTILINE)
-        assert row and row[0].endswith(f" | {hours[0]} | {hours[1]} |"), f"{path.name}: {' and '.join(hours)}"
+        assert row and row[0].endswith(f" | {hours[0]} | {hours[1]} |"), (
+            f"{path.name}: {' and '.join(hours)}"
+        )

@@ -86,10 +86,14 @@ class Course:
             lines = textwrap.dedent(source).strip("\n").splitlines(keepends=True)
             cell = {"id": f"id-{number}", "metadata": {"tags": [f"tag-{number}"]}, "source": lines}
             if number:
-                raw.append({"cell_type": "code", "execution_count": number, "outputs": [output], **cell})
+                raw.append(
+                    {"cell_type": "code", "execution_count": number, "outputs": [output], **cell}
+                )
             else:
                 raw.append({"cell_type": "markdown", **cell})
-        text = json.dumps({"cells": raw, "metadata": {"gpu": True}, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+        text = json.dumps(
+            {"cells": raw, "metadata": {"gpu": True}, "nbformat": 4, "nbformat_minor": 5}, indent=1
+        )
         self.notebook.write_text(text + "\n")
         assert self("build") == 0
 
@@ -105,7 +109,8 @@ class Course:
         return ["".join(cell["source"]) for cell in json.loads(self.notebook.read_text())["cells"]]
 
     def changed_cells(self) -> dict[int, str]:
-        """Pull; the sources of the cells that it changed. Checks that module and lecture agree afterwards."""
+        """Pull; the sources of the cells that it changed. Checks that module and lecture agree
+        afterwards."""
         before = json.loads(self.notebook.read_text())
         sources = self.cells()
         assert self("build", "--pull") == 0
@@ -144,7 +149,9 @@ def test_nothing_to_pull_changes_nothing(course: Course) -> None:
         ("pool = Pool()", "pool: Pool = Pool()", 7),
     ],
 )
-def test_a_change_goes_to_the_cell_it_came_from(course: Course, old: str, new: str, cell: int) -> None:
+def test_a_change_goes_to_the_cell_it_came_from(
+    course: Course, old: str, new: str, cell: int
+) -> None:
     course.edit(old, new)
     changed = course.changed_cells()
     assert list(changed) == [cell]
@@ -158,28 +165,48 @@ def test_unchanged_pieces_of_a_changed_cell_stay_as_written(course: Course) -> N
 
 def test_the_summary_goes_to_its_cell(course: Course) -> None:
     course.edit("Hands out blocks.", "Hands out blocks\nof equal size.\n\nA second paragraph.")
-    assert '#| default_exp pool\n"""Hands out blocks\nof equal size.\n\nA second' in course.changed_cells()[1]
+    assert (
+        '#| default_exp pool\n"""Hands out blocks\nof equal size.\n\nA second'
+        in course.changed_cells()[1]
+    )
     course.edit("Hands out blocks\nof equal size.\n\nA second paragraph.", "Hands out.")
-    assert course.changed_cells() == {1: '#| default_exp pool\n"""Hands out."""\n\nprint("not exported")'}
+    assert course.changed_cells() == {
+        1: '#| default_exp pool\n"""Hands out."""\n\nprint("not exported")'
+    }
 
 
 def test_new_members_follow_the_member_before_them(course: Course) -> None:
-    course.edit("    def give(self,", "    def peek(self) -> int:\n        return self.free[0]\n\n    def give(self,")
+    course.edit(
+        "    def give(self,",
+        "    def peek(self) -> int:\n        return self.free[0]\n\n    def give(self,",
+    )
     # `take` stands where its first version stood, in cell 4.
-    assert course.changed_cells()[4].endswith("\n\n    def peek(self) -> int:\n        return self.free[0]")
+    assert course.changed_cells()[4].endswith(
+        "\n\n    def peek(self) -> int:\n        return self.free[0]"
+    )
 
 
 def test_new_things_of_every_kind(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
-    course.edit("from collections import deque", "import math\nfrom collections import Counter, deque")
+    course.edit(
+        "from collections import deque", "import math\nfrom collections import Counter, deque"
+    )
     course.edit("LIMIT = 3\n", "LIMIT = 3\nFIRST = math.inf\n# about the last\nLAST = 2\n")
     course.edit("    size: int = 4", "    size: int = 4\n    counts: Counter[int]")
-    course.edit("pool = Pool()", "def fill(pool: Pool) -> None:\n    pool.give(1)\n\n\npool = Pool()\npool.give(2)")
+    course.edit(
+        "pool = Pool()",
+        "def fill(pool: Pool) -> None:\n    pool.give(1)\n\n\npool = Pool()\npool.give(2)",
+    )
     course.edit("    def __init__", "    # --- life ---\n\n    def __init__")
     changed = course.changed_cells()
     assert sorted(changed) == [2, 3, 4, 7]
     assert "import math" in changed[2] and "from collections import Counter" in changed[2]
-    assert changed[3].startswith("#| export\nBLOCK = 16\nLIMIT = 3\nFIRST = math.inf\n# about the last\nLAST = 2\n\n#")
-    assert "    size: int = 4\n    counts: Counter[int]\n\n    # --- life ---\n\n    def __init__" in changed[4]
+    assert changed[3].startswith(
+        "#| export\nBLOCK = 16\nLIMIT = 3\nFIRST = math.inf\n# about the last\nLAST = 2\n\n#"
+    )
+    assert (
+        "    size: int = 4\n    counts: Counter[int]\n\n    # --- life ---\n\n    def __init__"
+        in changed[4]
+    )
     assert "def fill(pool: Pool) -> None:" in changed[4]  # it follows the class, which begins there
     assert changed[7] == "#| export\npool = Pool()\npool.give(2)"
     assert "notebooks/lecture.ipynb: changed cell 5\n" in capsys.readouterr().out
@@ -189,13 +216,21 @@ def test_type_checking_and_future_imports(course: Course) -> None:
     course.edit("from collections", "from __future__ import annotations\n\nfrom collections")
     course.edit(
         "import deque\n",
-        "import deque\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from nanovllm.data.config import Config\n",
+        "import deque\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from "
+        "nanovllm.data.config import Config\n",
     )
-    course.edit("def give(self, block: int)", "def give(self, block: int, config: Config | None = None)")
-    assert course.changed_cells()[2].startswith("#| export\nfrom __future__ import annotations\nfrom collections")
+    course.edit(
+        "def give(self, block: int)", "def give(self, block: int, config: Config | None = None)"
+    )
+    assert course.changed_cells()[2].startswith(
+        "#| export\nfrom __future__ import annotations\nfrom collections"
+    )
     course.edit("import Config\n", "import Config\n    from nanovllm.data.request import Request\n")
     course.edit("config: Config |", "config: Config | Request |")
-    assert "import Config\n    from nanovllm.data.request import Request\n" in course.changed_cells()[2]
+    assert (
+        "import Config\n    from nanovllm.data.request import Request\n"
+        in course.changed_cells()[2]
+    )
 
 
 def test_removals(course: Course) -> None:
@@ -211,27 +246,40 @@ def test_removals(course: Course) -> None:
 def test_a_class_goes_with_all_its_continuations(course: Course) -> None:
     text = course.module.read_text()
     course.module.write_text(
-        text[: text.index("class Pool")].replace("from collections import deque\n", "").rstrip() + "\n"
+        text[: text.index("class Pool")].replace("from collections import deque\n", "").rstrip()
+        + "\n"
     )
-    assert [number for number, source in course.changed_cells().items() if source == "#| export"] == [4, 5, 6, 7]
+    assert [
+        number for number, source in course.changed_cells().items() if source == "#| export"
+    ] == [4, 5, 6, 7]
 
 
 def test_spaces_and_first_members(course: Course) -> None:
     course.edit("LIMIT = 3\n", "\n\nLIMIT = 3\n")
-    course.edit('    """Free blocks."""\n\n    size: int = 4\n', "    most: int = 9\n    size: int = 4\n")
+    course.edit(
+        '    """Free blocks."""\n\n    size: int = 4\n', "    most: int = 9\n    size: int = 4\n"
+    )
     changed = course.changed_cells()
     assert changed[3].startswith("#| export\nBLOCK = 16\n\n\nLIMIT = 3\n")
-    assert changed[4].startswith("#| export\nclass Pool:\n    most: int = 9\n    size: int = 4\n\n    def __init__")
+    assert changed[4].startswith(
+        "#| export\nclass Pool:\n    most: int = 9\n    size: int = 4\n\n    def __init__"
+    )
     course.edit("BLOCK = 16\n\n\nLIMIT", "FIRST = 1\nBLOCK = 16\nLIMIT")
     assert course.changed_cells()[3].startswith("#| export\nFIRST = 1\nBLOCK = 16\nLIMIT = 3\n")
 
 
 def test_a_change_goes_to_the_lecture_it_came_from(course: Course) -> None:
-    """A later lecture replaces one method and adds another; both lectures are changed at once, and the rest of them stays."""
+    """A later lecture replaces one method and adds another; both lectures are changed at once, and
+    the rest of them stays."""
     later = course.root / "notebooks/more.ipynb"
     first = json.loads(course.notebook.read_text())
-    source = "#| extend pool\n@extend\nclass Pool(Pool):\n    def take(self) -> int:\n        return 5\n\n    def more(self) -> int:\n        return 6"
-    later.write_text(json.dumps(first | {"cells": [first["cells"][0], first["cells"][-1] | {"source": source}]}))
+    source = (
+        "#| extend pool\n@extend\nclass Pool(Pool):\n    def take(self) -> int:\n        return "
+        "5\n\n    def more(self) -> int:\n        return 6"
+    )
+    later.write_text(
+        json.dumps(first | {"cells": [first["cells"][0], first["cells"][-1] | {"source": source}]})
+    )
     assert course("build") == 0
     course.edit("return 5", "return 7")
     course.edit("return 6", "return 8")
@@ -256,13 +304,20 @@ def test_an_unformatted_module_is_formatted(course: Course) -> None:
     ("old", "new", "words"),
     [
         (
-            "    # Oldest first.\n    def take(self) -> int:\n        return self.free.popleft()\n\n",
+            (
+                "    # Oldest first.\n    def take(self) -> int:\n        return "
+                "self.free.popleft()\n\n"
+            ),
             "",
             "+        return self.free.pop()",
         ),
         ("BLOCK = 16\nLIMIT = 3\n", "LIMIT = 3\nBLOCK = 16\n", "BLOCK = 16"),
         ("return not self.free", "return nothing", "Undefined name `nothing`"),
-        ("return not self.free", "return not not", "nanovllm/pool.py, line 35: Expected an expression"),
+        (
+            "return not self.free",
+            "return not not",
+            "nanovllm/pool.py, line 35: Expected an expression",
+        ),
         ("Built by notebooks/lecture.ipynb: ", "Built by hand: ", "Built by hand"),
     ],
 )
@@ -289,7 +344,9 @@ def test_edits_of_both_sides_are_kept(course: Course, capsys: pytest.CaptureFixt
     assert "nanovllm/pool.py: has the lecture's edits, too" in capsys.readouterr().out
     assert course("build", "--check") == 0
     assert all(edit in course.module.read_text() for edit in ("LIMIT = 5", "popleft() + 0"))
-    assert any("LIMIT = 5" in cell for cell in course.cells()) and "popleft() + 0" in course.cells()[5]
+    assert (
+        any("LIMIT = 5" in cell for cell in course.cells()) and "popleft() + 0" in course.cells()[5]
+    )
 
 
 def test_a_pull_leaves_the_edits_of_a_lecture(course: Course) -> None:
@@ -299,7 +356,9 @@ def test_a_pull_leaves_the_edits_of_a_lecture(course: Course) -> None:
     assert "LIMIT = 5" in course.module.read_text() and "LIMIT = 5" in course.cells()[3]
 
 
-def test_edits_of_the_same_line_are_not_lost(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edits_of_the_same_line_are_not_lost(
+    course: Course, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_lecture(course, "LIMIT = 3", "LIMIT = 5")
     course.edit("LIMIT = 3", "LIMIT = 7")
     before = course.notebook.read_bytes(), course.module.read_bytes()
@@ -310,13 +369,19 @@ def test_edits_of_the_same_line_are_not_lost(course: Course, capsys: pytest.Capt
 
 
 NAMES = st.sampled_from(["alpha", "beta", "gamma", "delta"])
-MEMBERS = st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), min_size=1, max_size=4, unique_by=lambda m: m[0])
+MEMBERS = st.lists(
+    st.tuples(NAMES, st.integers(0, 9), st.booleans()),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda m: m[0],
+)
 
 
 def members(chosen: list[tuple[str, int, bool]]) -> str:
     comment = "    # why\n"
     return "\n\n".join(
-        f"{comment * commented}    def {name}(self):\n        return {value}" for name, value, commented in chosen
+        f"{comment * commented}    def {name}(self):\n        return {value}"
+        for name, value, commented in chosen
     )
 
 
@@ -329,18 +394,25 @@ def members(chosen: list[tuple[str, int, bool]]) -> str:
 def test_any_class_over_any_cells_makes_the_round_trip(
     parts: list[list[tuple[str, int, bool]]], edits: dict[str, int], new: bool
 ) -> None:
-    cells = ["# Title", '#| default_exp pool\n"""Doc."""', f"#| export\nclass Pool:\n{members(parts[0])}"]
+    cells = [
+        "# Title",
+        '#| default_exp pool\n"""Doc."""',
+        f"#| export\nclass Pool:\n{members(parts[0])}",
+    ]
     cells += [f"#| export\n@extend\nclass Pool(Pool):\n{members(part)}" for part in parts[1:]]
     latest = {name: value for part in parts for name, value, _ in part}
     with tempfile.TemporaryDirectory() as folder:
         course = Course(Path(folder), cells)
         for name in latest.keys() & edits.keys():
             course.edit(
-                f"def {name}(self):\n        return {latest[name]}", f"def {name}(self):\n        return {edits[name]}"
+                f"def {name}(self):\n        return {latest[name]}",
+                f"def {name}(self):\n        return {edits[name]}",
             )
             latest[name] = edits[name]
         if new:
-            course.module.write_text(course.module.read_text() + "\n    def omega(self):\n        return 20\n")
+            course.module.write_text(
+                course.module.read_text() + "\n    def omega(self):\n        return 20\n"
+            )
             latest["omega"] = 20
         course.changed_cells()
         scope: dict[str, type] = {}

@@ -23,7 +23,10 @@ from nanovllm.lab.viz import use_style
 use_style()
 plt.plot([1, 2], [3, 4])
 plt.show()"""
-STREAMS = "import sys\nprint('a', flush=True)\nprint('b', flush=True)\nprint(object())\nprint('e', file=sys.stderr)"
+STREAMS = (
+    "import sys\nprint('a', flush=True)\nprint('b', flush=True)\nprint(object())\nprint('e', "
+    "file=sys.stderr)"
+)
 PATHS = "import tempfile\nprint(tempfile.mkdtemp())\n{chr(i) for i in range(97, 105)}"
 TIMED = "# NBVAL_IGNORE_OUTPUT\nimport time\nprint(time.time_ns())"
 
@@ -43,7 +46,9 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["cells"]
 
 
-def test_a_second_run_changes_only_measured_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_changes_only_measured_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = save(tmp_path, "x = 1", STREAMS, PATHS, PLOT, TIMED, gpu=True)
     assert main(["--root", str(tmp_path), "run", "10"]) == 0
     first = path.read_text()
@@ -67,17 +72,25 @@ def test_a_second_run_changes_only_measured_cells(tmp_path: Path, capsys: pytest
     assert json.loads(first)["metadata"]["gpu"] is True
 
 
-def test_a_failing_cell_is_located_and_nothing_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(tmp_path, "def half(x):\n    if x % 2:\n        raise ValueError('odd')", "x = 3\n\nhalf(x)")
+def test_a_failing_cell_is_located_and_nothing_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(
+        tmp_path, "def half(x):\n    if x % 2:\n        raise ValueError('odd')", "x = 3\n\nhalf(x)"
+    )
     before = path.read_bytes()
     assert main(["--root", str(tmp_path), "run"]) == 1
     message = capsys.readouterr().err
-    assert message.startswith("notebooks/10_first.ipynb: cell 3 (In [2]), line 3: ValueError: odd\n")
+    assert message.startswith(
+        "notebooks/10_first.ipynb: cell 3 (In [2]), line 3: ValueError: odd\n"
+    )
     assert "\x1b" not in message
     assert path.read_bytes() == before
 
 
-def test_a_cell_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_takes_too_long_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path, "import time\ntime.sleep(30)")
     assert main(["--root", str(tmp_path), "run", "--timeout", "1"]) == 1
     assert "cell 2 (In [1]): took longer than 1 s" in capsys.readouterr().err
@@ -85,9 +98,15 @@ def test_a_cell_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.Capt
 
 def test_normalise_removes_timing_widgets_and_machine_paths(tmp_path: Path) -> None:
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
-    error = v4.new_output("error", ename="E", evalue="at 0x7f0123456789", traceback=[f"{tmp_path}/nanovllm/a.py"])
-    cell = v4.new_code_cell("x", outputs=[v4.new_output("display_data", dict(view)), error], execution_count=9)
-    cell.outputs.append(v4.new_output("execute_result", {**view, "text/plain": "HTML()"}, execution_count=9))
+    error = v4.new_output(
+        "error", ename="E", evalue="at 0x7f0123456789", traceback=[f"{tmp_path}/nanovllm/a.py"]
+    )
+    cell = v4.new_code_cell(
+        "x", outputs=[v4.new_output("display_data", dict(view)), error], execution_count=9
+    )
+    cell.outputs.append(
+        v4.new_output("execute_result", {**view, "text/plain": "HTML()"}, execution_count=9)
+    )
     cell.metadata.update(execution={"iopub.status.idle": "2024"}, tags=["keep"])
     notebook = v4.new_notebook(cells=[cell], metadata={"widgets": {}, "jupytext": {}, "gpu": True})
     normalise(notebook, tmp_path)
@@ -113,5 +132,11 @@ def test_the_engine_does_not_import_the_course() -> None:
 
 @pytest.mark.started
 def test_building_does_not_load_the_notebook_machinery() -> None:
-    code = "import sys, nanovllm.lab.course.__main__; print({'nbclient', 'nbformat', 'jupytext'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    code = (
+        "import sys, nanovllm.lab.course.__main__; print({'nbclient', 'nbformat', 'jupytext'} & "
+        "set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )

@@ -179,9 +179,21 @@ def test_check_of_a_stub_does_not_fail(capsys: pytest.CaptureFixture[str]) -> No
     ("answer", "number", "complaint"),
     [
         (lambda table, token: table[token // 4] * 4, 2, "should return 9; it returned 8"),
-        (lambda table, token: None, 1, "should return 28; it returned None (is a `return` missing?)"),
-        (lambda table, token: table.popitem(), 1, "it raised AttributeError: 'list' object has no attribute 'popitem'"),
-        (lambda table, token: (table * 2)[token // 4] * 4 + token % 4, 3, "should raise IndexError; it returned 28"),
+        (
+            lambda table, token: None,
+            1,
+            "should return 28; it returned None (is a `return` missing?)",
+        ),
+        (
+            lambda table, token: table.popitem(),
+            1,
+            "it raised AttributeError: 'list' object has no attribute 'popitem'",
+        ),
+        (
+            lambda table, token: (table * 2)[token // 4] * 4 + token % 4,
+            3,
+            "should raise IndexError; it returned 28",
+        ),
     ],
 )
 def test_check_says_what_is_wrong(

@@ -10,7 +10,11 @@ import pytest
 
 NOTEBOOKS = pathlib.Path(__file__).parents[3] / "notebooks"
 LECTURES = {path.name: path for path in NOTEBOOKS.glob("*.ipynb")}
-ENTRIES = dict(re.findall(r"^## (.+)\n\n((?:.+\n?)+)", (NOTEBOOKS / "glossary.md").read_text(encoding="utf-8"), re.M))
+ENTRIES = dict(
+    re.findall(
+        r"^## (.+)\n\n((?:.+\n?)+)", (NOTEBOOKS / "glossary.md").read_text(encoding="utf-8"), re.M
+    )
+)
 # JupyterLab finds a heading only in its own case; GitHub finds it in any case.
 ANCHORS = {term.replace(" ", "-") for term in ENTRIES}
 
@@ -30,7 +34,9 @@ def test_entries_are_sorted() -> None:
 
 @pytest.mark.parametrize("term", ENTRIES)
 def test_each_entry_names_a_section_of_a_lecture_that_uses_the_term(term: str) -> None:
-    lecture, section = re.search(r"Lecture \[[^\]]+\]\((\S+\.ipynb)\), “(.+)”\.", ENTRIES[term]).groups()
+    lecture, section = re.search(
+        r"Lecture \[[^\]]+\]\((\S+\.ipynb)\), “(.+)”\.", ENTRIES[term]
+    ).groups()
     text = text_of(lecture)
     assert plain(section) in [plain(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)]
     assert plain(term) in plain(text)

@@ -40,7 +40,9 @@ what_if(requests, num_kv_blocks=24, block_size=4, max_num_batched_tokens=32, vie
 """
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},  # else cells out of sight are not in the page
+    "@jupyterlab/notebook-extension/tracker": {
+        "windowingMode": "none"
+    },  # else cells out of sight are not in the page
 }
 START_SECONDS = 60
 
@@ -52,7 +54,8 @@ def noise() -> list[str]:
 
 
 class Lab:
-    """JupyterLab of this Python, without token, with settings of its own, on a repository that is laid out as the project."""
+    """JupyterLab of this Python, without token, with settings of its own, on a repository that is
+    laid out as the project."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -61,7 +64,9 @@ class Lab:
         (self.project / "notebooks").mkdir(parents=True)
         shutil.copy(NOTEBOOKS.parent / ".gitignore", self.project)
         self.git("init", "--quiet")
-        shutil.copytree(NOTEBOOKS.parent / "figures", self.project / "figures")  # that lectures show
+        shutil.copytree(
+            NOTEBOOKS.parent / "figures", self.project / "figures"
+        )  # that lectures show
         for name, values in SETTINGS.items():
             path = folder / "settings" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,16 +81,28 @@ class Lab:
         }
         environment = os.environ | {name: str(folder / place) for name, place in places.items()}
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"]
-        command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={self.project}", "--LabApp.news_url="]
+        command += [
+            "--IdentityProvider.token=",
+            f"--ServerApp.root_dir={self.project}",
+            "--LabApp.news_url=",
+        ]
         if os.geteuid() == 0:
             command.append("--allow-root")
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
 
     def __enter__(self) -> Lab:
-        wait_until(lambda: self._url() or self.process.poll() is not None, START_SECONDS, "JupyterLab is ready")
+        wait_until(
+            lambda: self._url() or self.process.poll() is not None,
+            START_SECONDS,
+            "JupyterLab is ready",
+        )
         assert self.process.poll() is None, self.output.read_text()
         self.url = self._url()
         return self
@@ -103,7 +120,11 @@ class Lab:
 
     def add(self, notebook: nbformat.NotebookNode, name: str) -> str:
         """Make a lecture of a notebook, without outputs; the address that opens its working copy."""
-        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        notebook.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
@@ -124,14 +145,20 @@ def run_all(page: Any, url: str) -> None:
     page.set_default_timeout(120_000)
     page.goto(url)
     page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
-    # Before there is a kernel the notebook looks idle, too; whoever runs a cell then is asked for one.
+    # Before there is a kernel the notebook looks idle, too; whoever runs a cell then is asked for
+    # one.
     page.locator(".jp-Toolbar-kernelName").filter(has_text="Python 3").wait_for()
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
-    begun = page.locator(".jp-CodeCell .jp-InputPrompt").filter(has_text=re.compile(r"\[(\*|\d+)\]")).first
+    begun = (
+        page.locator(".jp-CodeCell .jp-InputPrompt")
+        .filter(has_text=re.compile(r"\[(\*|\d+)\]"))
+        .first
+    )
     dialog = page.locator("dialog.jp-Dialog")
 
     def has_begun() -> bool:
-        # What is run while the kernel's connection is still being made is dropped by JupyterLab without a word.
+        # What is run while the kernel's connection is still being made is dropped by JupyterLab
+        # without a word.
         assert not dialog.is_visible(), f"JupyterLab asks: {dialog.inner_text()}"
         try:
             page.get_by_role("menuitem", name="Run", exact=True).click(timeout=3000)
@@ -145,7 +172,8 @@ def run_all(page: Any, url: str) -> None:
 
 
 def check_player(page: Any, player: Any) -> None:
-    """Move the slider by keyboard, three steps from the first: the position and the pictures change."""
+    """Move the slider by keyboard, three steps from the first: the position and the pictures
+    change."""
     player.wait_for()
     player.scroll_into_view_if_needed()
     slider = player.get_by_role("slider", name="Step")
@@ -157,9 +185,12 @@ def check_player(page: Any, player: Any) -> None:
     before = [picture_of(page, canvas) for canvas in canvases]
     for _ in range(3):
         slider.press("ArrowRight")
-    page.wait_for_function("([now, told]) => now.textContent !== told", arg=[position.element_handle(), told])
     page.wait_for_function(
-        "([canvases, before]) => canvases.some((canvas, i) => canvas.toDataURL() !== before[i])", arg=[canvases, before]
+        "([now, told]) => now.textContent !== told", arg=[position.element_handle(), told]
+    )
+    page.wait_for_function(
+        "([canvases, before]) => canvases.some((canvas, i) => canvas.toDataURL() !== before[i])",
+        arg=[canvases, before],
     )
     assert int(slider.input_value()) == int(slider.get_attribute("min") or 0) + 3
 
@@ -176,7 +207,9 @@ def picture_of(page: Any, canvas: Any) -> str:
 
 
 def notebook_of(*cells: str) -> nbformat.NotebookNode:
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
+    return nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells]
+    )
 
 
 @pytest.mark.nightly
@@ -186,7 +219,9 @@ def test_a_player_and_its_kernel(page: Any, lab: Lab) -> None:
     player = page.locator(".nv-player")
     player.wait_for()
     page.get_by_text("reader at 9").wait_for()
-    page.wait_for_function("document.querySelector('.nv-position').textContent.startsWith('step 9 of')")
+    page.wait_for_function(
+        "document.querySelector('.nv-position').textContent.startsWith('step 9 of')"
+    )
     check_player(page, player)
     page.locator(".jp-CodeCell").nth(2).locator(".cm-content").click()
 
@@ -207,7 +242,9 @@ def test_a_player_and_its_kernel(page: Any, lab: Lab) -> None:
 
 
 def test_what_if_runs_the_scheduler_again(page: Any, lab: Lab) -> None:
-    run_all(page, lab.add(notebook_of(PLAYER_CELL.replace("\nplayer\n", "\n"), WHAT_IF_CELL), "what_if"))
+    run_all(
+        page, lab.add(notebook_of(PLAYER_CELL.replace("\nplayer\n", "\n"), WHAT_IF_CELL), "what_if")
+    )
     player = page.locator(".nv-player")
     player.wait_for()
     check_player(page, player)
@@ -215,17 +252,24 @@ def test_what_if_runs_the_scheduler_again(page: Any, lab: Lab) -> None:
     table = page.locator(".widget-html table")
     figures = table.inner_text()
     # The sliders of ipywidgets have no name of their own.
-    pool = page.locator(".widget-slider").filter(has_text="blocks in the pool").locator(".noUi-handle")
+    pool = (
+        page.locator(".widget-slider").filter(has_text="blocks in the pool").locator(".noUi-handle")
+    )
     pool.focus()
     for _ in range(8):
         page.keyboard.press("ArrowLeft")
     page.wait_for_function(
-        "([table, old]) => !table.isConnected || table.innerText !== old", arg=[table.element_handle(), figures]
+        "([table, old]) => !table.isConnected || table.innerText !== old",
+        arg=[table.element_handle(), figures],
     )
-    page.wait_for_function("(old) => document.querySelector('.nv-player canvas').toDataURL() !== old", arg=before)
+    page.wait_for_function(
+        "(old) => document.querySelector('.nv-player canvas').toDataURL() !== old", arg=before
+    )
     for _ in range(20):
         page.keyboard.press("ArrowLeft")
-    page.get_by_role("alert").filter(has_text="The picture shows the last setting that worked").wait_for()
+    page.get_by_role("alert").filter(
+        has_text="The picture shows the last setting that worked"
+    ).wait_for()
     assert player.locator(".nv-position").inner_text().startswith("step 3 of")
 
 
@@ -235,6 +279,11 @@ def test_a_lecture_as_a_whole(page: Any, lab: Lab, lecture: str) -> None:
     run_all(page, lab.add(nbformat.read(NOTEBOOKS / f"{lecture}.ipynb", as_version=4), lecture))
     page.locator(".nv-player").first.wait_for(timeout=300_000)
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=300_000)
-    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    assert (
+        page.locator(
+            ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']"
+        ).count()
+        == 0
+    )
     for player in page.locator(".nv-player").all():
         check_player(page, player)

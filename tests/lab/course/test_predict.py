@@ -15,7 +15,9 @@ LECTURES = sorted((ROOT / "notebooks").glob("*.ipynb"), key=str)
 QUESTION = "How many times as many tokens per second do 8 requests get as one?"
 
 
-def test_a_prediction_is_shown_beside_the_formula_and_the_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_is_shown_beside_the_formula_and_the_measurement(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     course.predict(QUESTION, 6, unit="times").reveal(4, formula=8)
     assert capsys.readouterr().out.splitlines() == [
         QUESTION,
@@ -60,7 +62,9 @@ def test_a_prediction_among_answers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_prediction_is_a_number_or_one_of_the_answers() -> None:
     with pytest.raises(ValueError, match="a prediction is a number of ms, got '3 ms'"):
         course.predict("How long?", "3 ms", unit="ms")
-    with pytest.raises(ValueError, match="a prediction is one of 'swap', 'recompute', got 'neither'"):
+    with pytest.raises(
+        ValueError, match="a prediction is one of 'swap', 'recompute', got 'neither'"
+    ):
         course.predict("Which wins?", "neither", among=("swap", "recompute"))
 
 
@@ -73,10 +77,13 @@ def test_a_lecture_asks_before_the_cell_that_measures(path: pathlib.Path) -> Non
         for i, cell in enumerate(code)
         if "course.predict(" in cell
         for assignment in ast.parse(cell).body
-        if isinstance(assignment, ast.Assign) and ast.unparse(assignment.value).startswith("course.predict(")
+        if isinstance(assignment, ast.Assign)
+        and ast.unparse(assignment.value).startswith("course.predict(")
     ]
     assert len(asked) == sum(cell.count("course.predict(") for cell in code) >= 2
     for name, call, i in asked:
         assert ast.unparse(call.args[1]) == "...", f"{name}: the guess is the learner's"
         again = min((j for other, _, j in asked if other == name and j > i), default=len(code))
-        assert any(f"{name}.reveal(" in cell for cell in code[i + 1 : again + 1]), f"{name}: no later cell reveals it"
+        assert any(f"{name}.reveal(" in cell for cell in code[i + 1 : again + 1]), (
+            f"{name}: no later cell reveals it"
+        )

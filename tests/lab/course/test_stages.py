@@ -1,4 +1,5 @@
-"""The engine as it stands after a lecture: it generates the tokens of `transformers`, serves, and has the size that is stated."""
+"""The engine as it stands after a lecture: it generates the tokens of `transformers`, serves, and
+has the size that is stated."""
 
 from __future__ import annotations
 
@@ -36,21 +37,27 @@ OPERATORS_AND_SERVER = [
     "text/portions",
 ]
 OPERATORS_AND_SERVER += [
-    f"engine/{name}" for name in ("async_engine", "front_end", "process", "client", "request_stream")
+    f"engine/{name}"
+    for name in ("async_engine", "front_end", "process", "client", "request_stream")
 ]
 STAGE_18 = 5_000  # code lines of the rest, at most
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
-    """Code lines: of everything, and of everything but operators and server. A module that only the server imports, such as the one
-    that starts and ends the engine's process, belongs to the server."""
-    modules = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
+    """Code lines: of everything, and of everything but operators and server. A module that only the
+    server imports, such as the one that starts and ends the engine's process, belongs to the
+    server."""
+    modules = {
+        path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")
+    }
     users: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
         for module, _ in imports(path):
             users.get(module.replace(".", "/"), set()).add(name)
     apart = {name for name in modules if name.startswith(tuple(OPERATORS_AND_SERVER))}
-    while found := {name for name in modules.keys() - apart if users[name] and users[name] <= apart}:
+    while found := {
+        name for name in modules.keys() - apart if users[name] and users[name] <= apart
+    }:
         apart |= found
     lines = {name: code_lines(path.read_text("utf-8")) for name, path in modules.items()}
     return sum(lines.values()), sum(count for name, count in lines.items() if name not in apart)
@@ -58,7 +65,9 @@ def lines_of(package: pathlib.Path) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", STAGES)
-def test_a_stage_generates_and_serves(last: int, tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_stage_generates_and_serves(
+    last: int, tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     stage = tmp_path / "stage"
     assert main(["--root", str(ROOT), "stage", str(last), "--out", str(stage)]) == 0
     lines, rest = lines_of(stage / "nanovllm")
@@ -69,19 +78,35 @@ def test_a_stage_generates_and_serves(last: int, tiny_model: pathlib.Path, tmp_p
     assert abs(stated[0] - lines) <= 100 and abs(stated[1] - rest) <= 100, (lines, rest)
     assert last != STAGES[0] or rest <= STAGE_18
     expected = [reference_tokens(str(tiny_model), prompt, COUNT) for prompt in PROMPTS]
-    for division in ("", *(DIVISIONS if last == 26 else [])):  # as the lectures until then have taught
-        script = f'if __name__ == "__main__":\n{indent(SCRIPT.replace("LLM(model,", f"LLM(model, {division}"), "    ")}'
-        done = run(environment_of(stage), "-c", script, str(tiny_model), *map(json.dumps, (PROMPTS, COUNT, [])))
+    for division in (
+        "",
+        *(DIVISIONS if last == 26 else []),
+    ):  # as the lectures until then have taught
+        script = (
+            "if __name__ =="
+            f' "__main__":\n{indent(SCRIPT.replace("LLM(model,", f"LLM(model, {division}"), "    ")}'
+        )
+        done = run(
+            environment_of(stage),
+            "-c",
+            script,
+            str(tiny_model),
+            *map(json.dumps, (PROMPTS, COUNT, [])),
+        )
         assert done.returncode == 0, (division, done.stderr)
         assert json.loads(done.stdout) == expected, division
     with ServerProcess(tiny_model, tmp_path, package=stage) as server:
         answer = server.complete(prompt=PROMPTS, max_tokens=COUNT, ignore_eos=True)
         assert server.stop() == 0 and "Traceback" not in server.text, server.text
     decode = AutoTokenizer.from_pretrained(tiny_model).decode
-    assert [choice["text"] for choice in answer["choices"]] == [decode(t, skip_special_tokens=True) for t in expected]
+    assert [choice["text"] for choice in answer["choices"]] == [
+        decode(t, skip_special_tokens=True) for t in expected
+    ]
 
 
-def test_a_stage_is_not_written_over_something(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_is_not_written_over_something(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").touch()
     assert main(["--root", str(ROOT), "stage", "18", "--out", str(tmp_path)]) == 1
     assert "is not empty: name a new folder" in capsys.readouterr().err
@@ -93,7 +118,10 @@ def test_there_is_no_engine_before_lecture_18(
     number: int, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--root", str(ROOT), "stage", str(number), "--out", str(tmp_path / "new")]) == 1
-    assert f"there is no stage {number}; lectures after which there is an engine: 18, 19, 20" in capsys.readouterr().err
+    assert (
+        f"there is no stage {number}; lectures after which there is an engine: 18, 19, 20"
+        in capsys.readouterr().err
+    )
     assert main(["--root", str(ROOT), "diff", "18", "18"]) == 0
 
 

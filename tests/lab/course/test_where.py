@@ -1,4 +1,5 @@
-"""The picture "Where you are" knows the rooms in their order, and shows each lecture a call that it builds."""
+"""The picture "Where you are" knows the rooms in their order, and shows each lecture a call that it
+builds."""
 
 import json
 import sys
@@ -24,21 +25,34 @@ def where(monkeypatch):
 def test_the_floors_are_those_of_the_house(where):
     drawn = [room for floor in reversed(where.FLOORS.strip().split("\n")) for room in floor.split()]
     assert sorted(drawn) == sorted(ROOMS)
-    heights = {room: row for row, floor in enumerate(where.FLOORS.strip().split("\n")) for room in floor.split()}
+    heights = {
+        room: row
+        for row, floor in enumerate(where.FLOORS.strip().split("\n"))
+        for room in floor.split()
+    }
     assert sorted(ROOMS, key=lambda room: (-heights[room], ROOMS.index(room))) == ROOMS
 
 
-@pytest.mark.parametrize("lecture", [int(path.stem[:2]) for path in find_lectures(ROOT) if path.stem[:2] != "00"])
+@pytest.mark.parametrize(
+    "lecture", [int(path.stem[:2]) for path in find_lectures(ROOT) if path.stem[:2] != "00"]
+)
 def test_each_lecture_finds_its_rooms_and_its_calls(where, lecture):
     where.where_you_are(lecture)
     rooms, calls = where.plt.gcf().axes
     new = where.PALETTE[0]
-    assert any(patch.get_facecolor()[:3] == plt.matplotlib.colors.to_rgb(new) for patch in rooms.patches)
+    assert any(
+        patch.get_facecolor()[:3] == plt.matplotlib.colors.to_rgb(new) for patch in rooms.patches
+    )
     assert any(text.get_fontweight() == "bold" for text in calls.texts)
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in find_lectures(ROOT) if path.stem[:2] != "00"], ids=lambda path: path.stem
+    "path",
+    [path for path in find_lectures(ROOT) if path.stem[:2] != "00"],
+    ids=lambda path: path.stem,
 )
 def test_a_lecture_ends_with_it(path):
-    assert f"where_you_are({int(path.stem[:2])})" in json.loads(path.read_text())["cells"][-1]["source"][-1]
+    assert (
+        f"where_you_are({int(path.stem[:2])})"
+        in json.loads(path.read_text())["cells"][-1]["source"][-1]
+    )

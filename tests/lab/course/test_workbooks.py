@@ -23,7 +23,9 @@ from tests.lab.course.test_course_build import OPENING, TITLE, make_course
 LECTURES = {path.stem: path for path in find_lectures(ROOT)}
 READY = [name for name in LECTURES if name != "00_tour"]  # all that build modules
 # By day one of them; at night all.
-CHECKED = [name if name[:2] == "12" else pytest.param(name, marks=pytest.mark.nightly) for name in READY]
+CHECKED = [
+    name if name[:2] == "12" else pytest.param(name, marks=pytest.mark.nightly) for name in READY
+]
 WRONG = "\n        return self.nothing"
 BLANK = "\n        raise NotImplementedError("
 
@@ -53,7 +55,9 @@ def test_a_workbook_is_blank_and_the_solved_one_builds_the_engine(name: str) -> 
     data = original.to_fill_in()
     assert len(original.blanks) >= 2
     text = "\n".join("".join(cell["source"]) for cell in data["cells"])
-    assert "<summary>Solution" not in text and not any(cell.get("outputs") for cell in data["cells"])
+    assert "<summary>Solution" not in text and not any(
+        cell.get("outputs") for cell in data["cells"]
+    )
     assert all(f"`{blank}`" in "".join(data["cells"][1]["source"]) for blank in original.blanks)
     learners = Workbook(ROOT, LECTURES[name], data)
     assert learners.tests == original.tests
@@ -65,7 +69,9 @@ def test_a_workbook_is_blank_and_the_solved_one_builds_the_engine(name: str) -> 
         assert module.text == (ROOT / module.path).read_text(encoding="utf-8")
 
 
-def test_a_workbook_that_was_not_written_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workbook_that_was_not_written_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--root", str(ROOT), "check", "13", str(tmp_path / "mine.ipynb")]) == 1
     assert (
         "mine.ipynb: there is no such notebook; `workbook 13` writes 13_scheduler_workbook.ipynb"
@@ -74,8 +80,13 @@ def test_a_workbook_that_was_not_written_yet(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("command", ["workbook", "check"])
-def test_a_lecture_without_modules_has_no_workbook(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, message in ("00", "00_tour builds no module, and has no workbook"), ("1", "`1` is more than one lecture"):
+def test_a_lecture_without_modules_has_no_workbook(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, message in (
+        ("00", "00_tour builds no module, and has no workbook"),
+        ("1", "`1` is more than one lecture"),
+    ):
         assert main(["--root", str(ROOT), command, name]) == 1
         assert message in capsys.readouterr().err
 
@@ -102,15 +113,21 @@ def test_a_wrong_body_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_what_cannot_be_folded_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, file = Workbook(ROOT, LECTURES["11_paged_memory"]).to_fill_in(), tmp_path / "mine.ipynb"
     blank = BLANK + '"write BlockPool.touch")'
-    assert check("11", changed(data, blank, "\n        return ="), tmp_path, capsys).startswith(f"{file}: cell ")
-    assert "Undefined name `np`" in check("11", changed(data, blank, "\n        return np"), tmp_path, capsys)
+    assert check("11", changed(data, blank, "\n        return ="), tmp_path, capsys).startswith(
+        f"{file}: cell "
+    )
+    assert "Undefined name `np`" in check(
+        "11", changed(data, blank, "\n        return np"), tmp_path, capsys
+    )
     gone = check("11", changed(data, "    def touch(", "    def tuch("), tmp_path, capsys)
     assert gone.startswith(f"{file}: cell ") and "this cell must define `BlockPool.touch`" in gone
     file.write_text("{")
     assert main(["--root", str(ROOT), "check", "11", str(file)]) == 1
     assert main(["--root", str(ROOT), "check", "11", str(tmp_path / "none.ipynb")]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(f"{file}: not a notebook") and said[1].startswith(f"{tmp_path / 'none.ipynb'}: ")
+    assert said[0].startswith(f"{file}: not a notebook") and said[1].startswith(
+        f"{tmp_path / 'none.ipynb'}: "
+    )
 
 
 def test_a_right_workbook_makes_an_engine(
@@ -124,15 +141,23 @@ def test_a_right_workbook_makes_an_engine(
     file.write_text(json.dumps(data))
     assert main(["--root", str(ROOT), "check", "11", str(file), "--out", str(out)]) == 0
     assert f"cd {out} && PYTHONPATH=. " in capsys.readouterr().out
-    program = "from nanovllm import LLM; from nanovllm.kv.block_pool import BlockPool as B; p = B(1); p.touch([0]); print(p.mine)"
+    program = (
+        "from nanovllm import LLM; from nanovllm.kv.block_pool import BlockPool as B; p = B(1); "
+        "p.touch([0]); print(p.mine)"
+    )
     environment = os.environ | {"PYTHONPATH": str(out)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=out, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=out, env=environment, capture_output=True, text=True
+    )
     assert done.stdout == "True\n", done.stderr
     assert main(["--root", str(ROOT), "check", "11", str(file), "--out", str(out)]) == 1
     assert "is not empty: name a new folder" in capsys.readouterr().err
 
 
-POOL = '#| export\n#| yours Pool.free: {}\nclass Pool:\n    def free(self):\n        """Free it."""\n        return 1'
+POOL = (
+    '#| export\n#| yours Pool.free: {}\nclass Pool:\n    def free(self):\n        """Free it."""\n'
+    "        return 1"
+)
 
 
 def test_a_workbook_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,10 +181,19 @@ def test_a_workbook_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("cells", "words"),
     [
         ([POOL.format("tests/nothing.py")], "there is no test tests/nothing.py"),
-        ([POOL.format("pyproject.toml::test_nothing")], "there is no test pyproject.toml::test_nothing"),
-        ([POOL.format("pyproject.toml").replace("def free", "def give")], "this cell must define `Pool.free`"),
+        (
+            [POOL.format("pyproject.toml::test_nothing")],
+            "there is no test pyproject.toml::test_nothing",
+        ),
+        (
+            [POOL.format("pyproject.toml").replace("def free", "def give")],
+            "this cell must define `Pool.free`",
+        ),
         ([POOL.format("")], "needs a function and its tests"),
-        ([POOL.format("pyproject.toml").replace('"""Free it."""', "pass")], "not a function with a docstring"),
+        (
+            [POOL.format("pyproject.toml").replace('"""Free it."""', "pass")],
+            "not a function with a docstring",
+        ),
         ([POOL.format("pyproject.toml") + "\n#| yours Pool.free: x"], "first lines of its cell"),
     ],
 )
@@ -170,7 +204,10 @@ def test_a_blank_needs_a_definition_and_tests(tmp_path: Path, cells: list[str], 
 
 
 def test_a_later_lecture_may_not_replace_a_blank(tmp_path: Path) -> None:
-    later = "#| extend pool\nfrom nanovllm.lab.course import extend\n\n\n@extend\nclass Pool(Pool):\n    def free(self):\n        return 2"
+    later = (
+        "#| extend pool\nfrom nanovllm.lab.course import extend\n\n\n@extend\nclass Pool(Pool):\n  "
+        "  def free(self):\n        return 2"
+    )
     first = [TITLE, OPENING, POOL.format("pyproject.toml")]
     make_course(tmp_path, **{"11_paged": first, "23_more": [TITLE, later]})
     with pytest.raises(CourseError, match="no later lecture may replace it"):

@@ -27,8 +27,12 @@ FOLDER = pathlib.Path(__file__).parents[3] / "figures"
 
 def crowded_trace(mode: str = "recompute") -> Trace:
     """More requests than the pool has room for: they wait, share a prefix, and are preempted."""
-    requests = [SimulatedRequest(i, [1, 2, 3, 4, 5 + i, 6], 13, request_id=f"r{i}") for i in range(5)]
-    return simulate(requests, num_kv_blocks=9, block_size=4, preemption_mode=mode, check_invariants=True)
+    requests = [
+        SimulatedRequest(i, [1, 2, 3, 4, 5 + i, 6], 13, request_id=f"r{i}") for i in range(5)
+    ]
+    return simulate(
+        requests, num_kv_blocks=9, block_size=4, preemption_mode=mode, check_invariants=True
+    )
 
 
 def frames(data: bytes) -> list[tuple[Image.Image, int]]:
@@ -43,7 +47,9 @@ def frames(data: bytes) -> list[tuple[Image.Image, int]]:
 
 def changed(one: Image.Image, other: Image.Image) -> float:
     """The share of pixels that differ visibly."""
-    difference = ImageChops.difference(one, other).convert("L").point(lambda value: 255 * (value > 40))
+    difference = (
+        ImageChops.difference(one, other).convert("L").point(lambda value: 255 * (value > 40))
+    )
     return difference.histogram()[255] / (one.width * one.height)
 
 
@@ -68,13 +74,18 @@ def test_a_committed_animation_is_the_film_of_its_story(name: str) -> None:
     assert image.info["comment"].decode() == film.digest(), "run make figures"
     assert len(data) < 500_000 and image.width == 900 and image.info["loop"] == 0
     shown = frames(data)
-    assert sum(time for _, time in shown) == pytest.approx(1000 * sum(beat.seconds for beat in film.beats))
+    assert sum(time for _, time in shown) == pytest.approx(
+        1000 * sum(beat.seconds for beat in film.beats)
+    )
     assert all(changed(one, other) > 0 for (one, _), (other, _) in itertools.pairwise(shown))
 
 
 def test_a_film_that_is_shot_again_is_the_committed_one() -> None:
     """Chromium and its fonts differ from machine to machine: a few pixels may, too."""
-    again, committed = frames(FILMS["prefix_cache.gif"]().shoot()), frames((FOLDER / "prefix_cache.gif").read_bytes())
+    again, committed = (
+        frames(FILMS["prefix_cache.gif"]().shoot()),
+        frames((FOLDER / "prefix_cache.gif").read_bytes()),
+    )
     assert [time for _, time in again] == [time for _, time in committed]
     for (one, _), (other, _) in zip(again, committed, strict=True):
         assert abs(one.height - other.height) < 40 and changed(one, other.resize(one.size)) < 0.15
@@ -94,7 +105,9 @@ def test_beats_show_their_step_their_words_and_their_focus(page: Any) -> None:
         assert page.evaluate("beat => film.show(beat)", arguments) == beat.words
         assert page.locator("h1 .step").inner_text() == f"step {beat.step}"
         assert page.locator("p").inner_text() == beat.words
-    assert not page.locator(".nv-controls").is_visible() and not page.locator(".nv-story").is_visible()
+    assert (
+        not page.locator(".nv-controls").is_visible() and not page.locator(".nv-story").is_visible()
+    )
 
 
 def test_the_captions_stay_in_their_box(page: Any) -> None:
@@ -110,14 +123,21 @@ def test_the_captions_stay_in_their_box(page: Any) -> None:
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", films.FILMS)
-def test_the_texts_of_drawn_films_stay_on_the_picture_and_in_their_box(name: str, every: int) -> None:
+def test_the_texts_of_drawn_films_stay_on_the_picture_and_in_their_box(
+    name: str, every: int
+) -> None:
     film = drawn(name)
     for beat in film.beats[::every]:
         figure = film.figure(beat)
         note = figure.axes[-1]
         for text in figure.findobj(Text):
             box, place = text.get_window_extent(), note.bbox if text.axes is note else figure.bbox
-            inside = place.x0 <= box.x0 and box.x1 <= place.x1 and place.y0 <= box.y0 and box.y1 <= place.y1
+            inside = (
+                place.x0 <= box.x0
+                and box.x1 <= place.x1
+                and place.y0 <= box.y0
+                and box.y1 <= place.y1
+            )
             assert inside or not text.get_visible() or not text.get_text(), text.get_text()
 
 
@@ -133,7 +153,10 @@ def test_each_view_is_drawn_and_told(view: str, page: Any) -> None:
 def test_without_words_the_player_tells_what_changed(page: Any) -> None:
     trace = crowded_trace()
     Film(trace, "", ["queues"], [Beat(0)]).play(page)
-    told = [page.evaluate("index => film.show({ index, words: '', focus: null })", i) for i in range(len(trace))]
+    told = [
+        page.evaluate("index => film.show({ index, words: '', focus: null })", i)
+        for i in range(len(trace))
+    ]
     for record, words in zip(trace, told, strict=True):
         for what, ids in (
             ("Preempted", record.preempted),
@@ -148,7 +171,9 @@ def test_without_words_the_player_tells_what_changed(page: Any) -> None:
 # ---------------------------------------------------------------- animate
 
 
-def test_an_animation_has_a_picture_per_step_also_where_an_event_loop_runs(page: Any, tmp_path: pathlib.Path) -> None:
+def test_an_animation_has_a_picture_per_step_also_where_an_event_loop_runs(
+    page: Any, tmp_path: pathlib.Path
+) -> None:
     """The browser of the fixture runs one in this thread, as a notebook does."""
     assert asyncio.get_running_loop().is_running()
     crowded_trace().save(tmp_path / "run.jsonl")
@@ -179,4 +204,7 @@ def test_a_gif_keeps_its_pictures() -> None:
         picture.paste((10 * number, 114, 178), (number, 5, number + 9, 14))
     shown = frames(gif_bytes(pictures, [0.5, 1.0, 2.0], "three"))
     assert [time for _, time in shown] == [500, 1000, 2000]
-    assert all(not ImageChops.difference(one, other).getbbox() for (one, _), other in zip(shown, pictures, strict=True))
+    assert all(
+        not ImageChops.difference(one, other).getbbox()
+        for (one, _), other in zip(shown, pictures, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""Pictures: the data behind them, what they say about it, and that the same record gives the same bytes."""
+"""Pictures: the data behind them, what they say about it, and that the same record gives the same
+bytes."""
 
 import ast
 import itertools
@@ -60,7 +61,11 @@ def style():
 
 def small_trace(**options) -> Trace:
     """Three requests, two of them with long prompts, and a budget of 32 tokens a step."""
-    requests = [SimulatedRequest(0, 40, 12), SimulatedRequest(2, 120, 10), SimulatedRequest(3, 24, 14)]
+    requests = [
+        SimulatedRequest(0, 40, 12),
+        SimulatedRequest(2, 120, 10),
+        SimulatedRequest(3, 24, 14),
+    ]
     settings = {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "check_invariants": True}
     return simulate(requests, **(settings | options))
 
@@ -96,7 +101,9 @@ def test_simulated_requests_get_every_token():
         draw.randint(5, 40) if i % 3 == 0 else draw.randint(10, 150)
         assert sampled[f"r{i}"] == draw.randint(5, 60)
     assert any(step.preempted for step in trace), "the pool is meant to be too small"
-    assert any(any(step.admitted.values()) for step in trace), "some prefixes are meant to be shared"
+    assert any(any(step.admitted.values()) for step in trace), (
+        "some prefixes are meant to be shared"
+    )
 
 
 def test_simulation_is_deterministic_and_survives_a_file(tmp_path):
@@ -117,7 +124,9 @@ def test_simulation_of_many_requests_is_cheap():
 
 
 def test_idle_steps_are_counted_and_not_recorded():
-    trace = simulate([SimulatedRequest(0, 4, 2), SimulatedRequest(100, 4, 2)], step_cost=2.0, token_cost=0.5)
+    trace = simulate(
+        [SimulatedRequest(0, 4, 2), SimulatedRequest(100, 4, 2)], step_cost=2.0, token_cost=0.5
+    )
     assert [s.step for s in trace] == [0, 1, 100, 101]
     assert [s.duration for s in trace] == [4.0, 2.5, 4.0, 2.5]
     assert trace.steps[2].start == 4.0 + 2.5 + 98 * 2.0
@@ -125,15 +134,26 @@ def test_idle_steps_are_counted_and_not_recorded():
 
 
 def test_priority_and_abort():
-    requests = [SimulatedRequest(0, 8, 50, priority=2, abort_step=6), SimulatedRequest(0, 8, 3, priority=1)]
+    requests = [
+        SimulatedRequest(0, 8, 50, priority=2, abort_step=6),
+        SimulatedRequest(0, 8, 3, priority=1),
+    ]
     trace = simulate(requests, max_num_seqs=1, scheduling_policy="priority")
     assert next(s.requests[0].request_id for s in trace) == "r1"
-    assert [(e.request_id, e.at) for e in timeline_events(trace) if e.kind == "aborted"] == [("r0", 6)]
-    assert not trace.steps[-1].requests and len(trace) == 7, "nothing is left to compute after the abort"
+    assert [(e.request_id, e.at) for e in timeline_events(trace) if e.kind == "aborted"] == [
+        ("r0", 6)
+    ]
+    assert not trace.steps[-1].requests and len(trace) == 7, (
+        "nothing is left to compute after the abort"
+    )
 
 
 def test_an_end_after_which_nothing_is_left_takes_no_room():
-    requests = [SimulatedRequest(0, 8, 50, abort_step=3), SimulatedRequest(5, 8, 2), SimulatedRequest(9, 8, 2)]
+    requests = [
+        SimulatedRequest(0, 8, 50, abort_step=3),
+        SimulatedRequest(5, 8, 2),
+        SimulatedRequest(9, 8, 2),
+    ]
     trace = simulate(requests)
     assert [(s.step, len(s.requests)) for s in trace] == [
         (0, 1),
@@ -167,7 +187,9 @@ def test_simulation_refuses_what_can_never_run():
 
 
 def test_spans_of_a_small_trace():
-    spans = [(s.request_id, s.kind, s.begin, s.end, s.num_tokens) for s in timeline_spans(small_trace())]
+    spans = [
+        (s.request_id, s.kind, s.begin, s.end, s.num_tokens) for s in timeline_spans(small_trace())
+    ]
     assert spans == [
         ("r0", "prefill", 0, 2, 40),
         ("r0", "decode", 2, 13, 11),
@@ -187,7 +209,11 @@ def test_unmerged_spans_are_one_a_step():
 
 
 def test_prefill_first_stalls_those_who_decode():
-    stalled = [s for s in timeline_spans(small_trace(batching_policy="prefill_first")) if s.kind == "stalled"]
+    stalled = [
+        s
+        for s in timeline_spans(small_trace(batching_policy="prefill_first"))
+        if s.kind == "stalled"
+    ]
     assert [(s.request_id, s.begin, s.end) for s in stalled] == [("r0", 2, 7), ("r1", 6, 7)]
     assert not [s for s in timeline_spans(small_trace()) if s.kind == "stalled"]
 
@@ -197,7 +223,9 @@ def test_every_step_of_a_request_has_one_span(mode):
     trace = busy_trace(preemption_mode=mode)
     kinds = set()
     for request_id in request_ids(trace):
-        spans = [s for s in timeline_spans(trace) if s.request_id == request_id and s.kind != "cached"]
+        spans = [
+            s for s in timeline_spans(trace) if s.request_id == request_id and s.kind != "cached"
+        ]
         assert all(a.end == b.begin for a, b in itertools.pairwise(spans))
         kinds |= {s.kind for s in spans}
     assert ("swapped" in kinds) == (mode == "swap")
@@ -247,10 +275,14 @@ def test_who_came_before_the_trace_began_has_no_first_token_in_it(tmp_path):
     assert [e.request_id for e in timeline_events(rest) if e.kind == "first token"] == ["r1", "r2"]
     rest.to_perfetto(tmp_path / "events.json")
     events = json.loads((tmp_path / "events.json").read_text())["traceEvents"]
-    tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    tracks = {
+        event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"
+    }
     assert [e["tid"] for e in events if e["name"] == "first token"] == [tracks["r1"], tracks["r2"]]
     metrics = request_metrics(rest)
-    assert all(metrics[r]["ttft"] is None and metrics[r]["latency"] is None for r in ("r0", "r1", "r2"))
+    assert all(
+        metrics[r]["ttft"] is None and metrics[r]["latency"] is None for r in ("r0", "r1", "r2")
+    )
     assert metrics["r0"]["itl"] == request_metrics(whole)["r0"]["itl"][3:]
 
 
@@ -267,7 +299,13 @@ def test_step_edges():
 def test_metrics_in_steps_and_tokens():
     metrics = request_metrics(small_trace())
     assert list(metrics) == ["r0", "r1", "r2"]
-    assert metrics["r0"] == {"arrival": 0, "ttft": 2, "itl": [1] * 11, "latency": 13, "num_preemptions": 0}
+    assert metrics["r0"] == {
+        "arrival": 0,
+        "ttft": 2,
+        "itl": [1] * 11,
+        "latency": 13,
+        "num_preemptions": 0,
+    }
     assert metrics["r2"]["ttft"] == 4
     tokens = request_metrics(small_trace(), "tokens")
     assert tokens["r0"]["ttft"] == 40
@@ -313,7 +351,9 @@ def test_pool_state_rebuilt_from_a_trace_counts_the_same_free_blocks(mode):
         assert sorted(state.tables) == sorted(step.running)
         for share in step.requests:
             assert len(state.tables[share.request_id]) * 16 >= share.start + share.num_tokens
-    assert any(max(pool_state_at(trace, s.step).ref_counts) > 1 for s in trace), "prefixes are shared"
+    assert any(max(pool_state_at(trace, s.step).ref_counts) > 1 for s in trace), (
+        "prefixes are shared"
+    )
 
 
 def test_freed_full_blocks_stay_findable():
@@ -323,7 +363,9 @@ def test_freed_full_blocks_stay_findable():
     assert pool_state_at(trace, 0).cached == set()
 
 
-@pytest.mark.parametrize("size, columns", [(1, 1), (2, 2), (4, 2), (7, 7), (8, 4), (16, 4), (32, 8)])
+@pytest.mark.parametrize(
+    "size, columns", [(1, 1), (2, 2), (4, 2), (7, 7), (8, 4), (16, 4), (32, 8)]
+)
 def test_cells_of_a_block_fill_a_rectangle(size, columns):
     assert cell_columns(size) == columns
 
@@ -349,7 +391,9 @@ def test_block_table_drawing_has_an_arrow_an_entry():
 
 
 def test_memory_bars_add_up():
-    ax = draw_memory({"contiguous": {"used": 2, "reserved": 6}, "paged": {"used": 2, "wasted": 0.1}})
+    ax = draw_memory(
+        {"contiguous": {"used": 2, "reserved": 6}, "paged": {"used": 2, "wasted": 0.1}}
+    )
     widths: dict[float, float] = {}
     for bar in ax.patches:
         widths[round(bar.get_y(), 2)] = widths.get(round(bar.get_y(), 2), 0) + bar.get_width()
@@ -370,12 +414,18 @@ def test_colors_follow_the_order_of_appearance():
 
 @pytest.mark.parametrize(
     ("draw", "x"),
-    [*itertools.product([draw_timeline], ["step", "tokens", "time"]), (draw_budget, "tokens"), (draw_usage, "time")],
+    [
+        *itertools.product([draw_timeline], ["step", "tokens", "time"]),
+        (draw_budget, "tokens"),
+        (draw_usage, "time"),
+    ],
 )
 def test_same_trace_same_bytes(draw, x):
     pictures = []
     for _ in range(2):
-        pictures.append(image_bytes(draw(busy_trace(12, num_kv_blocks=40, preemption_mode="swap"), x)))
+        pictures.append(
+            image_bytes(draw(busy_trace(12, num_kv_blocks=40, preemption_mode="swap"), x))
+        )
         plt.close("all")
     assert pictures[0] == pictures[1]
     assert pictures[0].startswith(b"\x89PNG")
@@ -418,7 +468,13 @@ def test_axes_given_are_used_and_no_legend_is_added():
 
 def test_timeline_legend_explains_what_is_there():
     legend = draw_timeline(small_trace()).get_figure().legends[0]
-    assert [t.get_text() for t in legend.get_texts()] == ["prefill", "decode", "waiting", "first token", "finished"]
+    assert [t.get_text() for t in legend.get_texts()] == [
+        "prefill",
+        "decode",
+        "waiting",
+        "first token",
+        "finished",
+    ]
 
 
 def test_compare_shares_axis_colors_and_one_legend():
@@ -436,9 +492,12 @@ def test_overview_stacks_views_of_one_trace():
     assert len(axes) == 3 and len({ax.get_xlim() for ax in axes}) == 1
     assert [ax.get_xlabel() for ax in axes] == ["", "", "step"]
     labels = [t.get_text() for t in axes[0].get_figure().legends[0].get_texts()]
-    assert len(labels) == len(set(labels)) and {"prefill", "preempted", "token budget", "held by requests"} <= set(
-        labels
-    )
+    assert len(labels) == len(set(labels)) and {
+        "prefill",
+        "preempted",
+        "token budget",
+        "held by requests",
+    } <= set(labels)
 
 
 def test_empty_trace_can_be_drawn():
@@ -475,13 +534,21 @@ def test_engine_and_simulation_write_the_same_record(tmp_path):
     from nanovllm.data.sampling_params import SamplingParams
     from nanovllm.engine.core import EngineCore
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     shape |= {"num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 256}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(config | shape))
     options = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_kv_blocks": 8, "block_size": 8}
     core = EngineCore(
-        EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", **options), trace=Trace()
+        EngineConfig(
+            model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", **options
+        ),
+        trace=Trace(),
     )
     prompts = [list(range(20)), list(range(40)), [*range(16), 100]]
     for i, prompt in enumerate(prompts):
@@ -497,7 +564,12 @@ def test_engine_and_simulation_write_the_same_record(tmp_path):
             share.sampled = [0] * len(share.sampled)
         real.start, real.duration = other.start, other.duration
         assert real == other
-    assert core.trace.settings.keys() >= {"model", "block_size", "num_blocks", "enable_prefix_caching"}
+    assert core.trace.settings.keys() >= {
+        "model",
+        "block_size",
+        "num_blocks",
+        "enable_prefix_caching",
+    }
 
 
 def test_every_committed_figure_is_drawn_by_the_command() -> None:
@@ -508,8 +580,12 @@ def test_every_committed_figure_is_drawn_by_the_command() -> None:
 
     committed = pathlib.Path(__file__).parents[3] / "figures"
     names, measured = {"visual_language.svg", *FILMS, *films.FILMS}, {"roofline.svg"}
-    assert {path.name for path in committed.iterdir() if path.suffix in (".gif", ".svg")} == names | measured
+    assert {
+        path.name for path in committed.iterdir() if path.suffix in (".gif", ".svg")
+    } == names | measured
     assert (committed / "page.png").stat().st_size < 150_000
     assert visual_language() == (committed / "visual_language.svg").read_bytes(), "run make figures"
     page = (committed / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{name}`" in page or f"({name})" in page for name in (*names, *measured, "page.png"))
+    assert all(
+        f"`{name}`" in page or f"({name})" in page for name in (*names, *measured, "page.png")
+    )

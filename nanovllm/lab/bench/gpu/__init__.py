@@ -1,4 +1,5 @@
-"""`nanovllm bench gpu`: tests and measures the engine on a machine with an NVIDIA GPU, in ten minutes.
+"""`nanovllm bench gpu`: tests and measures the engine on a machine with an NVIDIA GPU, in ten
+minutes.
 
 proofs      runs tests/gpu
 machine     what was found, and the two ceilings that figures are compared with

@@ -1,4 +1,5 @@
-"""Attention alone: how close decoding comes to the memory's bandwidth, and prefill to the matrix peak."""
+"""Attention alone: how close decoding comes to the memory's bandwidth, and prefill to the matrix
+peak."""
 
 import functools
 import itertools
@@ -18,12 +19,18 @@ from nanovllm.lab.bench.parts import Setting, Skip, reason_of
 from nanovllm.lab.bench.report import Row
 from nanovllm.ops.support import why_no_triton
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768)
+NUM_HEADS = 32
+NUM_KV_HEADS = 8
+HEAD_DIM = 128
+BLOCK_SIZE = 16
+BATCHES = (1, 8, 64, 256)
+CONTEXTS = (1024, 8192, 32768)
 # (new tokens, tokens before them)
 PROMPTS = ((512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (16384, 0), (512, 8192))
 # Of DeepSeek-V2-Lite; V3 has the same, and 128 heads, which eight ranks share.
-RANK, ROPE, LATENT_HEADS = 512, 64, (16, 128)
+RANK = 512
+ROPE = 64
+LATENT_HEADS = (16, 128)
 # Of a GPU's free memory; the rest is for queries, partial results and the cache that is flushed.
 _MEMORY_SHARE = 0.8
 FLEX = "flex_attention"
@@ -38,7 +45,8 @@ def decode_bytes(num_seqs: int, context: int, itemsize: int = 2) -> int:
 
 
 def latent_bytes(num_seqs: int, context: int, num_heads: int, itemsize: int = 2) -> int:
-    """Bytes that a step of latent decode has to move: every row of the cache once, absorbed queries, averages of latents."""
+    """Bytes that a step of latent decode has to move: every row of the cache once, absorbed
+    queries, averages of latents."""
     return num_seqs * (context * (RANK + ROPE) + num_heads * (2 * RANK + ROPE)) * itemsize
 
 
@@ -49,7 +57,8 @@ def prefill_flops(query_len: int, context: int) -> int:
 
 
 class Pool:
-    """A paged cache of random numbers whose pages are in random order; of keys and values, or of latents of a width."""
+    """A paged cache of random numbers whose pages are in random order; of keys and values, or of
+    latents of a width."""
 
     def __init__(self, num_blocks: int, device: torch.device, latent_width: int = 0) -> None:
         heads = kv_cache_shape(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
@@ -59,7 +68,8 @@ class Pool:
 
     def metadata(self, query_lens: Sequence[int], seq_len: int) -> AttentionMetadata:
         """Sequences of one length, each on pages of its own."""
-        device, num_seqs = self.order.device, len(query_lens)
+        device = self.order.device
+        num_seqs = len(query_lens)
         width = -(-seq_len // BLOCK_SIZE)
         tables = self.order[: num_seqs * width].view(num_seqs, width)
         starts = torch.tensor([0, *query_lens], device=device).cumsum(0, dtype=torch.int32)
@@ -82,7 +92,9 @@ def _device_with_triton(setting: Setting, head_dim: int) -> torch.device:
     return setting.device
 
 
-def speed(setting: Setting, seconds: float, num_bytes: int | None = None, flops: int | None = None) -> Row:
+def speed(
+    setting: Setting, seconds: float, num_bytes: int | None = None, flops: int | None = None
+) -> Row:
     """The cells of a measurement, beside the machine's ceilings."""
     row: Row = {"ms": 1e3 * seconds}
     if num_bytes is not None:
@@ -105,7 +117,9 @@ def decode(setting: Setting) -> Iterator[Row]:
     device = _device_with_triton(setting, HEAD_DIM)
     batches, contexts = ((2,), (16,)) if setting.dry_run else (BATCHES, CONTEXTS)
     block_bytes = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
-    pool = Pool(_fitting_blocks(max(batches) * max(contexts) // BLOCK_SIZE, block_bytes, device), device)
+    pool = Pool(
+        _fitting_blocks(max(batches) * max(contexts) // BLOCK_SIZE, block_bytes, device), device
+    )
     for num_seqs, context in itertools.product(batches, contexts):
         row: Row = {"table": DECODE, "sequences": num_seqs, "context": context}
         if num_seqs * context > len(pool.order) * BLOCK_SIZE:
@@ -116,12 +130,14 @@ def decode(setting: Setting) -> Iterator[Row]:
 
 
 def latent(setting: Setting) -> Iterator[Row]:
-    """One new token for each sequence of a batch with latent attention: the kernel alone, on absorbed queries."""
+    """One new token for each sequence of a batch with latent attention: the kernel alone, on
+    absorbed queries."""
     device = _device_with_triton(setting, ROPE)
     from nanovllm.attention.latent_kernels import TritonLatentBackend
 
     batches, contexts = ((2,), (32,)) if setting.dry_run else (BATCHES, CONTEXTS)
-    wanted, width = max(batches) * max(contexts) // BLOCK_SIZE, RANK + ROPE
+    wanted = max(batches) * max(contexts) // BLOCK_SIZE
+    width = RANK + ROPE
     pool = Pool(_fitting_blocks(wanted, BLOCK_SIZE * width * 2, device), device, width)
     for num_heads, num_seqs, context in itertools.product(LATENT_HEADS, batches, contexts):
         row: Row = {"table": LATENT, "heads": num_heads, "sequences": num_seqs, "context": context}
@@ -131,8 +147,11 @@ def latent(setting: Setting) -> Iterator[Row]:
         q = torch.randn(num_seqs, num_heads, width, device=device).to(torch.bfloat16)
         metadata = pool.metadata([1] * num_seqs, context)
         arguments = (q, pool.kv_cache, metadata.block_tables, metadata.seq_lens, RANK, width**-0.5)
-        seconds = median_seconds(functools.partial(TritonLatentBackend().decode, *arguments), device)
-        # Two products for each head and row: as wide as the row for the score, and as the latent for the average.
+        seconds = median_seconds(
+            functools.partial(TritonLatentBackend().decode, *arguments), device
+        )
+        # Two products for each head and row: as wide as the row for the score, and as the latent
+        # for the average.
         flops = 2 * num_seqs * context * num_heads * (2 * RANK + ROPE)
         yield row | speed(setting, seconds, latent_bytes(num_seqs, context, num_heads), flops)
 
@@ -141,11 +160,20 @@ def prefill(setting: Setting) -> Iterator[Row]:
     """Prompts of one sequence, and beside them torch's own attention on contiguous keys and values."""
     device = _device_with_triton(setting, HEAD_DIM)
     prompts = ((16, 0), (8, 16)) if setting.dry_run else PROMPTS
-    pool = Pool(-(-max(query_len + context for query_len, context in prompts) // BLOCK_SIZE), device)
+    pool = Pool(
+        -(-max(query_len + context for query_len, context in prompts) // BLOCK_SIZE), device
+    )
     own: dict[tuple[int, int], float] = {}
 
-    def measured(name: str, prompt: tuple[int, int], prepare: Callable[[], Callable[[], object]]) -> Row:
-        row: Row = {"table": PREFILL, "new tokens": prompt[0], "context before": prompt[1], "implementation": name}
+    def measured(
+        name: str, prompt: tuple[int, int], prepare: Callable[[], Callable[[], object]]
+    ) -> Row:
+        row: Row = {
+            "table": PREFILL,
+            "new tokens": prompt[0],
+            "context before": prompt[1],
+            "implementation": name,
+        }
         if name == FLEX and setting.seconds_left < _COMPILE_SECONDS:
             return row | {"why not": "no time left to compile it"}
         try:
@@ -155,14 +183,23 @@ def prefill(setting: Setting) -> Iterator[Row]:
                 raise
             return row | {"why not": reason_of(error)}
         own.setdefault(prompt, seconds)
-        return row | speed(setting, seconds, flops=prefill_flops(*prompt)) | {"÷ nanovllm": seconds / own[prompt]}
+        return (
+            row
+            | speed(setting, seconds, flops=prefill_flops(*prompt))
+            | {"÷ nanovllm": seconds / own[prompt]}
+        )
 
     for prompt in prompts:
         query_len, context = prompt
         metadata = pool.metadata([query_len], query_len + context)
         yield measured(OURS, prompt, functools.partial(_attention, query_len, pool, metadata))
-        for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
-            if name != "SDPA cuDNN" or context == 0:  # which aligns its causal mask at the first key
+        for name, backend in (
+            ("SDPA flash", SDPBackend.FLASH_ATTENTION),
+            ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION),
+        ):
+            if (
+                name != "SDPA cuDNN" or context == 0
+            ):  # which aligns its causal mask at the first key
                 yield measured(name, prompt, functools.partial(_sdpa, *prompt, device, backend))
     # Last, because each length has to be compiled; the one that has a goal first.
     for prompt in sorted(prompts, key=lambda p: (p != (8192, 0), p[1] == 0, -p[0])):
@@ -171,12 +208,21 @@ def prefill(setting: Setting) -> Iterator[Row]:
 
 def _dense(query_len: int, context: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys, values: `[1, heads, tokens, HEAD_DIM]`, contiguous."""
-    shapes = ((NUM_HEADS, query_len), (NUM_KV_HEADS, query_len + context), (NUM_KV_HEADS, query_len + context))
-    q, k, v = (torch.randn(1, heads, tokens, HEAD_DIM, device=device).to(torch.bfloat16) for heads, tokens in shapes)
+    shapes = (
+        (NUM_HEADS, query_len),
+        (NUM_KV_HEADS, query_len + context),
+        (NUM_KV_HEADS, query_len + context),
+    )
+    q, k, v = (
+        torch.randn(1, heads, tokens, HEAD_DIM, device=device).to(torch.bfloat16)
+        for heads, tokens in shapes
+    )
     return q, k, v
 
 
-def _sdpa(query_len: int, context: int, device: torch.device, backend: SDPBackend) -> Callable[[], Tensor]:
+def _sdpa(
+    query_len: int, context: int, device: torch.device, backend: SDPBackend
+) -> Callable[[], Tensor]:
     q, k, v = _dense(query_len, context, device)
 
     def work() -> Tensor:
@@ -198,5 +244,7 @@ def _flex(query_len: int, context: int, device: torch.device) -> Callable[[], Te
     mask = create_block_mask(causal, None, None, query_len, query_len + context, device=device)
     torch.compiler.reset()  # after so many recompilations of one function torch would give up
     # A dry run does without the compiler.
-    compiled = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+    compiled = (
+        torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+    )
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)

@@ -22,9 +22,9 @@ _WARM_UP = 3
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """The median time of some work, each time with a cold L2 cache.
 
-    On a GPU the work is queued while the GPU still overwrites its cache, which takes at least as long as queueing: the events
-    before and after the work then measure the GPU's time alone, not Python's. On a CPU (a dry run) it is the host's clock.
-    """
+    On a GPU the work is queued while the GPU still overwrites its cache, which takes at least as
+    long as queueing: the events before and after the work then measure the GPU's time alone, not
+    Python's. On a CPU (a dry run) it is the host's clock."""
     if device.type == "cpu":
         work()
         return timed(work)
@@ -66,7 +66,8 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOPs per second of a product of two square matrices of random numbers (zeros would be faster)."""
+    """FLOPs per second of a product of two square matrices of random numbers (zeros would be
+    faster)."""
     first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / median_seconds(lambda: first @ second, device)
 
@@ -80,11 +81,25 @@ def machine(setting: Setting) -> Iterator[Row]:
     if device.type == "cuda":  # two buffers, and half of the memory left over
         sizes = (min(sizes[0], torch.cuda.mem_get_info()[0] // 4), sizes[1])
     ceilings = {
-        "bytes_per_second": ("GB/s of copying (read and written)", 1e9, copy_bandwidth(device, sizes[0])),
-        "flops_per_second": ("TFLOP/s in bfloat16", 1e12, matrix_peak(device, torch.bfloat16, sizes[1])),
+        "bytes_per_second": (
+            "GB/s of copying (read and written)",
+            1e9,
+            copy_bandwidth(device, sizes[0]),
+        ),
+        "flops_per_second": (
+            "TFLOP/s in bfloat16",
+            1e12,
+            matrix_peak(device, torch.bfloat16, sizes[1]),
+        ),
     }
     for limit, (unit, factor, rate) in ceilings.items():
-        yield {"table": "Measured ceilings", "limit": limit, "value": rate, "that is": rate / factor, "unit": unit}
+        yield {
+            "table": "Measured ceilings",
+            "limit": limit,
+            "value": rate,
+            "that is": rate / factor,
+            "unit": unit,
+        }
 
 
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
@@ -95,7 +110,9 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
         yield "CUDA of torch", str(torch.version.cuda)
         if smi := shutil.which("nvidia-smi"):
             command = [smi, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader", "--id=0"]
-            values = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
+            values = (
+                subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
+            )
             yield from zip(_SMI_FIELDS.split(","), values, strict=False)
     for name in ("triton", "transformers", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

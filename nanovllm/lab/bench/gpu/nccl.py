@@ -20,11 +20,17 @@ SIZES = tuple(1 << shift for shift in (11, 14, 16, 18, 20, 22, 24, 27))
 _ROUNDS = 5
 
 
-def time_collectives(sizes: tuple[int, ...], device_type: str, rounds: int) -> dict[str, list[float]]:
-    """On each rank: seconds of a call on tensors of so many bytes, by operation; calls are queued one after another, as the
-    engine queues them."""
+def time_collectives(
+    sizes: tuple[int, ...], device_type: str, rounds: int
+) -> dict[str, list[float]]:
+    """On each rank: seconds of a call on tensors of so many bytes, by operation; calls are queued
+    one after another, as the engine queues them."""
     group = get_tp_group()
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(device_type, torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
     operations: dict[str, Callable[[torch.Tensor], object]] = {
         "all-reduce": group.all_reduce,
         "all-gather": lambda x: group.all_gather(x, dim=0),
@@ -38,13 +44,16 @@ def time_collectives(sizes: tuple[int, ...], device_type: str, rounds: int) -> d
         return timed(*[partial(operations[name], x)] * calls, *at_the_end) / calls
 
     # Connections are made in the round to warm up.
-    times = alternate({(name, size): partial(run, name, size) for name in operations for size in sizes}, rounds)
+    times = alternate(
+        {(name, size): partial(run, name, size) for name in operations for size in sizes}, rounds
+    )
     return {name: [statistics.median(times[name, size]) for size in sizes] for name in operations}
 
 
 def nccl(setting: Setting) -> Iterator[Row]:
     """Collectives on two GPUs; in a dry run, in two processes on the CPU, over gloo."""
-    count, device = torch.cuda.device_count(), setting.device.type
+    count = torch.cuda.device_count()
+    device = setting.device.type
     if not setting.dry_run and count < RANKS:
         raise Skip(f"it needs {RANKS} GPUs, and this machine has {count}")
     sizes, rounds = (SIZES[:3], 1) if setting.dry_run else (SIZES, _ROUNDS)
@@ -58,7 +67,8 @@ def nccl(setting: Setting) -> Iterator[Row]:
 
 
 def compare(times: dict[str, list[float]], sizes: tuple[int, ...]) -> Iterator[Row]:
-    """Compare measured times with the cost model of a link with the latency and bandwidth that fit these times best.
+    """Compare measured times with the cost model of a link with the latency and bandwidth that fit
+    these times best.
 
     Args:
         times: by operation, in the order of `sizes`, the bytes that a rank hands in.
@@ -69,7 +79,9 @@ def compare(times: dict[str, list[float]], sizes: tuple[int, ...]) -> Iterator[R
         link = fit(name, [size / messages for size in sizes], [s / messages for s in seconds])
         for size, measured in zip(sizes, seconds, strict=True):
             yield {
-                "table": "Collectives on 2 GPUs, and the cost model of the link that fits them best",
+                "table": (
+                    "Collectives on 2 GPUs, and the cost model of the link that fits them best"
+                ),
                 "operation": name,
                 "bytes per rank": size,
                 "µs": 1e6 * measured,

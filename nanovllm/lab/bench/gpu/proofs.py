@@ -16,15 +16,23 @@ TITLE = "Tests on the GPU: kernels against float64, tokens in float32"
 
 
 class _Reporter:
-    """A plugin of pytest that passes on the outcome of each test; `passed` is None if it was skipped."""
+    """A plugin of pytest that passes on the outcome of each test; `passed` is None if it was
+    skipped."""
 
     def __init__(self, found: queue.SimpleQueue[Row | None]) -> None:
         self._found = found
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
-            why, crash = report.longrepr, getattr(report.longrepr, "reprcrash", None)
-            words = why[2].removeprefix("Skipped: ") if isinstance(why, tuple) else crash.message if crash else ""
+            why = report.longrepr
+            crash = getattr(report.longrepr, "reprcrash", None)
+            words = (
+                why[2].removeprefix("Skipped: ")
+                if isinstance(why, tuple)
+                else crash.message
+                if crash
+                else ""
+            )
             passed = None if report.skipped else report.passed
             row = {"table": TITLE, "test": report.nodeid.partition("::")[2], "passed": passed}
             self._found.put(row | {"why": " ".join(words.split())[:300]})
@@ -38,10 +46,21 @@ def prove(setting: Setting, file: str, share: str = "0/1") -> Iterator[Row]:
     """
     if not (FOLDER / file).is_file():
         raise Skip(f"the tests are in tests/gpu of a checkout, and there is no {FOLDER / file}")
-    words = ["-c", os.devnull, "--confcutdir", str(FOLDER), "-p", "no:cacheprovider", "-p", "no:logging"]
+    words = [
+        "-c",
+        os.devnull,
+        "--confcutdir",
+        str(FOLDER),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:logging",
+    ]
     words += ["--share", share, str(FOLDER / file)]
     found: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-    with ThreadPoolExecutor(1) as thread:  # each row is passed on at once, in case this process is killed
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # each row is passed on at once, in case this process is killed
         code = thread.submit(pytest.main, words, [_Reporter(found)])
         code.add_done_callback(lambda _: found.put(None))
         yield from iter(found.get, None)

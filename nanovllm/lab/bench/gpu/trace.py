@@ -7,29 +7,36 @@ from typing import Any
 
 import numpy as np
 
-# A GPU waits about a microsecond between two kernels of one graph. A longer wait is the host's doing.
+# A GPU waits about a microsecond between two kernels of one graph. A longer wait is the host's
+# doing.
 HOST_GAP_MICROSECONDS = 5.0
 # The categories of events on the GPU in a trace; and what a dry run on a CPU has instead.
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 CPU_CATEGORIES = ("cpu_op",)
 
-# The first pattern that matches names the kind. Kernels are nanovllm's, torch's, cuBLAS's, cuDNN's and CUTLASS's.
+# The first pattern that matches names the kind. Kernels are nanovllm's, torch's, cuBLAS's, cuDNN's
+# and CUTLASS's.
 KINDS = {
     "attention": r"attention|attend|combine_kernel|write_kv|flash_fwd|fmha",
     "sampling": r"argmax|arg_max|softmax|topk|sort|multinomial|cumsum|sampl",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|matmul|::linear|::mm\b|::addmm",
 }
-OTHER, HOST_GAP = "other kernels", "host gap %"
+OTHER = "other kernels"
+HOST_GAP = "host gap %"
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel, by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
+    return next(
+        (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER
+    )
 
 
-def split_steps(events: Sequence[dict[str, Any]], categories: tuple[str, ...] = GPU_CATEGORIES) -> dict[str, Any]:
-    """Split the time from the first kernel's start to the last one's end, in percent. Overlapping events count once, those of
-    an earlier kind in `KINDS` first.
+def split_steps(
+    events: Sequence[dict[str, Any]], categories: tuple[str, ...] = GPU_CATEGORIES
+) -> dict[str, Any]:
+    """Split the time from the first kernel's start to the last one's end, in percent. Overlapping
+    events count once, those of an earlier kind in `KINDS` first.
 
     Args:
         events: of Chrome's trace format.
@@ -40,7 +47,8 @@ def split_steps(events: Sequence[dict[str, Any]], categories: tuple[str, ...] = 
     found = [event for event in events if event.get("ph") == "X" and event.get("cat") in categories]
     if not found:
         raise ValueError(f"the trace has no {' or '.join(categories)}")
-    kinds, by_name = [*KINDS, OTHER], Counter[str]()
+    kinds = [*KINDS, OTHER]
+    by_name = Counter[str]()
     begins = np.array([float(event["ts"]) for event in found])
     ends = begins + [float(event["dur"]) for event in found]
     # Between two neighbouring edges nothing begins or ends: there is one kind of event, or a gap.
@@ -50,7 +58,8 @@ def split_steps(events: Sequence[dict[str, Any]], categories: tuple[str, ...] = 
         by_name[event["name"]] += event["dur"]
         covered = kind_between[first:last]
         np.minimum(covered, kinds.index(kind_of(event["name"])), out=covered)
-    window, widths = edges[-1] - edges[0], np.diff(edges)
+    window = edges[-1] - edges[0]
+    widths = np.diff(edges)
     *lengths, gaps = np.bincount(kind_between, widths, len(kinds) + 1)
     host = widths[(kind_between == len(kinds)) & (widths > HOST_GAP_MICROSECONDS)].sum()
     return {

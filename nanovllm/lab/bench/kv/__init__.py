@@ -1,4 +1,5 @@
-"""`nanovllm bench kv`: the cost of moving KV between engines, and the gain of keeping KV beyond the pool.
+"""`nanovllm bench kv`: the cost of moving KV between engines, and the gain of keeping KV beyond the
+pool.
 
 transport    bytes per second from one rank's cache into another's
 router       what it adds to a request

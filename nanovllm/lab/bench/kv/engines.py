@@ -1,8 +1,8 @@
-"""Engines under measurement, each in a process of its own, asked by token ids: no tokenizer, and no HTTP.
+"""Engines under measurement, each in a process of its own, asked by token ids: no tokenizer, and no
+HTTP.
 
-They run the loop of a server's engine. A report carries the time at which its step ended, so it does not matter when this
-process reads it.
-"""
+They run the loop of a server's engine. A report carries the time at which its step ended, so it
+does not matter when this process reads it."""
 
 from __future__ import annotations
 
@@ -83,13 +83,18 @@ class Engines:
         self._ids = map(str, itertools.count())
 
     def __enter__(self) -> Self:
-        self._engines, self._poller = dict[str, EngineProcess](), zmq.Poller()
+        self._engines = dict[str, EngineProcess]()
+        self._poller = zmq.Poller()
         with ExitStack() as at_the_end:
-            self._folder = pathlib.Path(at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-")))
+            self._folder = pathlib.Path(
+                at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-"))
+            )
             for name, spec in self.specs.items():
                 self.wait(lambda: self._num_starting < len(usable_cores()), START_SECONDS)
                 with (self._folder / str(len(self._engines))).open("w") as log:
-                    engine = EngineProcess(EngineConfig(**spec.options), spec.threads, False, spec.wrapper, log)
+                    engine = EngineProcess(
+                        EngineConfig(**spec.options), spec.threads, False, spec.wrapper, log
+                    )
                 at_the_end.callback(engine.shutdown, STOP_SECONDS)
                 self._engines[name], engine.name = engine, f"engine {name!r}"
                 self._poller.register(engine.reports, zmq.POLLIN)
@@ -102,7 +107,9 @@ class Engines:
 
     def addresses(self, name: str) -> list[Any]:
         """Of an engine that has KV for other engines, in the format of `prefill_addresses`."""
-        return [[known["kv_host"], known["kv_port"]] for known in self._engines[name].limits.kv_transfer]
+        return [
+            [known["kv_host"], known["kv_port"]] for known in self._engines[name].limits.kv_transfer
+        ]
 
     @property
     def _num_starting(self) -> int:
@@ -111,22 +118,32 @@ class Engines:
     # ---------------------------------------------------------------- requests
 
     def ask(
-        self, name: str, prompt: Sequence[int], max_tokens: int = 1, params: Params = None, answer: Answer | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        params: Params = None,
+        answer: Answer | None = None,
     ) -> Answer:
-        """Send a greedy request that ignores the end of text; returns at once an answer that `wait` fills in.
+        """Send a greedy request that ignores the end of text; returns at once an answer that `wait`
+        fills in.
 
         Args:
             answer: one that another engine has begun.
         """
-        request_id, engine = next(self._ids), self._engines[name]
+        request_id = next(self._ids)
+        engine = self._engines[name]
         answer = answer or Answer(Timeline(time.monotonic()))
         self._answers[request_id] = answer
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
         engine.add(EngineRequest(request_id, list(prompt), sampling, kv_transfer_params=params))
         return answer
 
-    def ask_both(self, prefill: str, decode: str, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
-        """Prefill first: send a request to one engine, and then with that engine's `kv_transfer_params` to the other."""
+    def ask_both(
+        self, prefill: str, decode: str, prompt: Sequence[int], max_tokens: int = 1
+    ) -> Answer:
+        """Prefill first: send a request to one engine, and then with that engine's
+        `kv_transfer_params` to the other."""
         answer = Answer(Timeline(time.monotonic()))
 
         def go_on(first: Answer) -> None:
@@ -156,14 +173,18 @@ class Engines:
         """Empty an engine's prefix cache."""
         self._engines[name].send(Command(order="reset_prefix_cache"))
 
-    def wait(self, until: Callable[[], bool], seconds: float, on_time: Callable[[], float] | None = None) -> None:
+    def wait(
+        self, until: Callable[[], bool], seconds: float, on_time: Callable[[], float] | None = None
+    ) -> None:
         """Take reports until a condition holds.
 
         Args:
-            on_time: called before each wait; does what is due, and returns the seconds until there is more to do.
+            on_time: called before each wait; does what is due, and returns the seconds until there
+                is more to do.
 
         Raises:
-            EngineFailed: an engine has ended, refuses a request, or the condition does not hold in time.
+            EngineFailed: an engine has ended, refuses a request, or the condition does not hold in
+            time.
         """
         end = time.monotonic() + seconds
         while not until():
@@ -174,9 +195,13 @@ class Engines:
                     for when, output in engine.outputs():
                         self._take(when, output)
                 except RuntimeError as error:
-                    raise EngineFailed(f"{error}{end_of_log(self._folder / str(number))}") from error
+                    raise EngineFailed(
+                        f"{error}{end_of_log(self._folder / str(number))}"
+                    ) from error
             if time.monotonic() > end:
-                raise EngineFailed(f"the engines {', '.join(self._engines)} have not finished in {seconds:g} s")
+                raise EngineFailed(
+                    f"the engines {', '.join(self._engines)} have not finished in {seconds:g} s"
+                )
 
     def _take(self, when: float, output: EngineOutput) -> None:
         if (answer := self._answers.get(output.request_id)) is None:
@@ -189,7 +214,8 @@ class Engines:
             answer.num_cached = max(answer.num_cached, output.num_cached_tokens)
         if output.finish_reason is not None:
             del self._answers[output.request_id]
-            answer.finished, answer.params = True, output.kv_transfer_params
+            answer.finished = True
+            answer.params = output.kv_transfer_params
             answer.on_end(answer)
 
 

@@ -1,4 +1,5 @@
-"""The time to the first token if prefill is in another engine: prefill first, decode first, pull and push, and not at all."""
+"""The time to the first token if prefill is in another engine: prefill first, decode first, pull
+and push, and not at all."""
 
 import itertools
 import statistics
@@ -12,10 +13,14 @@ from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal, paired
 
-ONE, PREFILL_FIRST = "one engine", "prefill first, pull"
-PULL, PUSH = "decode first, pull", "decode first, push"
+ONE = "one engine"
+PREFILL_FIRST = "prefill first, pull"
+PULL = "decode first, pull"
+PUSH = "decode first, push"
 WAYS = (ONE, PREFILL_FIRST, PULL, PUSH)
-COLD, CONSUMER, BOTH = "", ", half cached by the consumer", ", half cached by both"
+COLD = ""
+CONSUMER = ", half cached by the consumer"
+BOTH = ", half cached by both"
 
 
 @dataclass
@@ -55,41 +60,61 @@ def measure(engines: Engines, cases: list[Case], rounds: int, vocab_size: int) -
             engines.complete(engines.ask(name, prompt[: case.length // 2]))
         answer = ask(engines, way, prompt)
         if way != ONE and answer.num_cached < case.length - 1:
-            raise RuntimeError(f"{way}: decode has KV of {answer.num_cached} of {case.length} tokens")
+            raise RuntimeError(
+                f"{way}: decode has KV of {answer.num_cached} of {case.length} tokens"
+            )
         return answer
 
-    works = {(i, way): partial(run, case, way, itertools.count()) for i, case in enumerate(cases) for way in WAYS}
+    works = {
+        (i, way): partial(run, case, way, itertools.count())
+        for i, case in enumerate(cases)
+        for way in WAYS
+    }
     for (i, way), answers in alternate(works, rounds).items():
         cases[i].seconds[way] = [answer.ttft for answer in answers]
         if way == PREFILL_FIRST:
-            cases[i].prefilled = [(answer.prefilled or 0.0) - answer.timeline.start for answer in answers]
+            cases[i].prefilled = [
+                (answer.prefilled or 0.0) - answer.timeline.start for answer in answers
+            ]
 
 
 def measure_again(engines: Engines, length: int, vocab_size: int, rounds: int) -> float:
     """Seconds to the first token of a prompt that has just been answered."""
     prompt = draw(length, vocab_size, "again")
-    return statistics.median([engines.complete(engines.ask("decode", prompt)).ttft for _ in range(rounds + 1)][1:])
+    return statistics.median(
+        [engines.complete(engines.ask("decode", prompt)).ttft for _ in range(rounds + 1)][1:]
+    )
 
 
 def first_token(setting: Setting) -> Iterator[Row]:
-    """Every engine has all cores: only one of them computes at a time, as if each had a machine of its own."""
-    lengths, half, rounds = ((20, 60), 60, 1) if setting.dry_run else ((100, 300, 900), 900, 2 * setting.repeats)
+    """Every engine has all cores: only one of them computes at a time, as if each had a machine of
+    its own."""
+    lengths, half, rounds = (
+        ((20, 60), 60, 1) if setting.dry_run else ((100, 300, 900), 900, 2 * setting.repeats)
+    )
     cases = [*map(Case, lengths), Case(half, CONSUMER), Case(half, BOTH)]
     num_bytes, seconds = transport.measure(setting, rounds=1 if setting.dry_run else 5)
     options = setting.options(max_model_len=max(lengths) + 16, enable_prefix_caching=True)
     roles = {"one": {}, "prefill": {"kv_role": "producer"}, "decode": {"kv_role": "consumer"}}
     vocab_size = setting.model.vocab_size
-    with Engines({name: EngineSpec(options | role, setting.threads) for name, role in roles.items()}) as engines:
+    with Engines(
+        {name: EngineSpec(options | role, setting.threads) for name, role in roles.items()}
+    ) as engines:
         measure(engines, cases, rounds, vocab_size)
         again = {length: measure_again(engines, length, vocab_size, rounds) for length in lengths}
     layout = transport.cache_layout(setting)
     bytes_per_token = layout.block_bytes * layout.num_layers // layout.block_size
-    yield from compare(cases, again, bytes_per_token * statistics.median(seconds[transport.READ]) / num_bytes)
+    yield from compare(
+        cases, again, bytes_per_token * statistics.median(seconds[transport.READ]) / num_bytes
+    )
 
 
-def predict(case: Case, cases: Sequence[Case], way: str, again: float, seconds_per_token: float) -> float:
-    """Predict the seconds to the first token: the producer computes, the bytes travel, and the consumer makes a step with
-    nearly nothing to compute. A push travels while the producer computes."""
+def predict(
+    case: Case, cases: Sequence[Case], way: str, again: float, seconds_per_token: float
+) -> float:
+    """Predict the seconds to the first token: the producer computes, the bytes travel, and the
+    consumer makes a step with nearly nothing to compute. A push travels while the producer
+    computes."""
     if way == ONE:
         return statistics.median(case.seconds[ONE])
     cold = next(other for other in cases if other.length == case.length and not other.cached)
@@ -99,7 +124,9 @@ def predict(case: Case, cases: Sequence[Case], way: str, again: float, seconds_p
     return statistics.median(computed.seconds[ONE]) + moved + again
 
 
-def compare(cases: Sequence[Case], again: dict[int, float], seconds_per_token: float) -> Iterator[Row]:
+def compare(
+    cases: Sequence[Case], again: dict[int, float], seconds_per_token: float
+) -> Iterator[Row]:
     """Compare the ways round by round, and each with its prediction.
 
     Args:
@@ -108,7 +135,8 @@ def compare(cases: Sequence[Case], again: dict[int, float], seconds_per_token: f
     """
     longest = max(case.length for case in cases)
     for case in cases:
-        name, one = f"{case.length} tokens{case.cached}", case.seconds[ONE]
+        name = f"{case.length} tokens{case.cached}"
+        one = case.seconds[ONE]
         for way, times in case.seconds.items():
             ratio = paired(one, times)
             predicted = predict(case, cases, way, again[case.length], seconds_per_token)
@@ -118,11 +146,17 @@ def compare(cases: Sequence[Case], again: dict[int, float], seconds_per_token: f
                 "way": way,
                 "TTFT, ms": [1e3 * seconds for seconds in times],
                 "predicted": 1e3 * predicted,
-                "extra over one engine, ms": estimate([1e3 * (b - a) for a, b in zip(one, times, strict=True)]),
+                "extra over one engine, ms": estimate(
+                    [1e3 * (b - a) for a, b in zip(one, times, strict=True)]
+                ),
                 "relative to one engine": ratio,
             }
             if case.length == longest and case.cached != BOTH and way != ONE:
-                yield goal(f"time to first token, {name}, {way}: relative to one engine", ratio["median"], "×")
+                yield goal(
+                    f"time to first token, {name}, {way}: relative to one engine",
+                    ratio["median"],
+                    "×",
+                )
         yield {
             "table": "Where the time goes",
             "prompt": name,

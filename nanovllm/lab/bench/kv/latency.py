@@ -1,5 +1,5 @@
-"""The inter-token latency of running streams while long prompts arrive: in an engine that computes whole prompts, in engines
-that compute them in chunks, and with prefill in another engine."""
+"""The inter-token latency of running streams while long prompts arrive: in an engine that computes
+whole prompts, in engines that compute them in chunks, and with prefill in another engine."""
 
 import statistics
 import time
@@ -13,11 +13,14 @@ from nanovllm.lab.bench.metrics import alternate, percentile
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 
-WHOLE, DIVIDED = "whole prompts", "separate prefill and decode"
+WHOLE = "whole prompts"
+DIVIDED = "separate prefill and decode"
 GOAL = 0.5
 LIMIT_SECONDS = 120.0
-# The pause between prompts, in units of the slowest way's time for one (prompts must not pile up), and its limit in seconds.
-SPARE, LONGEST_PAUSE = 2.0, 3.0
+# The pause between prompts, in units of the slowest way's time for one (prompts must not pile up),
+# and its limit in seconds.
+SPARE = 2.0
+LONGEST_PAUSE = 3.0
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ class Way:
 
 
 def ways_of(threads: int, dry_run: bool) -> list[Way]:
-    """All ways use the same cores: one engine has a thread per core, two engines share the cores. For comparison, one more
-    engine has as few threads as each of the two, if that is fewer."""
+    """All ways use the same cores: one engine has a thread per core, two engines share the cores.
+    For comparison, one more engine has as few threads as each of the two, if that is fewer."""
     share = max(1, threads // 2)
     names = {count: f"{count} thread{'s' * (count > 1)}" for count in (threads, share)}
     ways = [Way(f"{WHOLE}, {names[threads]}", 0, threads, "whole")]
@@ -95,12 +98,18 @@ def ways_of(threads: int, dry_run: bool) -> list[Way]:
     return [*ways, Way(f"{DIVIDED}, {names[share]} each", 0, share, "decode", "prefill")]
 
 
-def specs_of(ways: Sequence[Way], common: dict[str, Any], max_num_seqs: int) -> dict[str, EngineSpec]:
+def specs_of(
+    ways: Sequence[Way], common: dict[str, Any], max_num_seqs: int
+) -> dict[str, EngineSpec]:
     """The engines that the ways need."""
     specs = {}
     for way in ways:
         options = common | {"max_num_seqs": max_num_seqs}
-        options |= {"max_num_batched_tokens": way.chunk} if way.chunk else {"enable_chunked_prefill": False}
+        options |= (
+            {"max_num_batched_tokens": way.chunk}
+            if way.chunk
+            else {"enable_chunked_prefill": False}
+        )
         if way.prefill:
             specs[way.prefill] = EngineSpec(options | {"kv_role": "producer"}, way.threads)
             options["kv_role"] = "consumer"
@@ -110,11 +119,14 @@ def specs_of(ways: Sequence[Way], common: dict[str, Any], max_num_seqs: int) -> 
 
 def run_load(engines: Engines, way: Way, load: Load, vocab_size: int, turn: int) -> Run:
     """Start the streams; when all of them decode, send the prompts one by one."""
-    streams, prompts = list[Answer](), list[Answer]()
+    streams = list[Answer]()
+    prompts = list[Answer]()
 
     def stream(index: int) -> None:
         name = ("stream", index, len(streams), turn, way.name)
-        streams.append(way.send(engines, draw(load.stream_len, vocab_size, *name), load.stream_output))
+        streams.append(
+            way.send(engines, draw(load.stream_len, vocab_size, *name), load.stream_output)
+        )
         streams[-1].on_end = lambda _: stream(index)  # it goes on as long as prompts arrive
 
     for index in range(load.num_streams):
@@ -129,13 +141,19 @@ def run_load(engines: Engines, way: Way, load: Load, vocab_size: int, turn: int)
             prompts.append(way.send(engines, prompt, load.output_len))
         return due if len(prompts) < load.num_prompts else 1.0
 
-    engines.wait(lambda: len(prompts) == load.num_prompts and all(p.finished for p in prompts), LIMIT_SECONDS, arrive)
+    engines.wait(
+        lambda: len(prompts) == load.num_prompts and all(p.finished for p in prompts),
+        LIMIT_SECONDS,
+        arrive,
+    )
     end = time.monotonic()
     engines.abort(streams)
     return run_between(streams, prompts, begin, end)
 
 
-def run_between(streams: Sequence[Answer], prompts: Sequence[Answer], begin: float, end: float) -> Run:
+def run_between(
+    streams: Sequence[Answer], prompts: Sequence[Answer], begin: float, end: float
+) -> Run:
     """What happened between two moments."""
     waits = [wait for stream in streams for wait in stream.timeline.waits]
     gaps = [after - before for before, after in waits if begin < after <= end]
@@ -146,16 +164,22 @@ def run_between(streams: Sequence[Answer], prompts: Sequence[Answer], begin: flo
 
 def latency(setting: Setting) -> Iterator[Row]:
     """The ways take turns on the same machine; idle engines sleep."""
-    load, vocab_size, repeats = Load(), setting.model.vocab_size, setting.repeats
+    load = Load()
+    vocab_size = setting.model.vocab_size
+    repeats = setting.repeats
     if setting.dry_run:
-        load, repeats = Load(2, 8, 2, 60, 2, stream_output=150), 1
+        load = Load(2, 8, 2, 60, 2, stream_output=150)
+        repeats = 1
     ways = ways_of(setting.threads, setting.dry_run)
     length = load.prompt_len + load.output_len + load.stream_len + load.stream_output
     common = setting.options(max_model_len=length, enable_prefix_caching=True)
     with Engines(specs_of(ways, common, 2 * load.num_streams)) as engines:
         for way in ways:
             prompts = [draw(load.prompt_len, vocab_size, "alone", i, way.name) for i in range(3)]
-            way.alone = min(engines.complete(way.send(engines, prompt, load.output_len)).ttft for prompt in prompts)
+            way.alone = min(
+                engines.complete(way.send(engines, prompt, load.output_len)).ttft
+                for prompt in prompts
+            )
         load = replace(load, pause=min(SPARE * max(way.alone for way in ways), LONGEST_PAUSE))
 
         def run(way: Way) -> None:
@@ -166,11 +190,12 @@ def latency(setting: Setting) -> Iterator[Row]:
 
 
 def predict(way: Way, whole: Way, load: Load) -> float:
-    """Predict the longest wait of a stream in seconds: a decode step, and the share of a prompt that is computed with it. With
-    prefill in another engine, the step alone.
+    """Predict the longest wait of a stream in seconds: a decode step, and the share of a prompt
+    that is computed with it. With prefill in another engine, the step alone.
 
     Args:
-        whole: an engine with as many threads that computes whole prompts, whose time for a prompt is known.
+        whole: an engine with as many threads that computes whole prompts, whose time for a prompt
+            is known.
     """
     step = statistics.median(percentile(run.gaps, 50) for run in way.runs)
     share = 0.0 if way.prefill else min(1.0, way.chunk / load.prompt_len) if way.chunk else 1.0
@@ -178,17 +203,23 @@ def predict(way: Way, whole: Way, load: Load) -> float:
 
 
 def compare(load: Load, ways: Sequence[Way]) -> Iterator[Row]:
-    """Compare each way with the first one, which computes whole prompts with all threads; the last one is divided."""
-    base, late = ways[0], {way.name: [percentile(run.gaps, 99) for run in way.runs] for way in ways}
+    """Compare each way with the first one, which computes whole prompts with all threads; the last
+    one is divided."""
+    base = ways[0]
+    late = {way.name: [percentile(run.gaps, 99) for run in way.runs] for way in ways}
     for way in ways:
         whole = next(other for other in ways if not other.chunk and other.threads == way.threads)
         ratio = paired(late[base.name], late[way.name])
-        figure = f"p99 inter-token latency while prompts arrive, {way.name}: relative to {base.name}"
+        figure = (
+            f"p99 inter-token latency while prompts arrive, {way.name}: relative to {base.name}"
+        )
         if way is not base:
             yield goal(figure, ratio["median"], "×", at_most=GOAL if way.prefill else None)
         yield {
-            "table": f"{load.num_streams} streams while a prompt of {load.prompt_len} tokens arrives every "
-            f"{load.pause:.1f} s, medians of {len(base.runs)} alternating runs",
+            "table": (
+                f"{load.num_streams} streams while a prompt of {load.prompt_len} tokens arrives "
+                f"every {load.pause:.1f} s, medians of {len(base.runs)} alternating runs"
+            ),
             "engines": way.name,
             "ITL p50, ms": [1e3 * percentile(run.gaps, 50) for run in way.runs],
             "p99": [1e3 * seconds for seconds in late[way.name]],

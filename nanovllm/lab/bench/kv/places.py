@@ -1,4 +1,5 @@
-"""The places beyond the pool that keep prefixes, with the servers that some of them need, on loopback."""
+"""The places beyond the pool that keep prefixes, with the servers that some of them need, on
+loopback."""
 
 import functools
 import importlib.util
@@ -17,9 +18,12 @@ from nanovllm.lab.processes import free_port
 
 SERVER_SECONDS = 30.0
 GIB = 1 << 30
-HOST, HOST_AND_DISK = "host memory", "host memory, then disk"
-DISK, SHARED_MEMORY = "folder on a disk", "folder in /dev/shm"
-# Mooncake's client listens on all interfaces, so it runs in a network namespace that has only a loopback.
+HOST = "host memory"
+HOST_AND_DISK = "host memory, then disk"
+DISK = "folder on a disk"
+SHARED_MEMORY = "folder in /dev/shm"
+# Mooncake's client listens on all interfaces, so it runs in a network namespace that has only a
+# loopback.
 _ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 _MOONCAKE = pathlib.Path(__file__).with_name("mooncake.sh")
 
@@ -43,7 +47,9 @@ class Place:
 
 
 @contextmanager
-def places(entry_bytes: int, host_blocks: int, num_blocks: int) -> Iterator[tuple[list[Place], dict[str, str]]]:
+def places(
+    entry_bytes: int, host_blocks: int, num_blocks: int
+) -> Iterator[tuple[list[Place], dict[str, str]]]:
     """All places that this machine has; and those that it lacks, with the reason.
 
     Args:
@@ -51,11 +57,14 @@ def places(entry_bytes: int, host_blocks: int, num_blocks: int) -> Iterator[tupl
         host_blocks: blocks that fit into host memory.
         num_blocks: blocks that are put into every other place, which is twice as large.
     """
-    gib, host_bytes = 2 * num_blocks * entry_bytes / GIB, host_blocks * entry_bytes
+    gib = 2 * num_blocks * entry_bytes / GIB
+    host_bytes = host_blocks * entry_bytes
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         disk, memory = (
-            pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-", dir=where)))
+            pathlib.Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-", dir=where))
+            )
             for where in (None, "/dev/shm" if os.path.isdir("/dev/shm") else None)
         )
 
@@ -64,12 +73,22 @@ def places(entry_bytes: int, host_blocks: int, num_blocks: int) -> Iterator[tupl
         def host(extra: dict[str, Any]) -> dict[str, Any]:
             config = {"kv_connector": "offloading", "kv_connector_extra_config": extra}
             # Half a block more, because sizes are rounded down.
-            return {"kv_transfer_config": config, "kv_offloading_size": (host_bytes + entry_bytes // 2) / GIB}
+            return {
+                "kv_transfer_config": config,
+                "kv_offloading_size": (host_bytes + entry_bytes // 2) / GIB,
+            }
 
         found = [
             Place(HOST, host({})),
-            Place(HOST_AND_DISK, host({"disk_path": str(disk / "tier"), "disk_gib": gib}), is_one_store=False),
-            *(Place(name, _pool({"store": "folder", "path": str(path), "gib": gib})) for name, path in folders.items()),
+            Place(
+                HOST_AND_DISK,
+                host({"disk_path": str(disk / "tier"), "disk_gib": gib}),
+                is_one_store=False,
+            ),
+            *(
+                Place(name, _pool({"store": "folder", "path": str(path), "gib": gib}))
+                for name, path in folders.items()
+            ),
         ]
         found[2].forget = functools.partial(_drop_from_memory, folders[DISK])
         for name, start in (("redis", _redis), ("mooncake", _mooncake)):
@@ -96,16 +115,37 @@ def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place]:
     import redis
 
     port = free_port()
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(folder)]
-    command += ["--maxmemory", str((64 << 20) + int(gib * GIB)), "--maxmemory-policy", "allkeys-lru"]
+    command = [
+        program,
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+    ]
+    command += [
+        "--maxmemory",
+        str((64 << 20) + int(gib * GIB)),
+        "--maxmemory-policy",
+        "allkeys-lru",
+    ]
     # It ends when its standard input is closed, which also happens if this process is killed.
     words = ["sh", "-c", '"$@" & read end; kill -9 $!; wait', "sh", *command]
     process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     assert process.stdin is not None
     try:
-        patience = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), int(SERVER_SECONDS / 0.02))
+        patience = redis.retry.Retry(
+            redis.backoff.ConstantBackoff(0.02), int(SERVER_SECONDS / 0.02)
+        )
         redis.Redis(port=port, retry=patience).ping()
         yield Place("redis", _pool({"store": "redis", "url": f"redis://127.0.0.1:{port}/0"}))
     finally:
@@ -123,12 +163,18 @@ def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place]:
         not all(map(shutil.which, ("unshare", "ip", "ss")))
         or subprocess.run([*_ALONE, "true"], capture_output=True).returncode
     ):
-        raise Skip("its client listens on all interfaces, and a separate network namespace is not available here")
+        raise Skip(
+            "its client listens on all interfaces, and a separate network namespace is not "
+            "available here"
+        )
     master = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
     segment = max(64 << 20, int(gib * GIB))
     extra = {"store": "mooncake", "global_segment_size": segment, "listen_on_all_interfaces": True}
     yield Place(
-        "mooncake", _pool(extra), is_one_store=False, wrapper=(*_ALONE, "sh", str(_MOONCAKE), str(master), str(folder))
+        "mooncake",
+        _pool(extra),
+        is_one_store=False,
+        wrapper=(*_ALONE, "sh", str(_MOONCAKE), str(master), str(folder)),
     )
 
 

@@ -1,4 +1,5 @@
-"""Prefixes that are kept beyond the pool, against computing them again: by their length, and with questions about documents."""
+"""Prefixes that are kept beyond the pool, against computing them again: by their length, and with
+questions about documents."""
 
 import functools
 import itertools
@@ -25,7 +26,8 @@ from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 from nanovllm.lab.cost_model import fit
 
-POOL, AGAIN = "device pool", "recomputed"
+POOL = "device pool"
+AGAIN = "recomputed"
 PLAIN = "device pool alone"
 #: Requests for a prefix until its KV has arrived in the place that keeps it.
 MAX_TRIES = 50
@@ -38,7 +40,8 @@ class Plan:
     Attributes:
         lengths: of prefixes.
         rounds: how often each.
-        num_documents, document_len, question_len: of the documents, which do not fit into the pool together.
+        num_documents, document_len, question_len: of the documents, which do not fit into the pool
+            together.
         num_questions: each about one of them, the popular ones more often.
         pool_documents, host_documents: how many fit into the device's pool and into host memory.
     """
@@ -67,7 +70,8 @@ class Tiers:
         block_size: tokens per block.
         ttfts: seconds to the first token, by place and by length of the prefix; rounds make pairs.
         stores: without an engine: seconds that a store takes to read so many bytes.
-        documents: by place, of each question: seconds to the first token, and the share of its prompt that was not computed.
+        documents: by place, of each question: seconds to the first token, and the share of its
+            prompt that was not computed.
     """
 
     plan: Plan
@@ -82,12 +86,17 @@ class Tiers:
 
 
 def time_store(
-    store: KVStore, forget: Callable[[], None], entry_bytes: int, counts: Sequence[int], rounds: int = 5
+    store: KVStore,
+    forget: Callable[[], None],
+    entry_bytes: int,
+    counts: Sequence[int],
+    rounds: int = 5,
 ) -> dict[int, float]:
     """Seconds that a store takes to read entries, by their bytes together."""
     entries = np.random.default_rng(0).integers(0, 256, (max(counts), entry_bytes), dtype=np.uint8)
     keys = [i.to_bytes(KEY_BYTES, "little") for i in range(len(entries))]
-    rows, found = [memoryview(row) for row in entries], [memoryview(row) for row in np.zeros_like(entries)]
+    rows = [memoryview(row) for row in entries]
+    found = [memoryview(row) for row in np.zeros_like(entries)]
     store.put(keys, rows)
     seconds = {}
     for count in counts:
@@ -103,7 +112,9 @@ def time_store(
     return seconds
 
 
-def ask_again(engines: Engines, place: str, prompt: Sequence[int], forgetting: Place | None = None) -> Answer:
+def ask_again(
+    engines: Engines, place: str, prompt: Sequence[int], forgetting: Place | None = None
+) -> Answer:
     """The same prompt, after the engine's own pool has forgotten it."""
     engines.reset_prefix_cache(place)
     if forgetting is not None:
@@ -119,16 +130,22 @@ def fill(engines: Engines, place: str, prompt: Sequence[int]) -> None:
     raise RuntimeError(f"{place} does not keep a prefix of {len(prompt) - 1} tokens")
 
 
-def measure_lengths(engines: Engines, found: Sequence[Place], tiers: Tiers, vocab_size: int) -> None:
-    """A prefix of each length and one more token: kept in each place, and computed again; they take turns."""
-    prompts = {length: draw(length + 1, vocab_size, "prefix", length) for length in tiers.plan.lengths}
+def measure_lengths(
+    engines: Engines, found: Sequence[Place], tiers: Tiers, vocab_size: int
+) -> None:
+    """A prefix of each length and one more token: kept in each place, and computed again; they take
+    turns."""
+    prompts = {
+        length: draw(length + 1, vocab_size, "prefix", length) for length in tiers.plan.lengths
+    }
     for place in found:
         for prompt in prompts.values():
             fill(engines, place.name, prompt)
     by_name = {place.name: place for place in found}
 
     def run(length: int, name: str) -> dict[str, float]:
-        engine, prompt = PLAIN if name == AGAIN else name, prompts[length]
+        engine = PLAIN if name == AGAIN else name
+        prompt = prompts[length]
         took = {name: ask_again(engines, engine, prompt, by_name.get(name))}
         if name == AGAIN:  # now it is in the pool
             took[POOL] = engines.complete(engines.ask(PLAIN, prompt))
@@ -139,15 +156,21 @@ def measure_lengths(engines: Engines, found: Sequence[Place], tiers: Tiers, voca
 
     ways = list(itertools.product(prompts, (AGAIN, *by_name)))
     tiers.ttfts = {name: {length: [] for length in prompts} for name in (AGAIN, POOL, *by_name)}
-    for (length, _), rounds in alternate({way: partial(run, *way) for way in ways}, tiers.plan.rounds).items():
+    for (length, _), rounds in alternate(
+        {way: partial(run, *way) for way in ways}, tiers.plan.rounds
+    ).items():
         for name, ttft in itertools.chain.from_iterable(took.items() for took in rounds):
             tiers.ttfts[name][length].append(ttft)
 
 
 def measure_documents(engines: Engines, tiers: Tiers, vocab_size: int) -> None:
-    """Questions about documents, one after another, to an engine with each place, in turn. All caches are empty at first."""
-    plan, names = tiers.plan, list(engines.specs)
-    documents = [draw(plan.document_len, vocab_size, "document", i) for i in range(plan.num_documents)]
+    """Questions about documents, one after another, to an engine with each place, in turn. All
+    caches are empty at first."""
+    plan = tiers.plan
+    names = list(engines.specs)
+    documents = [
+        draw(plan.document_len, vocab_size, "document", i) for i in range(plan.num_documents)
+    ]
     prompts = [
         [*documents[chosen], *draw(plan.question_len, vocab_size, "question", turn)]
         for turn, chosen in enumerate(plan.questions())
@@ -166,14 +189,21 @@ def measure_documents(engines: Engines, tiers: Tiers, vocab_size: int) -> None:
 
 def tiers(setting: Setting) -> Iterator[Row]:
     """Every engine has a small pool and all cores; only one of them computes at a time."""
-    plan = Plan((32, 64), 1, 4, 64, 15, 6, 2, 3) if setting.dry_run else Plan(rounds=3 * setting.repeats)
+    plan = (
+        Plan((32, 64), 1, 4, 64, 15, 6, 2, 3)
+        if setting.dry_run
+        else Plan(rounds=3 * setting.repeats)
+    )
     layout = transport.cache_layout(setting)
-    size, entry_bytes = layout.block_size, layout.block_bytes * layout.num_layers
+    size = layout.block_size
+    entry_bytes = layout.block_bytes * layout.num_layers
     document = -(-plan.document_len // size)
     blocks = plan.num_documents * document + sum(-(-length // size) for length in plan.lengths)
     pool_blocks = max(plan.pool_documents * document, -(-max(plan.lengths) // size)) + 2
     longest = max(*plan.lengths, plan.document_len + plan.question_len) + 8
-    options = setting.options(max_model_len=longest, enable_prefix_caching=True, num_kv_blocks=pool_blocks)
+    options = setting.options(
+        max_model_len=longest, enable_prefix_caching=True, num_kv_blocks=pool_blocks
+    )
     del options["kv_cache_memory"]
     measured = Tiers(plan, entry_bytes // size, size)
     with places(entry_bytes, plan.host_documents * document, blocks) as (found, missing):
@@ -202,9 +232,10 @@ def tiers(setting: Setting) -> Iterator[Row]:
 
 
 def crossing(tiers: Tiers, place: str) -> float:
-    """Predict from how many tokens on fetching is faster than computing: where `latency + tokens * bytes / bandwidth` is below
-    `tokens / speed`, but at least a block. The step that samples the first token is needed in both cases; and the engine polls
-    for the end of a fetch."""
+    """Predict from how many tokens on fetching is faster than computing: where
+    `latency + tokens * bytes / bandwidth` is below `tokens / speed`, but at least a block. The step
+    that samples the first token is needed in both cases; and the engine polls for the end of a
+    fetch."""
     longest = max(tiers.plan.lengths)
     step, again = (statistics.median(tiers.ttfts[name][longest]) for name in (POOL, AGAIN))
     link = fit(place, list(tiers.stores[place]), list(tiers.stores[place].values()))
@@ -224,7 +255,8 @@ def measured_crossing(tiers: Tiers, place: str) -> float:
 
 
 def lru_share(questions: Sequence[int], room: int) -> float:
-    """The share of questions whose document is cached, if `room` documents fit and the least recently used one is evicted."""
+    """The share of questions whose document is cached, if `room` documents fit and the least
+    recently used one is evicted."""
     ask = functools.lru_cache(room)(lambda document: None)
     for document in questions:
         ask(document)
@@ -232,24 +264,41 @@ def lru_share(questions: Sequence[int], room: int) -> float:
 
 
 def compare_lengths(measured: Tiers) -> Iterator[Row]:
-    """Compare each place with computing again; the goal is to be faster from the predicted length on, or from the next length
-    that was measured."""
-    again, lengths = measured.ttfts[AGAIN], measured.plan.lengths
+    """Compare each place with computing again; the goal is to be faster from the predicted length
+    on, or from the next length that was measured."""
+    again = measured.ttfts[AGAIN]
+    lengths = measured.plan.lengths
     for name, by_length in measured.ttfts.items():
         title = f"Time to first token with a stored prefix, medians of {len(again[lengths[0]])}"
         row: Row = {"table": title, "prefix": name}
-        row |= {f"{length} tokens, ms": [1e3 * seconds for seconds in by_length[length]] for length in lengths}
-        row["longest prefix, relative to computing"] = paired(again[lengths[-1]], by_length[lengths[-1]])
-        row |= dict.fromkeys(("bare store, GB/s", "break-even tokens, predicted", "break-even tokens, measured"))
+        row |= {
+            f"{length} tokens, ms": [1e3 * seconds for seconds in by_length[length]]
+            for length in lengths
+        }
+        row["longest prefix, relative to computing"] = paired(
+            again[lengths[-1]], by_length[lengths[-1]]
+        )
+        row |= dict.fromkeys(
+            ("bare store, GB/s", "break-even tokens, predicted", "break-even tokens, measured")
+        )
         if name not in (POOL, AGAIN):
             row["break-even tokens, measured"] = _tokens(measured_crossing(measured, name))
         if name in measured.stores:
             size, seconds = max(measured.stores[name].items())
-            predicted, actual = crossing(measured, name), measured_crossing(measured, name)
-            row |= {"bare store, GB/s": size / seconds / 1e9, "break-even tokens, predicted": _tokens(predicted)}
-            figure = f"shortest prefix in {name} that loads faster than it is computed (predicted {_tokens(predicted)})"
+            predicted = crossing(measured, name)
+            actual = measured_crossing(measured, name)
+            row |= {
+                "bare store, GB/s": size / seconds / 1e9,
+                "break-even tokens, predicted": _tokens(predicted),
+            }
+            figure = (
+                f"shortest prefix in {name} that loads faster than it is computed (predicted "
+                f"{_tokens(predicted)})"
+            )
             reached = next((length for length in lengths if length >= predicted), None)
-            fetching = goal(figure, None if actual == math.inf else actual, "tokens", at_most=reached)
+            fetching = goal(
+                figure, None if actual == math.inf else actual, "tokens", at_most=reached
+            )
             yield fetching | {"reached": bool(fetching["reached"])}
         yield row
 
@@ -259,16 +308,21 @@ def _tokens(count: float) -> str:
 
 
 def compare_documents(measured: Tiers) -> Iterator[Row]:
-    """Compare the questions' times and hits in each place with the pool alone, and hits with those of an LRU list."""
-    plan, base = measured.plan, statistics.mean(seconds for seconds, _ in measured.documents[PLAIN])
+    """Compare the questions' times and hits in each place with the pool alone, and hits with those
+    of an LRU list."""
+    plan = measured.plan
+    base = statistics.mean(seconds for seconds, _ in measured.documents[PLAIN])
     share = plan.document_len / (plan.document_len + plan.question_len)
     for name, questions in measured.documents.items():
         room = {PLAIN: plan.pool_documents, HOST: plan.host_documents}.get(name, plan.num_documents)
         times = [1e3 * seconds for seconds, _ in questions]
         ratio = statistics.mean(times) / base / 1e3
         yield {
-            "table": f"{plan.num_questions} questions about {plan.num_documents} documents of {plan.document_len} tokens; "
-            f"the pool holds {plan.pool_documents}, host memory {plan.host_documents}, other stores all of them",
+            "table": (
+                f"{plan.num_questions} questions about {plan.num_documents} documents of "
+                f"{plan.document_len} tokens; the pool holds {plan.pool_documents}, host memory "
+                f"{plan.host_documents}, other stores all of them"
+            ),
             "stored in": name,
             "hits, % of tokens": 100 * statistics.mean(hit for _, hit in questions),
             "predicted": 100 * share * lru_share(plan.questions(), room),
@@ -279,5 +333,8 @@ def compare_documents(measured: Tiers) -> Iterator[Row]:
         }
         if name != PLAIN:
             yield goal(
-                f"{plan.num_documents} documents, {name}: mean time to first token relative to {PLAIN}", ratio, "×"
+                f"{plan.num_documents} documents, {name}: mean time to first token relative to "
+                f"{PLAIN}",
+                ratio,
+                "×",
             )

@@ -1,4 +1,5 @@
-"""The speed of KV transfers from one rank's cache into another's, beside a plain copy of the same bytes."""
+"""The speed of KV transfers from one rank's cache into another's, beside a plain copy of the same
+bytes."""
 
 import ctypes
 import importlib.util
@@ -22,7 +23,11 @@ from nanovllm.lab.bench.report import Row, goal, number, paired
 from nanovllm.lab.processes import run_ranks
 from nanovllm.ops.device import choose_dtype
 
-COPY, READ, WRITE, TCP, NIXL = "plain copy", "local, read", "local, write", "TCP, read", "nixl, read"
+COPY = "plain copy"
+READ = "local, read"
+WRITE = "local, write"
+TCP = "TCP, read"
+NIXL = "nixl, read"
 GOAL = 0.6
 NUM_BYTES = 64 << 20
 _SECRET = b"both ranks are children of this benchmark"
@@ -31,9 +36,12 @@ Seconds = dict[str, list[float]]
 
 
 def cache_layout(setting: Setting) -> KVLayout:
-    """The cache that is measured: of a rank that has the whole model, with room for twice the bytes that are moved."""
-    model, dtype = setting.model, choose_dtype(setting.dtype, torch.device("cpu"))
-    is_latent, block_size = bool(model.kv_lora_rank), EngineConfig.block_size
+    """The cache that is measured: of a rank that has the whole model, with room for twice the bytes
+    that are moved."""
+    model = setting.model
+    dtype = choose_dtype(setting.dtype, torch.device("cpu"))
+    is_latent = bool(model.kv_lora_rank)
+    block_size = EngineConfig.block_size
     num_bytes = 64 << 10 if setting.dry_run else NUM_BYTES
     return KVLayout(
         num_layers=model.num_layers,
@@ -41,7 +49,8 @@ def cache_layout(setting: Setting) -> KVLayout:
         block_size=block_size,
         width=model.latent_width if is_latent else model.head_dim,
         dtype=str(dtype).removeprefix("torch."),
-        num_blocks=2 * max(1, num_bytes // (block_size * model.kv_elements_per_token * dtype.itemsize)),
+        num_blocks=2
+        * max(1, num_bytes // (block_size * model.kv_elements_per_token * dtype.itemsize)),
         first_layer=0,
         end_layer=model.num_layers,
     )
@@ -55,7 +64,11 @@ class TcpTransport(LocalTransport):
 
 def transports() -> dict[str, type[Transport]]:
     """Those that this machine has, by the way that is measured with them."""
-    found: dict[str, type[Transport]] = {READ: LocalTransport, WRITE: LocalTransport, TCP: TcpTransport}
+    found: dict[str, type[Transport]] = {
+        READ: LocalTransport,
+        WRITE: LocalTransport,
+        TCP: TcpTransport,
+    }
     if importlib.util.find_spec("nixl_cu12") is not None:
         from nanovllm.kv_transfer.transport.nixl import NixlTransport
 
@@ -64,19 +77,25 @@ def transports() -> dict[str, type[Transport]]:
 
 
 def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
-    """On each of two ranks: transfers half of the blocks of one rank into other places of the other's cache. Returns, on the
-    second rank, seconds from the call until the transport reports the end. The ways take turns, also with a plain copy."""
-    world, ids = get_world_group(), list(range(layout.num_blocks))
+    """On each of two ranks: transfers half of the blocks of one rank into other places of the
+    other's cache. Returns, on the second rank, seconds from the call until the transport reports
+    the end. The ways take turns, also with a plain copy."""
+    world = get_world_group()
+    ids = list(range(layout.num_blocks))
     random.Random(0).shuffle(ids)
-    here, there = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    here = ids[: len(ids) // 2]
+    there = ids[len(ids) // 2 :]
     ways = {name: _Way(kind, layout) for name, kind in transports().items()}
-    copy, names = _plain_copy(layout, len(here)), map(str, itertools.count())
+    copy = _plain_copy(layout, len(here))
+    names = map(str, itertools.count())
 
     def run(name: str) -> float:
         if name == COPY:
             took = timed(copy) if world.is_last else 0.0
         else:
-            took = (ways[name].write if name == WRITE else ways[name].read)(next(names), here, there)
+            took = (ways[name].write if name == WRITE else ways[name].read)(
+                next(names), here, there
+            )
         world.barrier()
         return took
 
@@ -92,8 +111,11 @@ class _Way:
     """A transport, with a cache of its own, on each of two ranks."""
 
     def __init__(self, kind: type[Transport], layout: KVLayout) -> None:
-        self.world, dtype = get_world_group(), getattr(torch, layout.dtype)
-        self.caches = {layer: kind.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
+        self.world = get_world_group()
+        dtype = getattr(torch, layout.dtype)
+        self.caches = {
+            layer: kind.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers
+        }
         for cache in self.caches.values():
             cache.fill_(self.world.rank + 1)
         self.transport = kind(layout, self.caches, "127.0.0.1", _SECRET)
@@ -105,7 +127,9 @@ class _Way:
         if self.world.is_first:
             return 0.0
         took = timed(lambda: self.transport.read(name, self.peers, here, there), self._end)
-        assert all((cache[here[0]] == 1).all() for cache in self.caches.values()), "the other rank's numbers"
+        assert all((cache[here[0]] == 1).all() for cache in self.caches.values()), (
+            "the other rank's numbers"
+        )
         for cache in self.caches.values():
             cache[here[0]] = 2
         return took
@@ -133,9 +157,13 @@ class _Way:
 
 
 def _plain_copy(layout: KVLayout, num_blocks: int) -> Callable[[], None]:
-    """An upper bound of the speed: copies as many bytes of each layer in one piece between two mappings of shared memory."""
+    """An upper bound of the speed: copies as many bytes of each layer in one piece between two
+    mappings of shared memory."""
     size = num_blocks * layout.block_bytes
-    pairs = [[torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(2)] for _ in layout.layers]
+    pairs = [
+        [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(2)]
+        for _ in layout.layers
+    ]
 
     def copy() -> None:
         for target, source in pairs:
@@ -158,13 +186,19 @@ def transport(setting: Setting) -> Iterator[Row]:
 
 def compare(num_bytes: int, seconds: Seconds) -> Iterator[Row]:
     """Compare each way with a plain copy, round by round; see `time_transfers`."""
-    title = f"{number(num_bytes / 2**20)} MiB of KV blocks at random addresses, from one process to another, medians of {len(seconds[COPY])}"
+    title = (
+        f"{number(num_bytes / 2**20)} MiB of KV blocks at random addresses, from one process to "
+        f"another, medians of {len(seconds[COPY])}"
+    )
     for way, times in seconds.items():
         speed = paired(times, seconds[COPY])  # the speeds' ratio is the inverse of the times'
         if way != COPY:
             wanted = GOAL if way in (READ, WRITE) else None
             yield goal(
-                f"{way}: bandwidth relative to a plain shared-memory copy", speed["median"], "×", at_least=wanted
+                f"{way}: bandwidth relative to a plain shared-memory copy",
+                speed["median"],
+                "×",
+                at_least=wanted,
             )
         yield {
             "table": title,

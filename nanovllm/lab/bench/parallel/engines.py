@@ -26,12 +26,16 @@ from nanovllm.ops.device import choose_dtype
 
 
 def load_share(folder: str, dtype: str) -> tuple[int, int]:
-    """On each rank: bytes of the weights that it holds, and of the checkpoint's tensors that it has to read."""
+    """On each rank: bytes of the weights that it holds, and of the checkpoint's tensors that it has
+    to read."""
     config = ModelConfig.from_pretrained(folder)
     model = load_model(folder, config, choose_dtype(dtype, torch.device("cpu")))
     held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
-    tensors, places = dict(checkpoint_tensors(pathlib.Path(folder))), model.checkpoint_places()
-    return sum(held.values()), sum(tensors[name][place.source].nbytes for name in places for place in places[name])
+    tensors = dict(checkpoint_tensors(pathlib.Path(folder)))
+    places = model.checkpoint_places()
+    return sum(held.values()), sum(
+        tensors[name][place.source].nbytes for name in places for place in places[name]
+    )
 
 
 def weights(setting: Setting) -> Iterator[Row]:
@@ -45,7 +49,8 @@ def weights(setting: Setting) -> Iterator[Row]:
 
 
 def compare_weights(shares: dict[int, list[tuple[int, int]]]) -> Iterator[Row]:
-    """Compare what ranks hold and read with one rank; `shares` by the number of ranks, see `load_share`."""
+    """Compare what ranks hold and read with one rank; `shares` by the number of ranks, see
+    `load_share`."""
     (whole,) = shares[1]
     for size, ranks in shares.items():
         for rank, share in enumerate(ranks):
@@ -67,7 +72,8 @@ def time_grids(
     options: dict[str, Any], work: Workload, grids: dict[str, dict[str, int]], repeats: int
 ) -> dict[str, dict[str, list[float]]]:
     """For each grid: seconds of the workload on "one" rank and on the "grid", in turn."""
-    base, found = start_engine(**options), dict[str, dict[str, list[float]]]()
+    base = start_engine(**options)
+    found = dict[str, dict[str, list[float]]]()
 
     def run(engine: Any, turns: Iterator[int]) -> float:
         requests = work.requests(base.model_config.vocab_size, repeat=next(turns))
@@ -75,7 +81,10 @@ def time_grids(
 
     for name, sizes in grids.items():
         with closing(start_engine(**options | sizes)) as core:
-            both = {"one": partial(run, base, itertools.count()), "grid": partial(run, core, itertools.count())}
+            both = {
+                "one": partial(run, base, itertools.count()),
+                "grid": partial(run, core, itertools.count()),
+            }
             found[name] = alternate(both, repeats)
     return found
 
@@ -85,7 +94,8 @@ def count_collectives(options: dict[str, Any], batch: int, steps: int) -> dict[s
 
     Every rank has an engine of its own, and all make the same plans.
     """
-    core, group = start_engine(**options), get_tp_group()
+    core = start_engine(**options)
+    group = get_tp_group()
     add_requests(core, [BenchRequest([3 + i] * 16, steps + 4) for i in range(batch)])
     for _ in range(3):
         core.step()
@@ -97,17 +107,24 @@ def count_collectives(options: dict[str, Any], batch: int, steps: int) -> dict[s
         "step_seconds": seconds,
         "collective_seconds": sum(watch.seconds for watch in watches) / steps,
         "bytes": group.bytes_sent["all_reduce"] / steps,
-        "formula": (2 * config.num_layers + 1) * batch * config.hidden_size * core.runner.dtype.itemsize,
+        "formula": (2 * config.num_layers + 1)
+        * batch
+        * config.hidden_size
+        * core.runner.dtype.itemsize,
     }
 
 
 def throughput(setting: Setting) -> Iterator[Row]:
     """The same requests on divided engines, with no more cores than one rank has."""
     count, length = (2, 4) if setting.dry_run else (16, 32)
-    work, size = Workload("", "throughput", "", count, (length, length), (length, length)), setting.tensor_size()
+    work = Workload("", "throughput", "", count, (length, length), (length, length))
+    size = setting.tensor_size()
     options = setting.options(max_num_seqs=32)
     grids = {f"tensor parallel {size}": {"tensor_parallel_size": size}} if size else {}
-    grids |= {"pipeline parallel 2": {"pipeline_parallel_size": 2}, "data parallel 2": {"data_parallel_size": 2}}
+    grids |= {
+        "pipeline parallel 2": {"pipeline_parallel_size": 2},
+        "data parallel 2": {"data_parallel_size": 2},
+    }
     arguments = options, work, grids, setting.repeats
     for name, both in run_ranks(time_grids, Grid(), *arguments, threads=setting.threads)[0].items():
         ratio = paired(both["grid"], both["one"])
@@ -127,7 +144,10 @@ def _collectives(options: dict[str, Any], size: int, threads: int, dry_run: bool
     """Where the time of a tensor-parallel step goes."""
     batch, steps = (2, 2) if dry_run else (16, 20)
     ranks = run_ranks(count_collectives, Grid(tensor=size), options, batch, steps, threads=threads)
-    step, inside = (statistics.median(rank[name] for rank in ranks) for name in ("step_seconds", "collective_seconds"))
+    step, inside = (
+        statistics.median(rank[name] for rank in ranks)
+        for name in ("step_seconds", "collective_seconds")
+    )
     where = f"tensor parallel {size}, {batch} requests decode"
     yield goal(f"{where}: time in collectives, including waiting", 1e3 * inside, "ms per step")
     yield goal(f"{where}: step time", 1e3 * step, "ms")

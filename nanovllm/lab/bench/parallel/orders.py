@@ -1,4 +1,5 @@
-"""The time that it takes to send a step's plan to all ranks: by the message queue, and by a pipe per rank."""
+"""The time that it takes to send a step's plan to all ranks: by the message queue, and by a pipe
+per rank."""
 
 import itertools
 import pathlib
@@ -21,7 +22,8 @@ from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.lab.processes import run_ranks
 
-QUEUE, PIPES = "shared-memory queue", "one pipe per rank"
+QUEUE = "shared-memory queue"
+PIPES = "one pipe per rank"
 # As in an engine, orders do not follow each other at once: the receivers have gone to sleep.
 PAUSE_SECONDS = 0.002
 _STAMP = struct.Struct("d")
@@ -29,15 +31,18 @@ _STAMP = struct.Struct("d")
 
 def order_bytes(num_requests: int, folder: str) -> int:
     """The length of the order to decode a token of each request."""
-    core = start_engine(folder, load_format="dummy", device="cpu", kv_cache_memory="8MiB", max_num_seqs=64)
+    core = start_engine(
+        folder, load_format="dummy", device="cpu", kv_cache_memory="8MiB", max_num_seqs=64
+    )
     add_requests(core, [BenchRequest([1] * 8, 8) for _ in range(num_requests)])
     core.step()
     return len(pickle.dumps(("launch", (core.scheduler.schedule(),)), pickle.HIGHEST_PROTOCOL))
 
 
 def send_orders(num_bytes: int, count: int, repeats: int) -> dict[str, list[float]]:
-    """On each rank: rank 0 sends, all others listen. Seconds from before an order is sent until this rank has it; on rank 0,
-    until the call returns. (`time.perf_counter` is one clock for all processes of a machine.)"""
+    """On each rank: rank 0 sends, all others listen. Seconds from before an order is sent until
+    this rank has it; on rank 0, until the call returns. (`time.perf_counter` is one clock for all
+    processes of a machine.)"""
     world = get_world_group()
     if world.is_first:
         queue = MessageQueue.create(world.world_size - 1)
@@ -52,7 +57,8 @@ def send_orders(num_bytes: int, count: int, repeats: int) -> dict[str, list[floa
         channels: dict[str, Any] = {QUEUE: queue.put, PIPES: send_all}
     else:
         handle, address = world.broadcast_object(None)
-        queue, pipe = MessageQueue.attach(handle, world.rank - 1), Client(address)
+        queue = MessageQueue.attach(handle, world.rank - 1)
+        pipe = Client(address)
         channels = {QUEUE: queue.get, PIPES: pipe.recv_bytes}
 
     def run(channel: Callable[..., bytes]) -> list[float]:
@@ -67,7 +73,9 @@ def send_orders(num_bytes: int, count: int, repeats: int) -> dict[str, list[floa
             times.append(time.perf_counter() - start)
         return times
 
-    found = alternate({way: partial(run, channel) for way, channel in channels.items()}, repeats, warm_up=0)
+    found = alternate(
+        {way: partial(run, channel) for way, channel in channels.items()}, repeats, warm_up=0
+    )
     world.barrier()
     return {way: list(itertools.chain(*rounds)) for way, rounds in found.items()}
 
@@ -75,16 +83,25 @@ def send_orders(num_bytes: int, count: int, repeats: int) -> dict[str, list[floa
 def orders(setting: Setting) -> Iterator[Row]:
     """From the scheduler's process to that of every rank."""
     with tempfile.TemporaryDirectory() as folder:
-        num_bytes = run_ranks(order_bytes, Grid(), 16, str(write_config(pathlib.Path(folder), TINY)))[0]
+        num_bytes = run_ranks(
+            order_bytes, Grid(), 16, str(write_config(pathlib.Path(folder), TINY))
+        )[0]
     for readers in (1, 2) if setting.dry_run else (1, 2, 4):
         count = 5 if setting.dry_run else 100
-        sent, *read = run_ranks(send_orders, Grid(tensor=1 + readers), num_bytes, count, setting.repeats)
+        sent, *read = run_ranks(
+            send_orders, Grid(tensor=1 + readers), num_bytes, count, setting.repeats
+        )
         for way in (QUEUE, PIPES):
             latencies = slowest([times[way] for times in read])
-            figure = f"command to {readers} rank{'s' * (readers > 1)}, {way}: until every rank has it"
+            figure = (
+                f"command to {readers} rank{'s' * (readers > 1)}, {way}: until every rank has it"
+            )
             yield goal(figure, 1e6 * statistics.median(latencies), "µs")
             yield {
-                "table": f"Commands of {num_bytes} bytes (16 decoding requests), one every {1e3 * PAUSE_SECONDS:g} ms, medians",
+                "table": (
+                    f"Commands of {num_bytes} bytes (16 decoding requests), one every "
+                    f"{1e3 * PAUSE_SECONDS:g} ms, medians"
+                ),
                 "way": way,
                 "ranks": readers,
                 "until every rank has it, µs": [1e6 * seconds for seconds in latencies],

@@ -1,4 +1,5 @@
-"""The bubble of a pipeline: the share of their time in which stages wait, by the number of micro-batches."""
+"""The bubble of a pipeline: the share of their time in which stages wait, by the number of
+micro-batches."""
 
 import statistics
 import time
@@ -14,7 +15,8 @@ from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.bench.workloads import Workload
 from nanovllm.lab.processes import run_ranks
 
-STAGES, MICRO_BATCHES = 2, (1, 2, 4, 8)
+STAGES = 2
+MICRO_BATCHES = (1, 2, 4, 8)
 TOLERANCE = 0.15
 
 
@@ -22,7 +24,8 @@ class Stopwatch:
     """Counts the time that a function takes, from now on."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.seconds, self._function = 0.0, getattr(owner, name)
+        self.seconds = 0.0
+        self._function = getattr(owner, name)
         setattr(owner, name, self._timed)
 
     def _timed(self, *arguments: Any) -> Any:
@@ -39,7 +42,8 @@ class Passage:
 
     Attributes:
         begin, end: before the first micro-batch, and after the last one.
-        computing: how long the stage computed each of them, without the time that it waited, sent and received.
+        computing: how long the stage computed each of them, without the time that it waited, sent
+            and received.
     """
 
     begin: float
@@ -48,7 +52,8 @@ class Passage:
 
 
 def theory(micro_batches: int, stages: int = STAGES) -> float:
-    """The bubble of stages that take equally long: the first one is idle at the end, the last one at the beginning."""
+    """The bubble of stages that take equally long: the first one is idle at the end, the last one
+    at the beginning."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
@@ -63,9 +68,11 @@ def bubble(stages: list[Passage]) -> float:
 
 
 def with_free_lines(stages: list[Passage]) -> list[Passage]:
-    """The same computations if sending took no time: each begins as soon as its stage is free and the stage before has
-    finished the micro-batch. Steps of uneven length move the bubble away from theory, mostly up."""
-    arrived, passages = [0.0] * len(stages[0].computing), []
+    """The same computations if sending took no time: each begins as soon as its stage is free and
+    the stage before has finished the micro-batch. Steps of uneven length move the bubble away from
+    theory, mostly up."""
+    arrived = [0.0] * len(stages[0].computing)
+    passages = []
     for stage in stages:
         free = 0.0
         for i, seconds in enumerate(stage.computing):
@@ -75,13 +82,14 @@ def with_free_lines(stages: list[Passage]) -> list[Passage]:
 
 
 def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage]:
-    """On each stage: prompts of so many tokens, one per micro-batch, as fast as they come; `rounds` times for each number of
-    micro-batches.
+    """On each stage: prompts of so many tokens, one per micro-batch, as fast as they come; `rounds`
+    times for each number of micro-batches.
 
-    Every stage has a scheduler of its own, and all make the same plans: no orders are sent, so only the pipeline is measured.
-    """
+    Every stage has a scheduler of its own, and all make the same plans: no orders are sent, so only
+    the pipeline is measured."""
     core = start_engine(max_num_batched_tokens=tokens, max_num_seqs=max(MICRO_BATCHES), **options)
-    receiving, sending = Stopwatch(core.runner.link, "receive"), Stopwatch(core.runner.link, "send")
+    receiving = Stopwatch(core.runner.link, "receive")
+    sending = Stopwatch(core.runner.link, "send")
     found = []
     for turn in range(rounds + 1):
         for count in MICRO_BATCHES:
@@ -90,9 +98,11 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
             plans = [core.scheduler.schedule() for _ in range(count)]
             assert all(plan.num_tokens == tokens for plan in plans), "a prompt per step"
             get_world_group().barrier()
-            begin, computing = time.perf_counter(), []
+            begin = time.perf_counter()
+            computing = []
             for plan in plans:
-                started, on_the_line = time.perf_counter(), receiving.seconds + sending.seconds
+                started = time.perf_counter()
+                on_the_line = receiving.seconds + sending.seconds
                 core.executor.launch(plan)()
                 on_the_line = receiving.seconds + sending.seconds - on_the_line
                 computing.append(time.perf_counter() - started - on_the_line)
@@ -100,7 +110,9 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
             core.runner.link.flush()
             if turn:  # the first round is to warm up
                 found.append(Passage(begin, end, computing))
-            for plan in plans:  # ended with the same token on every stage; only the last one knows the right one
+            for plan in (
+                plans
+            ):  # ended with the same token on every stage; only the last one knows the right one
                 core.scheduler.update_from_output(
                     plan, ModelRunnerOutput({r.request_id: SampledToken(0) for r in plan.requests})
                 )
@@ -108,14 +120,21 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
 
 
 def pipeline(setting: Setting) -> Iterator[Row]:
-    """Two stages, and 1 to 8 prompts: long steps, which have the goals because disturbances are small beside them, and short
-    ones."""
-    rounds, threads = 1 if setting.dry_run else 2 * setting.repeats, max(1, setting.threads // STAGES)
+    """Two stages, and 1 to 8 prompts: long steps, which have the goals because disturbances are
+    small beside them, and short ones."""
+    rounds = 1 if setting.dry_run else 2 * setting.repeats
+    threads = max(1, setting.threads // STAGES)
     for long_steps, tokens, dtype in ((True, 512, "float32"), (False, 256, setting.dtype)):
         tokens = 16 if setting.dry_run else tokens
         options = setting.options(max_model_len=2 * tokens, dtype=dtype)
-        stages = run_ranks(run_stage, Grid(pipeline=STAGES), options, tokens, rounds, threads=threads)
-        yield from compare(stages, f"{'long' if long_steps else 'short'} steps: {tokens} tokens, {dtype}", long_steps)
+        stages = run_ranks(
+            run_stage, Grid(pipeline=STAGES), options, tokens, rounds, threads=threads
+        )
+        yield from compare(
+            stages,
+            f"{'long' if long_steps else 'short'} steps: {tokens} tokens, {dtype}",
+            long_steps,
+        )
 
 
 def compare(stages: list[list[Passage]], of_what: str, has_goal: bool) -> Iterator[Row]:
@@ -123,17 +142,26 @@ def compare(stages: list[list[Passage]], of_what: str, has_goal: bool) -> Iterat
     rounds = [list(each) for each in zip(*stages, strict=True)]
     for count in MICRO_BATCHES:
         of_count = [each for each in rounds if len(each[0].computing) == count]
-        measured, expected = [100 * bubble(each) for each in of_count], 100 * theory(count)
+        measured = [100 * bubble(each) for each in of_count]
+        expected = 100 * theory(count)
         if has_goal:
             figure = f"pipeline bubble, {count} micro-batch{'es' * (count > 1)} on {STAGES} stages"
             yield goal(figure, statistics.median(measured), "%", near=expected, tolerance=TOLERANCE)
-        computing = {f"stage {s} computes, ms": [1e3 * sum(x[s].computing) for x in of_count] for s in range(STAGES)}
+        computing = {
+            f"stage {s} computes, ms": [1e3 * sum(x[s].computing) for x in of_count]
+            for s in range(STAGES)
+        }
         yield {
-            "table": f"{STAGES} stages, {of_what}, one prompt per micro-batch, medians of {len(of_count)}",
+            "table": (
+                f"{STAGES} stages, {of_what}, one prompt per micro-batch, medians of "
+                f"{len(of_count)}"
+            ),
             "micro-batches": count,
             "ms": [1e3 * whole(each) for each in of_count],
             **computing,
             "bubble %": measured,
-            "bubble % with free transfers": [100 * bubble(with_free_lines(each)) for each in of_count],
+            "bubble % with free transfers": [
+                100 * bubble(with_free_lines(each)) for each in of_count
+            ],
             "theory %": expected,
         }

@@ -1,7 +1,8 @@
-"""Stands in for llama-cpp-python: sequences of a context with their tokens, and a model that adds up what it has seen.
+"""Stands in for llama-cpp-python: sequences of a context with their tokens, and a model that adds
+up what it has seen.
 
-It refuses batches that llama.cpp would misread: a token that does not follow what its sequence holds, or too many of them.
-"""
+It refuses batches that llama.cpp would misread: a token that does not follow what its sequence
+holds, or too many of them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Context:
 
 
 def llama_context_default_params() -> Any:
-    return SimpleNamespace(n_ctx=512, n_batch=2048, n_ubatch=512, n_seq_max=1, n_threads=4, n_threads_batch=4)
+    return SimpleNamespace(
+        n_ctx=512, n_batch=2048, n_ubatch=512, n_seq_max=1, n_threads=4, n_threads_batch=4
+    )
 
 
 def llama_model_default_params() -> Any:
@@ -46,7 +49,9 @@ def llama_sampler_init_greedy() -> str:
 
 def llama_batch_init(num_tokens: int, embedding: int, num_sequences: int) -> Any:
     rows = {name: [0] * num_tokens for name in ("token", "pos", "n_seq_id", "logits")}
-    return SimpleNamespace(**rows, seq_id=[[0] * num_sequences for _ in range(num_tokens)], n_tokens=0)
+    return SimpleNamespace(
+        **rows, seq_id=[[0] * num_sequences for _ in range(num_tokens)], n_tokens=0
+    )
 
 
 def llama_get_memory(context: Context) -> Context:
