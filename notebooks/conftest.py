@@ -1,4 +1,5 @@
-"""Cells with the tag "gpu" in their metadata are skipped where torch sees no GPU; what they last put out stays."""
+"""Cells with the tag "gpu" in their metadata are skipped where torch sees no GPU; what they last
+put out stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The drawings of lectures 31 and 32. Each function makes one picture; the lectures say what it shows."""
+"""The drawings of lectures 31 and 32. Each function makes one picture; the lectures say what it
+shows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from nanovllm.trace.trace import Trace
 def draw_crossing(
     producer: PoolState, consumer: PoolState, moved: Sequence[tuple[int, int]], title: str
 ) -> Figure:
-    """Two pools, one above the other, and the pairs of blocks (there, here) that cross from one to the other."""
+    """Two pools, one above the other, and the pairs of blocks (there, here) that cross from one to
+    the other."""
     figure, ax = plt.subplots(figsize=(9, 2.4))
     for y, name, state in ((0.0, "producer", producer), (2.6, "consumer", consumer)):
         ax.text(-0.3, y + 0.4, name, ha="right", va="center", fontweight="bold")
@@ -57,7 +59,8 @@ def draw_crossing(
 
 
 def draw_stages(next_stage: Mapping[tuple[str, str], str]) -> Figure:
-    """A state machine: a box per stage, an arrow per pair of stages, with the events that lead from one to the other.
+    """A state machine: a box per stage, an arrow per pair of stages, with the events that lead from
+    one to the other.
 
     Args:
         next_stage: a stage and an event to the stage that follows. The first stage begins it.
@@ -144,7 +147,8 @@ class Clocked:
 def transfers_between(
     producer: Clocked, consumer: Clocked, fetched: Mapping[str, str], since: float = 0.0
 ) -> dict[str, tuple[float, float]]:
-    """From the end of the producer's last step for a request to the beginning of the consumer's first one.
+    """From the end of the producer's last step for a request to the beginning of the consumer's
+    first one.
 
     Args:
         fetched: the consumer's request id to the producer's.
@@ -157,7 +161,8 @@ def transfers_between(
 def draw_engines(
     engines: Mapping[str, Clocked], since: float, fetched: Mapping[str, str]
 ) -> Figure:
-    """The timelines of a producer and a consumer on one clock, which says 0 at `since`; `fetched` as above."""
+    """The timelines of a producer and a consumer on one clock, which says 0 at `since`; `fetched`
+    as above."""
     rows = {name: request_ids(clocked.trace) for name, clocked in engines.items()}
     owner = {there: here for here, there in fetched.items()}
     colors = RequestColors(r for ids in reversed(rows.values()) for r in ids if r not in owner)
@@ -189,14 +194,16 @@ def draw_engines(
 
 
 def round_ticks(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 times a power of ten: a logarithmic axis over one decade would have a single one."""
+    """Ticks at 1, 2 and 5 times a power of ten: a logarithmic axis over one decade would have a
+    single one."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
 def draw_gaps(gaps: Mapping[str, Sequence[float]], title: str) -> Figure:
-    """Every gap between two tokens as a tick, a row per arrangement; a circle is the median, a diamond the 99th percentile."""
+    """Every gap between two tokens as a tick, a row per arrangement; a circle is the median, a
+    diamond the 99th percentile."""
     label = "seconds from one token to the next (● median, ◆ 99th percentile)"
     figure, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(gaps)))
     for row, values in enumerate(gaps.values()):
@@ -226,8 +233,9 @@ def draw_lengths(
     title: str,
     crossings: Sequence[float] = (),
 ) -> None:
-    """Seconds by the length of a prefix: computed again (the first line) and fetched. What was measured are points, in the
-    order of the lines; dotted: from which length on fetching is faster."""
+    """Seconds by the length of a prefix: computed again (the first line) and fetched. What was
+    measured are points, in the order of the lines; dotted: from which length on fetching is faster.
+    """
     every = {name: (lengths, seconds) for name, seconds in lines.items()}
     curves(ax, every, title=title, xlabel="tokens of the prefix", ylabel="seconds")
     for row, (name, points) in enumerate(measured.items()):
@@ -253,7 +261,8 @@ def draw_lengths(
 
 
 def draw_split(shares: Mapping[str, Sequence[float]], num_engines: int, title: str) -> Figure:
-    """Requests per second for 1, 2, ... `num_engines - 1` producers, a line per workload; the best is ringed."""
+    """Requests per second for 1, 2, ... `num_engines - 1` producers, a line per workload; the best
+    is ringed."""
     figure, ax = plt.subplots(figsize=(9, 3.4))
     splits = range(1, num_engines)
     lines = {name: (splits, values) for name, values in shares.items()}
@@ -282,8 +291,8 @@ def draw_split(shares: Mapping[str, Sequence[float]], num_engines: int, title: s
 def draw_places(
     places: Mapping[str, Sequence[str]], moves: Mapping[str, Sequence[tuple]], title: str
 ) -> Figure:
-    """Places one below the other, with the blocks in their slots ("A0" is block 0 of text A; a second line in a slot says
-    what it held before), and how blocks move.
+    """Places one below the other, with the blocks in their slots ("A0" is block 0 of text A; a
+    second line in a slot says what it held before), and how blocks move.
 
     Args:
         moves: kind of move to pairs of a start and an end, each a place and a slot.
@@ -338,7 +347,8 @@ def draw_presence(
     """Which document is where, question by question.
 
     Args:
-        presence: place to `[num_documents, num_questions]`: the share of a document that is there before the question.
+        presence: place to `[num_documents, num_questions]`: the share of a document that is there
+            before the question.
         asked: the document of each question.
         served: of each question, what each place gave; what none gave was computed.
     """
@@ -365,10 +375,12 @@ def draw_presence(
 def draw_deviation(
     deviation: np.ndarray, bounds: Sequence[int], selected: Sequence[int], title: str
 ) -> Figure:
-    """How far reused keys and values are from fresh ones, token by token and layer by layer, and which tokens a blend chose.
+    """How far reused keys and values are from fresh ones, token by token and layer by layer, and
+    which tokens a blend chose.
 
     Args:
-        deviation: `[num_layers, num_tokens]`, relative to the layer's mean squared length; eight layers are drawn.
+        deviation: `[num_layers, num_tokens]`, relative to the layer's mean squared length; eight
+            layers are drawn.
         bounds: where each chunk begins, and the end of the last.
     """
     rows = np.linspace(1, len(deviation) - 1, 8).round().astype(int)
@@ -404,7 +416,8 @@ def draw_trade(
     label: str,
     title: str,
 ) -> Figure:
-    """What computing a share of the tokens costs (seconds, relative to computing all), and what it buys.
+    """What computing a share of the tokens costs (seconds, relative to computing all), and what it
+    buys.
 
     Args:
         quality: name to shares and the values of `label` there.

@@ -1,4 +1,5 @@
-"""The drawings of lectures 20 to 26. Each function makes one picture; the lectures say what it shows."""
+"""The drawings of lectures 20 to 26. Each function makes one picture; the lectures say what it
+shows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -60,7 +61,8 @@ def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> Non
 def curves(
     ax: Axes, lines: Mapping[str, tuple[Sequence, Sequence]], marks: str = "-", **look: Any
 ) -> Axes:
-    """Lines by name, one colour each, with both axes logarithmic. `marks` is matplotlib's format; `look` is set on the axes."""
+    """Lines by name, one colour each, with both axes logarithmic. `marks` is matplotlib's format;
+    `look` is set on the axes."""
     for row, (name, (xs, ys)) in enumerate(lines.items()):
         ax.plot(xs, ys, marks, color=request_color(row), markersize=6, linewidth=1.6, label=name)
     ax.set(**{"xscale": "log", "yscale": "log"} | look)
@@ -133,7 +135,8 @@ def draw_ring(
     """A ring step by step: which messages are in it, and how far writer and readers are.
 
     Args:
-        frames: what has just happened, and the counters after it: of the writer, then of each reader.
+        frames: what has just happened, and the counters after it: of the writer, then of each
+            reader.
         messages: name and length of each message, in the order of the stream.
         size: bytes of the ring.
     """
@@ -193,8 +196,8 @@ def draw_ring(
 
 
 def draw_grid(grid: Grid) -> Figure:
-    """The ranks of a grid, once for each kind of group: columns are tensor ranks, rows are stages, and a gap separates
-    the data-parallel replicas. Ranks of one colour are a group."""
+    """The ranks of a grid, once for each kind of group: columns are tensor ranks, rows are stages,
+    and a gap separates the data-parallel replicas. Ranks of one colour are a group."""
     titles = {
         "tp": "tp: share each layer",
         "pp": "pp: share the layers",
@@ -221,11 +224,12 @@ def draw_grid(grid: Grid) -> Figure:
 
 
 def draw_collectives(panels: Mapping[str, tuple[Sequence, Sequence]]) -> Figure:
-    """What each rank holds before and after a collective: a column per rank, a letter per piece, a colour per origin.
+    """What each rank holds before and after a collective: a column per rank, a letter per piece, a
+    colour per origin.
 
     Args:
-        panels: title to two lists with the numbers of each rank. The digit at place r of a number is a piece of rank r: 1 is
-            the piece a.
+        panels: title to two lists with the numbers of each rank. The digit at place r of a number
+            is a piece of rank r: 1 is the piece a.
     """
     figure, axes = plt.subplots(
         -(-len(panels) // 3), 3, figsize=(9, 2.1 * -(-len(panels) // 3)), squeeze=False
@@ -288,10 +292,11 @@ def draw_measured(
     sizes = np.logspace(10, 21.3, 60, base=2)
     lines = {
         f"{name}: {1e6 * link.latency:.0f} µs + bytes / ({link.bandwidth / 1e9:.1f} GB/s)": (
-            sizes, [1e6 * link.message(size) for size in sizes],
+            sizes,
+            [1e6 * link.message(size) for size in sizes],
         )
         for name, (link, _) in measured.items()
-    }  # fmt: skip
+    }
     curves(
         ax, lines, xlabel="bytes", ylabel="µs", title="All-reduce on 2 ranks; hollow: not fitted"
     )
@@ -321,7 +326,8 @@ def matrix(
     rows: Sequence[Sequence[float]],
     ranks: Sequence[Sequence[int | None]],
 ) -> None:
-    """Numbers with the upper left corner at (x, y), each in the colour of its rank (None: of all)."""
+    """Numbers with the upper left corner at (x, y), each in the colour of its rank (None: of
+    all)."""
     for i, (row, owners) in enumerate(zip(rows, ranks, strict=True)):
         for j, (value, rank) in enumerate(zip(row, owners, strict=True)):
             box(
@@ -374,13 +380,24 @@ def draw_worked_example(ax: Axes) -> None:
 
 
 def draw_layer_shards(ax: Axes, config: ModelConfig, tp: int) -> None:
-    """All matrices of a decoder layer, to scale, in bands of their ranks, and where the ranks meet."""
+    """All matrices of a decoder layer, to scale, in bands of their ranks, and where the ranks
+    meet."""
     width, kv = config.intermediate_size / 400, config.num_kv_heads * config.head_dim / 400
     hidden, q = config.hidden_size / 400, config.num_heads * config.head_dim / 400
     halves = [  # what stands on the left, the matrix on the right, and what happens in between
-        ([("gate", width), ("up", width)], "down_proj", width, f"gating, {config.intermediate_size // tp}\nchannels per rank"),
-        ([("q", q), ("k", kv), ("v", kv)], "o_proj", q, f"attention,\n{config.num_heads // tp} heads per rank"),
-    ]  # fmt: skip
+        (
+            [("gate", width), ("up", width)],
+            "down_proj",
+            width,
+            f"gating, {config.intermediate_size // tp}\nchannels per rank",
+        ),
+        (
+            [("q", q), ("k", kv), ("v", kv)],
+            "o_proj",
+            q,
+            f"attention,\n{config.num_heads // tp} heads per rank",
+        ),
+    ]
     bottom = 0.0
     for left, name, across, doing in halves:
         middle, y = bottom + sum(height for _, height in left) / 2, bottom
@@ -424,7 +441,8 @@ def draw_layer_shards(ax: Axes, config: ModelConfig, tp: int) -> None:
 
 
 def draw_kv_heads(ax: Axes, num_heads: int, num_kv_heads: int, sizes: Sequence[int]) -> None:
-    """The query heads and KV heads of each rank, for several numbers of ranks. A KV head has one colour."""
+    """The query heads and KV heads of each rank, for several numbers of ranks. A KV head has one
+    colour."""
     for row, tp in enumerate(sizes):
         ax.text(-0.2, row + 0.4, f"{tp} rank{'s' * (tp > 1)}", ha="right", va="center")
         per_rank = num_heads // tp
@@ -458,7 +476,8 @@ def draw_kv_heads(ax: Axes, num_heads: int, num_kv_heads: int, sizes: Sequence[i
 
 
 def ideal_spans(times: Sequence[float], micro_batches: int) -> list[list[Span]]:
-    """What each stage of a pipeline would do when, if sending took no time and a micro-batch took the stage `times[stage]`."""
+    """What each stage of a pipeline would do when, if sending took no time and a micro-batch took
+    the stage `times[stage]`."""
     ready = [0.0] * micro_batches
     stages = []
     for time in times:
@@ -472,14 +491,16 @@ def ideal_spans(times: Sequence[float], micro_batches: int) -> list[list[Span]]:
 
 
 def idle_share(stages: Sequence[Sequence[Span]]) -> float:
-    """The part of all stages' time, from the first begin to the last end, in which they computed nothing: the bubble."""
+    """The part of all stages' time, from the first begin to the last end, in which they computed
+    nothing: the bubble."""
     spans = [span for stage in stages for span in stage]
     length = max(end for _, _, end in spans) - min(begin for _, begin, _ in spans)
     return 1 - sum(end - begin for _, begin, end in spans) / (len(stages) * length)
 
 
 def draw_pipeline(panels: Mapping[str, Sequence[Sequence[Span]]], unit: str = "ms") -> Figure:
-    """What each stage computed when: a panel per title, a row per stage, a bar per micro-batch. Grey is idle."""
+    """What each stage computed when: a panel per title, a row per stage, a bar per micro-batch.
+    Grey is idle."""
     heights = [0.3 + 0.36 * len(stages) for stages in panels.values()]
     size = (9, sum(heights) + 0.45)
     figure, axes = plt.subplots(
@@ -517,7 +538,8 @@ def draw_pipeline(panels: Mapping[str, Sequence[Sequence[Span]]], unit: str = "m
 def draw_shuffle(
     routings: Sequence[Sequence[Sequence[int]]], placement: ExpertPlacement, title: str
 ) -> Axes:
-    """One dispatch: the tokens of each rank and their experts, the rows that each rank receives, and its experts.
+    """One dispatch: the tokens of each rank and their experts, the rows that each rank receives,
+    and its experts.
 
     Args:
         routings: for each rank, the experts of each of its tokens.
@@ -572,7 +594,8 @@ def draw_shuffle(
 
 
 def draw_expert_load(load: Sequence[Sequence[int]], title: str) -> Axes:
-    """How many tokens each expert (column) of each layer (row) got, as multiples of the layer's mean."""
+    """How many tokens each expert (column) of each layer (row) got, as multiples of the layer's
+    mean."""
     share = np.array([[value * len(row) / max(1, sum(row)) for value in row] for row in load])
     ax = plt.subplots(figsize=(9, 0.42 * len(load) + 1.1))[1]
     image = ax.imshow(share, cmap="Blues", vmin=0, aspect="auto")
@@ -591,7 +614,8 @@ def draw_expert_load(load: Sequence[Sequence[int]], title: str) -> Axes:
 
 
 def draw_balance(loads: Sequence[int], placements: Mapping[str, ExpertPlacement]) -> Figure:
-    """The tokens of each rank, a piece per expert, for each placement; experts with replicas are orange."""
+    """The tokens of each rank, a piece per expert, for each placement; experts with replicas are
+    orange."""
     figure, row = plt.subplots(1, len(placements), figsize=(9, 3.4), sharey=True)
     for ax, (name, placement) in zip(row, placements.items(), strict=True):
         totals, mean = placement.rank_loads(loads), sum(loads) / len(placement.slots)
@@ -637,7 +661,8 @@ def draw_balance(loads: Sequence[int], placements: Mapping[str, ExpertPlacement]
 
 
 def draw_shares(grid: Grid, num_heads: int, num_experts: int) -> Figure:
-    """The requests, attention heads and experts of each rank (a column) of a grid with one stage."""
+    """The requests, attention heads and experts of each rank (a column) of a grid with one
+    stage."""
     figure, ax = plt.subplots(figsize=(9, 3.1))
     heads, experts = num_heads // grid.tensor, num_experts // grid.world_size
     for rank in range(grid.world_size):
@@ -695,8 +720,8 @@ def split_waves(kinds: Sequence[Sequence[int]]) -> list[range]:
 
 
 def draw_waves(kinds: Sequence[Sequence[int]]) -> Figure:
-    """A row per engine, a cell per step with the number of requests that it computes; grey is a dummy batch. Between the
-    waves all engines pause (not to scale)."""
+    """A row per engine, a cell per step with the number of requests that it computes; grey is a
+    dummy batch. Between the waves all engines pause (not to scale)."""
     figure, ax = plt.subplots(figsize=(9, 0.75 + 0.62 * len(kinds)))
     for number, steps in enumerate(split_waves(kinds)):
         ax.text(steps.start + 1.6 * number, -0.2, f"wave {number}", fontsize=10, color=MUTED)
@@ -734,8 +759,9 @@ def bars(ax: Axes, rows: Iterable[tuple[float, float, str, str]], height: float 
 def draw_routers(
     measured: Mapping[str, Sequence[int]], hits: Mapping[str, float], needed: int, title: str
 ) -> Figure:
-    """The prompt tokens that each engine computes, and the share that came from a cache, for each way of routing; dashed:
-    what an engine has to compute in any case, if the load is divided evenly."""
+    """The prompt tokens that each engine computes, and the share that came from a cache, for each
+    way of routing; dashed: what an engine has to compute in any case, if the load is divided
+    evenly."""
     figure, ax = plt.subplots(figsize=(9, 1.2 + 0.75 * len(measured)))
     for i, tokens in enumerate(measured.values()):
         bars(
@@ -794,16 +820,41 @@ def draw_two_ways() -> Figure:
     """Naive and absorbed attention of one query of one head: the same numbers in another order."""
     latents, query, matrix, made = (pale(PALETTE[i]) for i in (2, 0, 3, 1))
     cache = "cache\n\nlatents\n$c_1 … c_n$"
-    naive = [(2, 40, 14, 42, cache, latents), (31, 40, 12, 16, "$W^{K}$", matrix), (31, 66, 12, 16, "$W^{V}$", matrix),
-             (56, 32, 16, 26, "keys\n$W^{K} c_i$", made), (56, 64, 16, 26, "values\n$W^{V} c_i$", made),
-             (56, 8, 16, 12, "query $q$", query), (85, 69, 14, 16, "out", query)]  # fmt: skip
-    flows = [((16, 55), (31, 48)), ((16, 67), (31, 74)), ((43, 48), (56, 47)), ((43, 74), (56, 76)), ((64, 20), (64, 32)),
-             ((72, 77), (85, 77)), ((72, 45), (90, 69))]  # fmt: skip
-    absorbed = [(42, 40, 16, 42, cache, latents), (1, 8, 16, 12, "query $q$", query), (26, 6, 13, 16, "$(W^{K})^{T}$", matrix),
-                (61, 8, 27, 12, "$q' = (W^{K})^{T} q$", query), (65, 54, 13, 16, "$\\sum p_i c_i$", query),
-                (84, 54, 12, 16, "$W^{V}$", matrix), (84, 84, 12, 12, "out", query)]  # fmt: skip
-    turns = [((17, 14), (26, 14)), ((39, 14), (61, 14)), ((72, 20), (54, 40)), ((58, 62), (65, 62)), ((78, 62), (84, 62)),
-             ((90, 70), (90, 84))]  # fmt: skip
+    naive = [
+        (2, 40, 14, 42, cache, latents),
+        (31, 40, 12, 16, "$W^{K}$", matrix),
+        (31, 66, 12, 16, "$W^{V}$", matrix),
+        (56, 32, 16, 26, "keys\n$W^{K} c_i$", made),
+        (56, 64, 16, 26, "values\n$W^{V} c_i$", made),
+        (56, 8, 16, 12, "query $q$", query),
+        (85, 69, 14, 16, "out", query),
+    ]
+    flows = [
+        ((16, 55), (31, 48)),
+        ((16, 67), (31, 74)),
+        ((43, 48), (56, 47)),
+        ((43, 74), (56, 76)),
+        ((64, 20), (64, 32)),
+        ((72, 77), (85, 77)),
+        ((72, 45), (90, 69)),
+    ]
+    absorbed = [
+        (42, 40, 16, 42, cache, latents),
+        (1, 8, 16, 12, "query $q$", query),
+        (26, 6, 13, 16, "$(W^{K})^{T}$", matrix),
+        (61, 8, 27, 12, "$q' = (W^{K})^{T} q$", query),
+        (65, 54, 13, 16, "$\\sum p_i c_i$", query),
+        (84, 54, 12, 16, "$W^{V}$", matrix),
+        (84, 84, 12, 12, "out", query),
+    ]
+    turns = [
+        ((17, 14), (26, 14)),
+        ((39, 14), (61, 14)),
+        ((72, 20), (54, 40)),
+        ((58, 62), (65, 62)),
+        ((78, 62), (84, 62)),
+        ((90, 70), (90, 84)),
+    ]
     titles = (
         "Naive: make keys and values, then attend",
         "Absorbed: attend to the latents themselves",
@@ -835,7 +886,8 @@ def draw_crossover(
     measured: Mapping[str, Mapping[int, float]],
     unit: float,
 ) -> Figure:
-    """Operations of naive and absorbed attention over the number of new tokens, and what was measured.
+    """Operations of naive and absorbed attention over the number of new tokens, and what was
+    measured.
 
     Args:
         flops: "naive" and "absorbed": number of new tokens and of all tokens to operations.

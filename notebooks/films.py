@@ -1,4 +1,5 @@
-"""The films of part 2: `python notebooks/films.py figures` runs ranks, schedulers and engines, and draws what they recorded."""
+"""The films of part 2: `python notebooks/films.py figures` runs ranks, schedulers and engines, and
+draws what they recorded."""
 
 from __future__ import annotations
 

@@ -27,9 +27,15 @@ from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, mark_style, re
 PROMPT = [3 + 7 * i % 300 for i in range(22)]
 NUM_BLOCKS = 16
 SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 
 
 class Fetching:
@@ -86,11 +92,9 @@ class Fetching:
         fetches = list(self.consumer.connector.fetches.values())
         here |= {
             "arrived": arrived,
-            "stage": fetches[0].stage
-            if fetches
-            else "asked"
-            if event in ("Claim", "Prefill")
-            else "",
+            "stage": (
+                fetches[0].stage if fetches else "asked" if event in ("Claim", "Prefill") else ""
+            ),
             "tokens": self.num_tokens,
         }
         self.record.append(
@@ -119,7 +123,8 @@ class Fetching:
         }
 
     def _arrived(self, there: int, here: int) -> int:
-        """How many tokens of a consumer's block have the producer's keys and values, in all layers."""
+        """How many tokens of a consumer's block have the producer's keys and values, in all
+        layers."""
         pairs = zip(self.producer.runner.kv_caches, self.consumer.runner.kv_caches, strict=True)
         same = [
             ((a[there] == b[here]) & (a[there] != 0)).all(-1).flatten(0, 1).all(0) for a, b in pairs
@@ -146,7 +151,8 @@ class Fetching:
         return patches
 
     def compute(self) -> list[Any]:
-        """Let the producer compute the prompt; record each step, when what it has pushed is there."""
+        """Let the producer compute the prompt; record each step, when what it has pushed is
+        there."""
         said, before, deadline = [], 0, time.monotonic() + 60
         while self.producer.has_unfinished or not before:  # an order may be on its way
             said += self.producer.step()
@@ -194,7 +200,8 @@ class Fetching:
         self.give_back()
 
     def decode_first(self) -> None:
-        """The router asks the consumer, which orders the prompt from the producer, and has it pushed."""
+        """The router asks the consumer, which orders the prompt from the producer, and has it
+        pushed."""
         (place,) = self.producer.limits.kv_transfer
         address = [place["kv_host"], place["kv_port"]]
         transfer = {
@@ -219,7 +226,8 @@ def _ask(name: str, prompt: list[int], count: int, transfer: dict | None = None)
 
 
 def fetch() -> Reel:
-    """A prompt is computed by one engine and continued by another: prefill first, then decode first."""
+    """A prompt is computed by one engine and continued by another: prefill first, then decode
+    first."""
     record = []
     for way in (Fetching.prefill_first, Fetching.decode_first):
         with tempfile.TemporaryDirectory() as folder:
@@ -231,28 +239,78 @@ def fetch() -> Reel:
             engines.producer.close()
         record += [{"way": way.__name__} | event for event in engines.record]
     words = [
-        "Prefill first. The router sends the prompt of 22 tokens to the producer: max_tokens is 1, do_remote_decode is true.",
-        "The producer computes the prompt in chunks of 10 tokens, in blocks of four. The consumer does not know of it yet.",
+        (
+            "Prefill first. The router sends the prompt of 22 tokens to the producer: max_tokens "
+            "is 1, do_remote_decode is true."
+        ),
+        (
+            "The producer computes the prompt in chunks of 10 tokens, in blocks of four. The "
+            "consumer does not know of it yet."
+        ),
         "The second chunk.",
-        "The prompt is computed, and the request ends. Its blocks are not freed: they are held for a reader.",
-        "The answer to the router says where the keys and values are: blocks 7 to 12 of this producer.",
+        (
+            "The prompt is computed, and the request ends. Its blocks are not freed: they are held "
+            "for a reader."
+        ),
+        (
+            "The answer to the router says where the keys and values are: blocks 7 to 12 of this "
+            "producer."
+        ),
         "The router sends the prompt and this answer to a consumer.",
-        "The consumer's scheduler gives the request 6 blocks of its own, and claims the producer's blocks. The request waits.",
-        "The ranks are told to read: 7 → 4, 8 → 5, ..., 12 → 9. Meanwhile the consumer can compute other requests.",
-        "All blocks are read (dotted). The consumer releases the producer's blocks, and asks whether they were held so long.",
+        (
+            "The consumer's scheduler gives the request 6 blocks of its own, and claims the "
+            "producer's blocks. The request waits."
+        ),
+        (
+            "The ranks are told to read: 7 → 4, 8 → 5, ..., 12 → 9. Meanwhile the consumer can "
+            "compute other requests."
+        ),
+        (
+            "All blocks are read (dotted). The consumer releases the producer's blocks, and asks "
+            "whether they were held so long."
+        ),
         "They were. What has arrived counts as computed, up to the last token: 21 of 22.",
-        "The consumer computes only the last token, since its logits are needed, and samples the first token of the answer.",
-        "In its next step the producer frees the blocks. Their content stays in its prefix cache (hatched).",
-        "Decode first. The router sends the prompt to the consumer at once, and says which producer it can ask.",
-        "The consumer gives the request 6 blocks, and orders the prompt from the producer. The order names these blocks.",
+        (
+            "The consumer computes only the last token, since its logits are needed, and samples "
+            "the first token of the answer."
+        ),
+        (
+            "In its next step the producer frees the blocks. Their content stays in its prefix "
+            "cache (hatched)."
+        ),
+        (
+            "Decode first. The router sends the prompt to the consumer at once, and says which "
+            "producer it can ask."
+        ),
+        (
+            "The consumer gives the request 6 blocks, and orders the prompt from the producer. The "
+            "order names these blocks."
+        ),
         "The consumer's ranks expect the blocks. The producer has not begun.",
-        "The producer computes the first chunk. After each layer it offers the layer's blocks, and the consumer reads them at once.",
-        "The second chunk. Block 9 crosses again: now it is full. The transfer hides behind the computation.",
-        "With the last chunk come the last blocks. Hardly anything is left to be transferred when the prompt is computed.",
-        "All has arrived from blocks that the producer held: nothing has to be confirmed, and the request runs.",
-        "The consumer computes the last token, and samples. Between the end of the prompt and this token there was no round trip.",
-        "The producer frees its blocks in its next step. The price of this order: the consumer's blocks were taken before "
-        "the prompt was computed.",
+        (
+            "The producer computes the first chunk. After each layer it offers the layer's blocks, "
+            "and the consumer reads them at once."
+        ),
+        (
+            "The second chunk. Block 9 crosses again: now it is full. The transfer hides behind "
+            "the computation."
+        ),
+        (
+            "With the last chunk come the last blocks. Hardly anything is left to be transferred "
+            "when the prompt is computed."
+        ),
+        (
+            "All has arrived from blocks that the producer held: nothing has to be confirmed, and "
+            "the request runs."
+        ),
+        (
+            "The consumer computes the last token, and samples. Between the end of the prompt and "
+            "this token there was no round trip."
+        ),
+        (
+            "The producer frees its blocks in its next step. The price of this order: the "
+            "consumer's blocks were taken before the prompt was computed."
+        ),
     ]
     assert len(words) == len(record), [event["event"] for event in record]
     ways = {"prefill_first": "prefill first, pull", "decode_first": "decode first, push"}

@@ -1,4 +1,5 @@
-"""The films of lectures 21 to 25: each runs ranks, has them record what they do, and draws the record."""
+"""The films of lectures 21 to 25: each runs ranks, has them record what they do, and draws the
+record."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def tile(
 def numbers(
     ax: Axes, x: float, y: float, width: float, height: float, value: int, is_whole: bool = False
 ) -> None:
-    """A number of lecture 21: its digit at the place r is a piece of rank r, in that rank's colour; a sum has several."""
+    """A number of lecture 21: its digit at the place r is a piece of rank r, in that rank's colour;
+    a sum has several."""
     digits = [(rank, digit) for rank, digit in enumerate(reversed(str(value))) if digit != "0"]
     for i, (rank, _) in enumerate(digits):
         each = width / len(digits)
@@ -91,8 +93,8 @@ def numbers(
 
 
 def around_a_ring() -> list[tuple[int | None, list[int]]]:
-    """An all-reduce around a ring; returns, first before and then after each step, which piece this rank has sent, and what
-    its pieces are."""
+    """An all-reduce around a ring; returns, first before and then after each step, which piece this
+    rank has sent, and what its pieces are."""
     group = get_world_group()
     rank, n = group.rank, group.world_size
     pieces = [torch.tensor([10**rank * (piece + 1)]) for piece in range(n)]
@@ -112,14 +114,31 @@ def ring() -> Reel:
     n = 4
     record = run_ranks(around_a_ring, Grid(tensor=n))
     words = {
-        0: "Each rank has four numbers, in its colour. The ranks want the four sums. The data is cut into four pieces.",
-        1: "Each rank sends another piece to its right neighbour, at the same time. The receiver adds it to its own piece.",
+        0: (
+            "Each rank has four numbers, in its colour. The ranks want the four sums. The data is "
+            "cut into four pieces."
+        ),
+        1: (
+            "Each rank sends another piece to its right neighbour, at the same time. The receiver "
+            "adds it to its own piece."
+        ),
         2: "What has arrived goes on, one rank further: these pieces have three terms now.",
-        3: "After three steps each rank has one complete sum (black frame). So far it is a reduce-scatter.",
-        4: "The same again, but now the receiver replaces its own piece by the complete sum that arrives.",
-        5: "What has arrived goes on again. No rank adds any more: the second half is an all-gather.",
-        6: "After 6 steps all ranks have all sums. Each has sent 6 pieces, which is 1.5 times its data, "
-        "and only to its neighbour.",
+        3: (
+            "After three steps each rank has one complete sum (black frame). So far it is a "
+            "reduce-scatter."
+        ),
+        4: (
+            "The same again, but now the receiver replaces its own piece by the complete sum that "
+            "arrives."
+        ),
+        5: (
+            "What has arrived goes on again. No rank adds any more: the second half is an "
+            "all-gather."
+        ),
+        6: (
+            "After 6 steps all ranks have all sums. Each has sent 6 pieces, which is 1.5 times its "
+            "data, and only to its neighbour."
+        ),
     }
 
     def draw(ax: Axes, record: Any, step: int) -> None:
@@ -166,8 +185,8 @@ def in_shared_memory(orders: Sequence[Sequence[int]]) -> list[Any]:
         orders: for each sum, in which order.
 
     Returns:
-        After each arrival: the sum's number, which rank has come, each rank's counter, both halves of the segment, and
-        what each rank has as its result.
+        After each arrival: the sum's number, which rank has come, each rank's counter, both halves
+        of the segment, and what each rank has as its result.
     """
     group = get_world_group()
     shared, n = group.shared, group.world_size
@@ -211,17 +230,38 @@ def shared_memory() -> Reel:
     n = 4
     record = run_ranks(in_shared_memory, Grid(tensor=n), [[0, 1, 3, 2], [2, 0, 1, 3]])[0]
     words = {
-        0: "Four ranks map the same memory. It has a counter per rank, and two halves with a place per rank. Only that rank writes there.",
-        1: "Rank 0 writes its numbers into its place, where all can read them, and counts to 1. Then it waits.",
-        2: "Rank 1 does the same. It needs no lock, since only rank 1 writes to this place and to this counter.",
-        3: "So does rank 3. Three ranks wait until rank 2's counter says 1, too: its part is missing.",
-        4: "Rank 2 has come, and all counters say 1. Each rank reads all parts and adds them up itself, "
-        "in the same order.",
-        5: "The next sum. Rank 2 writes to the other half: a rank that is slow may still read the first one.",
-        6: "Ranks 0 and 1 follow. That a rank counts to 2 says two things: its second part is there, "
-        "and it has read the first.",
-        8: "All counters say 2, so all ranks have read the first half: the third sum may overwrite it. "
-        "One step per sum, and no socket.",
+        0: (
+            "Four ranks map the same memory. It has a counter per rank, and two halves with a "
+            "place per rank. Only that rank writes there."
+        ),
+        1: (
+            "Rank 0 writes its numbers into its place, where all can read them, and counts to 1. "
+            "Then it waits."
+        ),
+        2: (
+            "Rank 1 does the same. It needs no lock, since only rank 1 writes to this place and to "
+            "this counter."
+        ),
+        3: (
+            "So does rank 3. Three ranks wait until rank 2's counter says 1, too: its part is "
+            "missing."
+        ),
+        4: (
+            "Rank 2 has come, and all counters say 1. Each rank reads all parts and adds them up "
+            "itself, in the same order."
+        ),
+        5: (
+            "The next sum. Rank 2 writes to the other half: a rank that is slow may still read the "
+            "first one."
+        ),
+        6: (
+            "Ranks 0 and 1 follow. That a rank counts to 2 says two things: its second part is "
+            "there, and it has read the first."
+        ),
+        8: (
+            "All counters say 2, so all ranks have read the first half: the third sum may "
+            "overwrite it. One step per sum, and no socket."
+        ),
     }
 
     def draw(ax: Axes, record: Any, moment: int) -> None:
@@ -302,10 +342,12 @@ def plan_steps(lengths: Mapping[str, int], alone: int, stages: int) -> list[dict
     """Steps of the real scheduler, with as many in flight as there are stages.
 
     Args:
-        lengths: requests, and how many tokens each samples; after the first one, the others arrive when it has `alone` tokens.
+        lengths: requests, and how many tokens each samples; after the first one, the others arrive
+            when it has `alone` tokens.
 
     Returns:
-        For each step its requests, with positions of their tokens, and how many results were known when it was planned.
+        For each step its requests, with positions of their tokens, and how many results were known
+        when it was planned.
     """
     config = EngineConfig(pipeline_parallel_size=stages, max_num_seqs=8, max_num_batched_tokens=64)
     config.settle(64, 16)
@@ -332,8 +374,9 @@ def plan_steps(lengths: Mapping[str, int], alone: int, stages: int) -> list[dict
 
 
 def carry_out(steps: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Pass the steps through the stages of the pipeline group. What a stage sends on is its logical clock: a stage begins a
-    step when it has ended the step before, and has received what the stage before has computed.
+    """Pass the steps through the stages of the pipeline group. What a stage sends on is its logical
+    clock: a stage begins a step when it has ended the step before, and has received what the stage
+    before has computed.
 
     Returns:
         When this stage computed which step: (tick, step).
@@ -376,23 +419,46 @@ def bubble() -> Reel:
     full = next(tick for tick in range(ticks) if all(tick in spans for spans in stages))
     drain = 1 + max(stages[0])
     words = {
-        0: "A is alone. Stage 0 computes A's prompt (tokens 0 to 3), and hands hidden states to stage 1. "
-        "Stages 1 and 2 have nothing to compute.",
-        1: "Stage 1 computes its layers. Stage 0 cannot begin A's next token, which is not sampled yet.",
-        2: "Stage 2 computes the last layers and samples token 4, which goes back to the scheduler.",
-        3: "Token 4 takes the same way. In each tick, two of three stages are idle: this is taking turns.",
+        0: (
+            "A is alone. Stage 0 computes A's prompt (tokens 0 to 3), and hands hidden states to "
+            "stage 1. Stages 1 and 2 have nothing to compute."
+        ),
+        1: (
+            "Stage 1 computes its layers. Stage 0 cannot begin A's next token, which is not "
+            "sampled yet."
+        ),
+        2: (
+            "Stage 2 computes the last layers and samples token 4, which goes back to the "
+            "scheduler."
+        ),
+        3: (
+            "Token 4 takes the same way. In each tick, two of three stages are idle: this is "
+            "taking turns."
+        ),
         first_b - 1: "B and C have arrived. A's token 5 is known, so that A gets the first step.",
-        first_b: "The scheduler does not wait for A's next token: the next step is B's prompt. Two steps are in flight.",
-        full: "C's prompt follows. Three steps are in flight, one on each stage: the pipeline is full, and no stage is idle.",
-        full
-        + 1: "A's token 6 is known, and A gets the next step. The token has taken 3 ticks, as before: "
-        "a pipeline does not lower latency.",
-        full
-        + 2: "Then B, then C, then A again. As long as three requests run, the pipeline stays full.",
-        drain: "Stage 0 has no step left to begin: the pipeline drains, and the grey comes back stage by stage.",
-        ticks
-        - 1: f"{idle} of {3 * ticks} cells were idle: while A was alone, while the pipeline filled, and while it drained. "
-        "A longer run adds full columns only.",
+        first_b: (
+            "The scheduler does not wait for A's next token: the next step is B's prompt. Two "
+            "steps are in flight."
+        ),
+        full: (
+            "C's prompt follows. Three steps are in flight, one on each stage: the pipeline is "
+            "full, and no stage is idle."
+        ),
+        full + 1: (
+            "A's token 6 is known, and A gets the next step. The token has taken 3 ticks, as "
+            "before: a pipeline does not lower latency."
+        ),
+        full + 2: (
+            "Then B, then C, then A again. As long as three requests run, the pipeline stays full."
+        ),
+        drain: (
+            "Stage 0 has no step left to begin: the pipeline drains, and the grey comes back stage "
+            "by stage."
+        ),
+        ticks - 1: (
+            f"{idle} of {3 * ticks} cells were idle: while A was alone, while the pipeline filled, "
+            "and while it drained. A longer run adds full columns only."
+        ),
     }
 
     def draw(ax: Axes, record: Any, tick: int) -> None:
@@ -520,7 +586,8 @@ ROUTINGS = [
 
 
 def dispatch_and_combine(routings: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
-    """What a rank sees of a shuffle. Rows are single numbers, and expert e multiplies with e + 1."""
+    """What a rank sees of a shuffle. Rows are single numbers, and expert e multiplies with e +
+    1."""
     group = get_ep_group()
     rank, dispatcher = group.rank_in_group, ExpertDispatcher(ExpertPlacement.initial(4, 2))
     messages, all_to_all = [], group.all_to_all
@@ -537,10 +604,17 @@ def dispatch_and_combine(routings: Sequence[Sequence[Sequence[int]]]) -> dict[st
     products = rows * torch.where(slots >= 0, 2 * rank + slots + 1, 0)
     out = dispatcher.combine(products.sum(1, keepdim=True), handle)
     return {
-        "x": x[:, 0].tolist(), "sent": handle.sent, "received": handle.received, "tokens": handle.tokens.tolist(),
-        "rows": rows[:, 0].tolist(), "slots": slots.tolist(), "products": products.tolist(),
-        "back": [row[0] for row in messages[-1][1]], "out": out[:, 0].tolist(), "num_messages": len(messages),
-    }  # fmt: skip
+        "x": x[:, 0].tolist(),
+        "sent": handle.sent,
+        "received": handle.received,
+        "tokens": handle.tokens.tolist(),
+        "rows": rows[:, 0].tolist(),
+        "slots": slots.tolist(),
+        "products": products.tolist(),
+        "back": [row[0] for row in messages[-1][1]],
+        "out": out[:, 0].tolist(),
+        "num_messages": len(messages),
+    }
 
 
 def shuffle() -> Reel:
@@ -561,18 +635,40 @@ def shuffle() -> Reel:
         sum(len(t) for tokens in ROUTINGS for t in tokens),
     )
     words = {
-        0: "Each rank has three tokens (here each is one number). The router has chosen two experts for each token.",
-        1: "Each rank counts the rows that it has for each rank. a1 needs both ranks; b1 needs experts 0 and 1, but rank 0 only.",
-        2: "First message: the counts. Before the router has chosen, no rank knows how many rows it will receive.",
-        3: "Second message: the rows. A row goes once to each rank that has one of its experts. A thick arrow leaves its rank.",
-        4: "Third message: which experts of this rank each row visits. (The weights travel with it; here they are 1.)",
-        5: "Each expert computes all rows that visit it at once, from both ranks. Expert e multiplies with e + 1. "
-        "First experts 0 and 2.",
+        0: (
+            "Each rank has three tokens (here each is one number). The router has chosen two "
+            "experts for each token."
+        ),
+        1: (
+            "Each rank counts the rows that it has for each rank. a1 needs both ranks; b1 needs "
+            "experts 0 and 1, but rank 0 only."
+        ),
+        2: (
+            "First message: the counts. Before the router has chosen, no rank knows how many rows "
+            "it will receive."
+        ),
+        3: (
+            "Second message: the rows. A row goes once to each rank that has one of its experts. A "
+            "thick arrow leaves its rank."
+        ),
+        4: (
+            "Third message: which experts of this rank each row visits. (The weights travel with "
+            "it; here they are 1.)"
+        ),
+        5: (
+            "Each expert computes all rows that visit it at once, from both ranks. Expert e "
+            "multiplies with e + 1. First experts 0 and 2."
+        ),
         6: "Then experts 1 and 3. Each expert's weights are read once, for rows of all ranks.",
-        7: "A rank adds up what its experts have computed for a row: one row came, and one row goes back.",
+        7: (
+            "A rank adds up what its experts have computed for a row: one row came, and one row "
+            "goes back."
+        ),
         8: "Fourth message: the sums go back the way the rows came. This is the combine.",
-        9: f"Each rank adds up what came back for a token. {num_visits} visits to experts took {num_rows} rows each way, "
-        f"{num_leave} of which left their rank.",
+        9: (
+            f"Each rank adds up what came back for a token. {num_visits} visits to experts took "
+            f"{num_rows} rows each way, {num_leave} of which left their rank."
+        ),
     }
     beats = told(range(len(words)), words)
     return Reel(
@@ -725,22 +821,30 @@ Arrival = tuple[
     str, int, int, int
 ]  # a request: its name, its engine, the step of the wave before which it comes, its tokens
 MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 48,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6,
-    "num_experts_per_tok": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
 
 
 def step_together(folder: str, waves: Sequence[Sequence[Arrival]]) -> list[Any]:
-    """An engine in lock-step with those of the other ranks. In place of the coordinator, a script adds requests and starts
-    waves, so that each run has the same steps.
+    """An engine in lock-step with those of the other ranks. In place of the coordinator, a script
+    adds requests and starts waves, so that each run has the same steps.
 
     Args:
         folder: of the model; the engines meet there, too.
         waves: the requests of each wave.
 
     Returns:
-        For each step: the wave, the shares, whether this engine had requests and whether any had, and all-to-all calls.
+        For each step: the wave, the shares, whether this engine had requests and whether any had,
+        and all-to-all calls.
     """
     me, n = get_world_group().rank, get_world_group().world_size
     destroy_groups()  # the engine joins its own
@@ -799,20 +903,34 @@ def lock_step() -> Reel:
     (calls,) = {step[4] for engine in record for step in engine}
     frames = [None, *range(first), None, *range(first, total)]
     words = {
-        0: "Three engines share the experts of a model. A comes to engine 0, B and C to engine 1. "
-        "The coordinator starts wave 0 on all three.",
-        1: "Engine 2 has no request, and computes a dummy batch: without it, the others would wait for ever "
-        "in their first all-to-all.",
-        2: f"In each step each engine makes {calls} all-to-all calls: 4 in each of 3 layers. "
-        "They also sum one bit per engine: does it have requests?",
+        0: (
+            "Three engines share the experts of a model. A comes to engine 0, B and C to engine 1. "
+            "The coordinator starts wave 0 on all three."
+        ),
+        1: (
+            "Engine 2 has no request, and computes a dummy batch: without it, the others would "
+            "wait for ever in their first all-to-all."
+        ),
+        2: (
+            f"In each step each engine makes {calls} all-to-all calls: 4 in each of 3 layers. "
+            "They also sum one bit per engine: does it have requests?"
+        ),
         3: "B has its tokens. Engine 1 goes on with C.",
-        4: "C has its tokens, too: now engine 1 computes a dummy batch. D comes to engine 2, and joins the wave at once.",
+        4: (
+            "C has its tokens, too: now engine 1 computes a dummy batch. D comes to engine 2, and "
+            "joins the wave at once."
+        ),
         5: "D goes on, and so does A. In each step all engines wait for the slowest one.",
         6: "D has ended. Only A is left, and two of three engines compute dummy batches.",
-        7: "A has ended. In one more step all compute a dummy batch, and all learn that the sum is 0: "
-        "all pause after this same step.",
-        8: f"Wave 0 had {first} steps on each engine, and {sum(sum(row[:first]) for row in dummies)} of {3 * first} batches "
-        "were dummies. Now E comes to engine 1, and wave 1 starts.",
+        7: (
+            "A has ended. In one more step all compute a dummy batch, and all learn that the sum "
+            "is 0: all pause after this same step."
+        ),
+        8: (
+            f"Wave 0 had {first} steps on each engine, and "
+            f"{sum(sum(row[:first]) for row in dummies)} of {3 * first} batches were dummies. Now "
+            "E comes to engine 1, and wave 1 starts."
+        ),
         9: "Wave 1: engines 0 and 2 take part again, with dummy batches.",
         11: "No engine has a request: wave 1 has ended, too. No all-to-all ever missed an engine.",
     }
@@ -845,7 +963,8 @@ def lock_step() -> Reel:
                 1,
                 18,
                 20,
-                f"the experts of\nall engines\n\n{record[0][step][4]} all-to-all\ncalls on each\nengine",
+                f"the experts of\nall engines\n\n{record[0][step][4]} all-to-all\ncalls on "
+                "each\nengine",
                 pale(PALETTE[4]),
             )
             total_bits = sum(engine[step][2] for engine in record)

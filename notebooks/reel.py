@@ -50,7 +50,8 @@ class Reel:
     corner: Callable[[Any], str] = lambda state: ""
 
     def digest(self) -> str:
-        """A hash of the record and the captions, which is written into the file as a comment: a test compares the two."""
+        """A hash of the record and the captions, which is written into the file as a comment: a
+        test compares the two."""
         script = [
             self.title,
             self.record,
@@ -104,7 +105,8 @@ class Reel:
 
 
 def told(states: Sequence[Any], words: Mapping[Any, str]) -> list[Beat]:
-    """A beat for each state. A caption stands until the next one, at first as long as it takes to read."""
+    """A beat for each state. A caption stands until the next one, at first as long as it takes to
+    read."""
     beats, last = [], ""
     for state in states:
         last = words.get(state, last)

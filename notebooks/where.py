@@ -1,4 +1,5 @@
-"""The picture at the end of each lecture: the rooms of the house, and the way of a request through them, with what is yours by then."""
+"""The picture at the end of each lecture: the rooms of the house, and the way of a request through
+them, with what is yours by then."""
 
 import functools
 import importlib
@@ -24,8 +25,9 @@ FLOORS = """
     ops distributed
     data checkpoint
 """
-# The calls between an HTTP request and its answer: indented below the function that calls them, with the module first. A call with a
-# question mark is part of some settings only, and is drawn in the lectures that build it.
+# The calls between an HTTP request and its answer: indented below the function that calls them,
+# with the module first. A call with a question mark is part of some settings only, and is drawn in
+# the lectures that build it.
 CALLS = """
 server.chat ChatEndpoint.submit_request
     engine.async_engine AsyncEngine.generate
@@ -77,7 +79,8 @@ def builders() -> dict[str, list[int]]:
 
 
 def look(lecture: int, lectures: Sequence[int]) -> str:
-    """The colour of what these lectures build: for the reader of this one it is new, known, or to come."""
+    """The colour of what these lectures build: for the reader of this one it is new, known, or to
+    come."""
     if lecture in lectures:
         return PALETTE[0]
     return pale(PALETTE[0]) if any(number < lecture for number in lectures) else BACKGROUND
@@ -143,7 +146,8 @@ def draw_calls(ax: Axes, lecture: int) -> None:
 
 
 def where_you_are(lecture: int) -> None:
-    """Draw what a reader of this lecture has built: blue is new, pale blue is from earlier lectures, white is to come or in no lecture."""
+    """Draw what a reader of this lecture has built: blue is new, pale blue is from earlier
+    lectures, white is to come or in no lecture."""
     use_style()
     _, (rooms, calls) = plt.subplots(1, 2, figsize=(9, 5.6), width_ratios=(3, 5))
     draw_rooms(rooms, lecture)

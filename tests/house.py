@@ -167,7 +167,8 @@ def reading_path() -> str:
 
 
 def up_to_date(readme: str) -> str:
-    """The README of the package with its table of packages and its reading path as they should be."""
+    """The README of the package with its table of packages and its reading path as they should
+    be."""
     for block in (room_table(), reading_path()):
         start = re.escape(re.match(r"[^\n]*?(?=,|$)", block, re.MULTILINE)[0])  # type: ignore[index]
         readme, count = re.subn(

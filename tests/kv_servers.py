@@ -74,7 +74,8 @@ def _running(server: KVServer) -> Iterator[KVServer]:
 
 @contextmanager
 def redis_server(folder: pathlib.Path, megabytes: int = 64) -> Iterator[KVServer]:
-    """A Redis server that keeps nothing on disk. Skips the test, and says why, where there is none."""
+    """A Redis server that keeps nothing on disk. Skips the test, and says why, where there is
+    none."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("no redis-server: `make servers` installs it, as root")

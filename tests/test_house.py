@@ -14,7 +14,8 @@ SIZE = re.compile(r"[\d,]+(?= \|$| lines$)")
 
 
 def module_files() -> dict[str, pathlib.Path]:
-    """Each module of the package, by its dotted name without `nanovllm.`; the package itself is ""."""
+    """Each module of the package, by its dotted name without `nanovllm.`; the package itself is
+    ""."""
     files = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -112,7 +113,8 @@ def test_the_parts_that_peel_off_are_there() -> None:
 
 
 def test_the_packages_readme_has_the_packages_and_the_reading_path() -> None:
-    """`python -m tests.house` writes them. Sizes may be out of date by a tenth, or by twenty lines."""
+    """`python -m tests.house` writes them. Sizes may be out of date by a tenth, or by twenty
+    lines."""
     written = (PACKAGE / "README.md").read_text(encoding="utf-8").splitlines()
     wanted = up_to_date("\n".join(written) + "\n").splitlines()
     assert len(written) == len(wanted)

@@ -242,7 +242,8 @@ def test_commands_in_readmes_are_there(readme: str) -> None:
 
 
 def test_readme_asks_what_the_server_suggests() -> None:
-    """`tests/server/test_server.py` sends the line that the server prints, and checks the answer."""
+    """`tests/server/test_server.py` sends the line that the server prints, and checks the
+    answer."""
     [readme] = [words for words in commands_of("README.md") if words[0] == "curl"]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         message = ready_message(listener, "smollm2-135m", [])
@@ -254,7 +255,8 @@ def test_readme_asks_what_the_server_suggests() -> None:
 
 
 def test_no_phrase_occurs_more_often_than_stored() -> None:
-    """`python -m tests.english FILE` lists the occurrences in a file, with the preferred wording."""
+    """`python -m tests.english FILE` lists the occurrences in a file, with the preferred
+    wording."""
     complaints = english.complaints(english.all_hits(), english.stored_counts())
     assert not complaints, "\n".join(complaints)
 

@@ -217,7 +217,8 @@ def _end_with_parent() -> None:
 
 
 def _make_course_model(work: Path) -> Path:
-    """Download, unpack and convert inside the empty folder `work`; return the folder of the result."""
+    """Download, unpack and convert inside the empty folder `work`; return the folder of the
+    result."""
     # Imported here, because every start of the engine imports this module and only the first one
     # converts the model.
     from nanovllm.checkpoint.gguf import convert

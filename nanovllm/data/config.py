@@ -409,7 +409,8 @@ class EngineConfig(Flags):
 
     @property
     def model_names(self) -> list[str]:
-        """The names under which clients may ask for the model. Answers and metrics show the first."""
+        """The names under which clients may ask for the model. Answers and metrics show the
+        first."""
         names = self.served_model_name or self.model
         return [names] if isinstance(names, str) else list(names)
 
@@ -420,7 +421,8 @@ class EngineConfig(Flags):
 
     @property
     def max_num_samples(self) -> int:
-        """Tokens that a step samples, at most: one for each request, and one more for each draft."""
+        """Tokens that a step samples, at most: one for each request, and one more for each
+        draft."""
         drafts = self.speculative.num_speculative_tokens or 0 if self.speculative is not None else 0
         return min(self.token_budget, self.max_num_seqs * (1 + drafts))
 

@@ -444,7 +444,8 @@ class Watch:
         return Complaint(False, text) if silence - starved > SILENCE_SECONDS else None
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
-        """Find out which process has failed first: the suspect, or another one that it works with."""
+        """Find out which process has failed first: the suspect, or another one that it works
+        with."""
         deadline = time.monotonic() + BLAME_SECONDS
         is_known = False
         failures: list[tuple[Complaint, Peer]] = []

@@ -94,7 +94,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants. SIGKILL also ends processes that are stopped or hang."""
+    """Kill a process and all its descendants. SIGKILL also ends processes that are stopped or
+    hang."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):

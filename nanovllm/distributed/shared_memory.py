@@ -152,7 +152,8 @@ class Segment:
             raise TimeoutError(f"{what} in time")
 
     def close(self) -> None:
-        """Tell the others that this member has left. The last object that maps the memory frees it."""
+        """Tell the others that this member has left. The last object that maps the memory frees
+        it."""
         self._words[self.member * _WORDS + _LEFT] = 1
         self._file.close()
 

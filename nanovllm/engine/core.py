@@ -386,7 +386,8 @@ class EngineCore:
     # ---------------------------------------------------------------- transfers
 
     def _take_transfers(self) -> list[EngineOutput]:
-        """Act on what the connector has received: requests of other engines, and ends of transfers."""
+        """Act on what the connector has received: requests of other engines, and ends of
+        transfers."""
         received = self.connector.take_output()
         for request in received.requests:
             with suppress(ValueError):  # the connector has told the other engine

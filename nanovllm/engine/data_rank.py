@@ -91,7 +91,8 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
 
 
 def start_heart(connection: Connection, config: EngineConfig) -> None:
-    """In the engine's process: send heartbeats, and report if the calling thread hangs in a step."""
+    """In the engine's process: send heartbeats, and report if the calling thread hangs in a
+    step."""
     activities: Callable[[], dict[int, Any]] = dict
     if config.data_parallel_rank is not None:
         activities = life_signs.heard_activities.copy

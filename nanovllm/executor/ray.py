@@ -203,7 +203,8 @@ class RayExecutor(RemoteExecutor):
             self.ranks[-1].run = run
 
     def _join_cluster(self) -> None:
-        """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone."""
+        """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program
+        alone."""
         if os.environ.get("RAY_ADDRESS"):
             self._lease.callback(ray.shutdown)
             ray.init(address="auto", log_to_driver=False, configure_logging=False)

@@ -1,4 +1,5 @@
-"""Connections of ranks that the executor has not started itself: where they connect to it, and how."""
+"""Connections of ranks that the executor has not started itself: where they connect to it, and
+how."""
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
-"""A rank with its part of the model, and the executor of an engine whose only rank is this process."""
+"""A rank with its part of the model, and the executor of an engine whose only rank is this
+process."""
 
 import logging
 import pathlib

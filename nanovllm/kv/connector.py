@@ -291,7 +291,8 @@ class KVConnectorWorker:
             self.metadata = None
 
     def forget_requests(self) -> None:
-        """A step broke off: stop all transfers. When this returns, none touches a block any more."""
+        """A step broke off: stop all transfers. When this returns, none touches a block any
+        more."""
 
     def close(self) -> None:
         """End all connections."""

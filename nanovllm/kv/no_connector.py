@@ -29,7 +29,8 @@ class NoConnector:
     def choose_victim(
         self, request: Request, num_tokens: int, running: list[Request], manager: object
     ) -> Request:
-        """The request to preempt so that `request` can have blocks: the last of the running ones."""
+        """The request to preempt so that `request` can have blocks: the last of the running
+        ones."""
         return running[-1]
 
     def close(self, *arguments: object) -> None:

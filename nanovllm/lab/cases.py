@@ -296,7 +296,8 @@ class LatentCase:
 
     @property
     def tolerance(self) -> float:
-        """Twice ordinary attention's: absorbed queries are rounded, and so are averages of latents."""
+        """Twice ordinary attention's: absorbed queries are rounded, and so are averages of
+        latents."""
         return 2 * TOLERANCES[self.q.dtype]
 
     def errors(self, backend: Any) -> tuple[float, float]:

@@ -167,7 +167,8 @@ def _metadata(batch: Batch, block_size: int) -> AttentionMetadata:
 
 
 def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
-    """Run the small operators, the grouped matrix product, and the products with quantized weights."""
+    """Run the small operators, the grouped matrix product, and the products with quantized
+    weights."""
     dtype = getattr(torch, dtype_name)
     with torch.device("meta"):
         for hidden in HIDDEN_SIZES:

@@ -59,7 +59,8 @@ class Layer(nn.Module):
 
 
 class Linear(Layer):
-    """y = x Wᵀ + b over packed tokens, `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
+    """y = x Wᵀ + b over packed tokens, `[num_tokens, in_features]` to
+    `[num_tokens, out_features]`."""
 
     packable = True
 

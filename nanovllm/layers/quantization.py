@@ -537,5 +537,6 @@ def _pieces(
             target.copy_(weight.dequantize())
 
     return {
-        kind: replace(piece, target=Reader(partial(read, kind))) for kind, piece in pieces.items()
-    }  # type: ignore[arg-type]
+        kind: replace(piece, target=Reader(partial(read, kind)))  # type: ignore[arg-type]
+        for kind, piece in pieces.items()
+    }

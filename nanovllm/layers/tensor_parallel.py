@@ -18,7 +18,8 @@ from nanovllm.layers.basic import Embedding, Linear, Place
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a matrix with `total` rows that belong to this rank: `size` rows, from `start`."""
+    """The rows of a matrix with `total` rows that belong to this rank: `size` rows, from
+    `start`."""
 
     start: int
     size: int
@@ -38,7 +39,8 @@ class Shard:
         return slice(self.start, self.start + self.size)
 
     def place(self, parameter: Tensor, first: int = 0) -> Place:
-        """The place of these rows of a checkpoint's tensor: the rows of `parameter` from `first`."""
+        """The place of these rows of a checkpoint's tensor: the rows of `parameter` from
+        `first`."""
         others = parameter.shape[1:]
         source = (self.rows, *(slice(0, size) for size in others))
         return Place(parameter[first : first + self.size], source, (self.total, *others))

@@ -69,7 +69,8 @@ HEADS = Path(__file__).parent / "heads"
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers at whose input EAGLE-3 reads the residual stream: early, in the middle, and late."""
+    """The layers at whose input EAGLE-3 reads the residual stream: early, in the middle, and
+    late."""
     return (2, num_layers // 2, num_layers - 3)
 
 

@@ -191,7 +191,8 @@ class MoE(Layer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same shape."""
+        """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same
+        shape."""
         if self.dispatcher is not None:
             return self._over_ranks(x, self.dispatcher)
         weights, experts = self._route(x)

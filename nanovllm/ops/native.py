@@ -77,7 +77,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_available() -> bool:
-    """Whether the kernels can be used; the first call may compile them, which takes a few seconds."""
+    """Whether the kernels can be used; the first call may compile them, which takes a few
+    seconds."""
     return _library() is not None
 
 

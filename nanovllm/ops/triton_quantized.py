@@ -130,7 +130,8 @@ def quantized_linear_kernel(
 def add_parts_kernel(
     part_ptr, bias_ptr, out_ptr, size, num_outputs, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sums from their parts, in the order of `quantized_linear_kernel`. Grid (ceil(size / BLOCK),)."""
+    """Sums from their parts, in the order of `quantized_linear_kernel`. Grid (ceil(size /
+    BLOCK),)."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):

@@ -200,7 +200,8 @@ class RouterApp:
         return result
 
     async def _decode(self, call: Call, server: Backend) -> tuple[int, Response]:
-        """A decode server's answer, or the beginning of its stream; or a prefill server's refusal."""
+        """A decode server's answer, or the beginning of its stream; or a prefill server's
+        refusal."""
         transfer = await self._transfer(call)
         if isinstance(transfer, Response):
             return transfer.status_code, transfer

@@ -106,7 +106,8 @@ class CompletionGeneration(Generation):
     async def _choice(
         self, prompt_index: int, output: RequestOutput, piece: CompletionOutput
     ) -> CompletionChoice:
-        """A piece of one completion. The first one begins with the prompt, if it is to be echoed."""
+        """A piece of one completion. The first one begins with the prompt, if it is to be
+        echoed."""
         body = self.body
         index = prompt_index * self.params.n + piece.index
         if self.hides_tokens:

@@ -59,7 +59,8 @@ class FunctionCall(Struct):
 
 
 class ToolCall(Struct):
-    """One call. In a stream, the first part has the id, and all parts have the index of the call."""
+    """One call. In a stream, the first part has the id, and all parts have the index of the
+    call."""
 
     function: FunctionCall
     index: int | UnsetType = UNSET

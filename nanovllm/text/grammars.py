@@ -70,7 +70,8 @@ Finding = tuple[Form | None, str, str]
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it, which asks for the tokens of text that a grammar forces."""
+    """A tokenizer as llguidance wants it, which asks for the tokens of text that a grammar
+    forces."""
 
     bos_token_id = None
 
@@ -266,7 +267,8 @@ def describe(matcher: LLMatcher | Guide) -> str:
 
 
 def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """All parts of a schema that may be schemas themselves, the innermost first, with their places."""
+    """All parts of a schema that may be schemas themselves, the innermost first, with their
+    places."""
     parts = (
         schema.items()
         if isinstance(schema, dict)
@@ -509,7 +511,8 @@ class GrammarChecker:
     def prepared_schema(
         self, schema: dict[str, Any], place: str, lenient: bool = False
     ) -> dict[str, Any]:
-        """Return a schema as grammars need it; see `schemas`. Arguments and errors: as in `check`."""
+        """Return a schema as grammars need it; see `schemas`. Arguments and errors: as in
+        `check`."""
         form = self.check(StructuredOutputsParams(json=schema, place=place), lenient)
         prepared: dict[str, Any] = json.loads(form.grammar)["grammars"][0]["json_schema"]
         return {key: value for key, value in prepared.items() if key != "x-guidance"}

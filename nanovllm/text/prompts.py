@@ -157,7 +157,8 @@ def pair_prompts(
 
 
 def encode_chats(messages: Sequence[Any], tokenizer: Tokenizer, /, **options: Any) -> list[Prompt]:
-    """One or several conversations as prompts; for `options`, see `Tokenizer.apply_chat_template`."""
+    """One or several conversations as prompts; for `options`, see
+    `Tokenizer.apply_chat_template`."""
     several = not (messages and isinstance(messages[0], dict))
     conversations = cast(list[list[Message]], messages if several else [messages])
     texts = [tokenizer.apply_chat_template(list(c), **options) for c in conversations]

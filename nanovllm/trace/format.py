@@ -38,7 +38,8 @@ EXAMPLE = f'{{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
 
 
 class TraceError(UsageError):
-    """A file is not a trace of this format, or is damaged; the message says where, and what to do."""
+    """A file is not a trace of this format, or is damaged; the message says where, and what to
+    do."""
 
 
 class Header(msgspec.Struct):

@@ -56,7 +56,8 @@ def test_in_the_interpreter(module: pathlib.Path, marked: str) -> None:
 
 
 def test_a_crash_is_seen(tmp_path: pathlib.Path) -> None:
-    """What a kernel that reads beyond its tensors does to the process must not look like a success."""
+    """What a kernel that reads beyond its tensors does to the process must not look like a
+    success."""
     crash = tmp_path / "test_crash.py"
     crash.write_text("import ctypes\n\n\ndef test_crash():\n    ctypes.string_at(0)\n")
     result = run_interpreted(str(crash))

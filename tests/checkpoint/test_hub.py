@@ -1,4 +1,5 @@
-"""Resolving model names, and the course model: fetched and converted once, whatever interrupts it."""
+"""Resolving model names, and the course model: fetched and converted once, whatever interrupts
+it."""
 
 import contextlib
 import errno

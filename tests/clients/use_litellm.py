@@ -40,7 +40,8 @@ def answer_both_ways(provider: str, url: str) -> None:
 
 
 def overflow_is_recognised(provider: str, url: str) -> None:
-    """Each of the server's messages about a request that is too long becomes litellm's own error."""
+    """Each of the server's messages about a request that is too long becomes litellm's own
+    error."""
     for overflow in OVERFLOWS:
         for stream in (False, True):
             try:

@@ -548,7 +548,8 @@ async def test_control_c_does_not_reach_the_engine(engine: AsyncEngine) -> None:
 
 
 async def test_a_death_that_was_not_noticed_yet(tiny_model: pathlib.Path) -> None:
-    """The terminal's loop stands still between two questions: the next one finds the engine gone."""
+    """The terminal's loop stands still between two questions: the next one finds the engine
+    gone."""
     engine = await AsyncEngine.start(config(tiny_model))
     process = engine._client.process
     process.kill()

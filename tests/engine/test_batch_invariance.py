@@ -34,7 +34,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def prompts() -> list[list[int]]:
-    """Prompts shorter and longer than a part of the attention kernel, some with a shared beginning."""
+    """Prompts shorter and longer than a part of the attention kernel, some with a shared
+    beginning."""
     draw = random.Random(3)
     shared = [draw.randrange(3, 320) for _ in range(290)]
     tails = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 30, 200)]

@@ -1,4 +1,5 @@
-"""What a reader gets of a completion, and what the engine is told of: no model, one rule per test."""
+"""What a reader gets of a completion, and what the engine is told of: no model, one rule per
+test."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ def test_tokens(
     "variant", ["qwen3", "mistral-window", "gemma2", "llama-head-dim", "mixtral"]
 )
 def test_other_models(variant: str, kind: str, tmp_path: pathlib.Path) -> None:
-    """Norms of keys, windows, a cap on scores and heads of 256, heads that fill no vector, experts."""
+    """Norms of keys, windows, a cap on scores and heads of 256, heads that fill no vector,
+    experts."""
     assert len(checked(str(make_checkpoint(tmp_path, variant)), kind)) == len(prompts())
 
 

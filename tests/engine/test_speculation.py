@@ -116,7 +116,8 @@ def check_equal(found: list[RequestOutput], expected: list[RequestOutput]) -> No
 
 
 def check_logprobs(found: Any, expected: Any) -> None:
-    """They are the same but for their rounding: torch's log_softmax rounds by the number of rows."""
+    """They are the same but for their rounding: torch's log_softmax rounds by the number of
+    rows."""
     assert (found is None) == (expected is None)
     for ours, theirs in zip(found or [], expected or [], strict=True):
         assert (ours or {}).keys() == (theirs or {}).keys()

@@ -1,4 +1,5 @@
-"""The ranks under torchrun: on one machine, on two, and what becomes of them when one goes wrong."""
+"""The ranks under torchrun: on one machine, on two, and what becomes of them when one goes
+wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The small cases of the kernels again, with every access to memory checked by compute-sanitizer."""
+"""The small cases of the kernels again, with every access to memory checked by
+compute-sanitizer."""
 
 from __future__ import annotations
 

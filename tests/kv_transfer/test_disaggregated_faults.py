@@ -278,7 +278,8 @@ def test_producer_was_killed_before(
     + [("pull", None), ("push", None)],
 )
 def test_consumer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: Any) -> None:
-    """While it reads, or with an order that nobody has begun: what was held for it is free at once."""
+    """While it reads, or with an order that nobody has begun: what was held for it is free at
+    once."""
     producer, child = engines("kv_producer"), Child(checkpoint, "kv_consumer", frozen_at)
     fleet = Fleet([producer])
     params = prefilled(fleet, producer) if way == "prefill first" else decode_first(producer, way)
@@ -339,7 +340,8 @@ def test_client_leaves(
 
 
 def test_request_is_refused(engines: Any) -> None:
-    """The consumer cannot take the request: the producer's blocks are free before their lease ends."""
+    """The consumer cannot take the request: the producer's blocks are free before their lease
+    ends."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer", max_model_len=32)
     fleet = Fleet([producer, consumer])
     params = prefilled(fleet, producer)

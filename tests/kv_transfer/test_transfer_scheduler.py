@@ -30,7 +30,8 @@ from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
 
 @dataclass
 class Transfer:
-    """KV on its way: which tokens' KV comes into which blocks; or what a reader has to find there."""
+    """KV on its way: which tokens' KV comes into which blocks; or what a reader has to find
+    there."""
 
     request: Request
     table: list[int]

@@ -64,7 +64,8 @@ def expected_tokens(plain: pathlib.Path, found: list[list[int]]) -> list[list[in
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that makes (quantized checkpoint, dequantized one) of a variant and a kind, once."""
+    """A function that makes (quantized checkpoint, dequantized one) of a variant and a kind,
+    once."""
     found: dict[tuple[str, str], tuple[pathlib.Path, pathlib.Path]] = {}
 
     def make(variant: str, kind: str) -> tuple[pathlib.Path, pathlib.Path]:
@@ -669,7 +670,8 @@ def test_parts_of_one_matrix_must_be_quantized_alike(made: Any, tmp_path: pathli
 def test_layers_that_the_file_leaves_alone_stay_as_they_are(
     made: Any, tmp_path: pathlib.Path
 ) -> None:
-    """As `ignore`, `modules_to_not_convert` and `dynamic` say: the tensors' names follow from them."""
+    """As `ignore`, `modules_to_not_convert` and `dynamic` say: the tensors' names follow from
+    them."""
     (folder, plain), layer = made("llama", GPTQ), "model.layers.1.mlp.down_proj"
     stored = {
         n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)

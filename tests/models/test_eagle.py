@@ -115,7 +115,8 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention(x: Tensor, t: dict[str, Tensor], at: str) -> Tensor:
-    """Causal attention over one whole sequence, `[length, width of inputs]` to `[length, hidden]`."""
+    """Causal attention over one whole sequence, `[length, width of inputs]` to
+    `[length, hidden]`."""
     length = len(x)
     angles = torch.outer(
         torch.arange(length).float(), THETA ** -(torch.arange(0, WIDTH, 2) / WIDTH)
@@ -211,7 +212,8 @@ KINDS = [("eagle3", {}), ("eagle3", {"norm_before_residual": True}), ("eagle1", 
 def test_prefill_and_drafts_are_those_of_the_reference(
     kind: str, changes: dict[str, Any], target: LlamaForCausalLM, tmp_path: pathlib.Path
 ) -> None:
-    """A prompt in two chunks, three drafts, then verified tokens in their place, and another draft."""
+    """A prompt in two chunks, three drafts, then verified tokens in their place, and another
+    draft."""
     eagle3 = kind == "eagle3"
     t = random_head(eagle3)
     model = load(write(tmp_path, t, (CONFIG if eagle3 else EAGLE1) | changes), target)

@@ -316,7 +316,8 @@ def test_packed_experts_answer_the_same(width: int) -> None:
 
 
 class ThreadGroup(GroupCoordinator):
-    """A rank among threads: hypothesis can have thousands of such groups, and of processes a few."""
+    """A rank among threads: hypothesis can have thousands of such groups, and of processes a
+    few."""
 
     def __init__(self, rank: int, shared: Any) -> None:
         super().__init__("threads", list(range(shared.parties)), rank)
@@ -423,7 +424,8 @@ def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPl
 @settings(max_examples=examples(60))
 @given(placement=placements(), seed=st.integers(0, 1000))
 def test_replicas_take_turns(placement: ExpertPlacement, seed: int) -> None:
-    """An expert's tokens differ by one at most between its replicas, if consecutive tokens want it."""
+    """An expert's tokens differ by one at most between its replicas, if consecutive tokens want
+    it."""
     rank = seed % len(placement.slots)
     dispatcher = ExpertDispatcher(
         placement, GroupCoordinator("ep", list(range(len(placement.slots))), rank)

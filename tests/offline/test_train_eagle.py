@@ -107,7 +107,8 @@ def test_a_few_samples_can_be_learned_by_heart(
 
 
 def test_the_walk_through_a_sample(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that is right at some places: the tokens per step are those of decoding step by step."""
+    """A head that is right at some places: the tokens per step are those of decoding step by
+    step."""
     pairs = [([1, 2], list(range(30, 50)), True), ([3], list(range(60, 75)), True)]
     trainer = Trainer(
         load(folder, (2, 4, 5)), Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu")

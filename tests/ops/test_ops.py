@@ -412,7 +412,8 @@ def test_paged_attention_of_any_batch(data):
 
 
 def test_paged_attention_ignores_blocks_that_left_the_window():
-    """The manager may give away what no query sees any more: the table's entry then means nothing."""
+    """The manager may give away what no query sees any more: the table's entry then means
+    nothing."""
     q, cache, tables, lengths, starts = paged_batch([300], [2], 9, 3, 64, 16, torch.float32)
     expected = reference.paged_attention(q, cache, tables, lengths, starts, 0.125, 40)
     cache[tables[0, : (298 - 40) // 16].long()] = float("nan")

@@ -58,7 +58,8 @@ def e4m3_numbers() -> np.ndarray:
 
 
 def nearest(numbers: np.ndarray, kind: torch.dtype) -> np.ndarray:
-    """The nearest number of a format in float64, of two equally near ones that with an even code."""
+    """The nearest number of a format in float64, of two equally near ones that with an even
+    code."""
     if kind == torch.int8:
         return np.rint(numbers)
     grid, absolute = e4m3_numbers(), np.abs(numbers)

@@ -195,7 +195,8 @@ def test_w4a8_is_the_reference(
 
 
 def test_the_reference_of_w4a8_is_the_product_of_integers() -> None:
-    """By another way, in numpy's integers; and near the product of the floats that they stand for."""
+    """By another way, in numpy's integers; and near the product of the floats that they stand
+    for."""
     nibbles, scales, zeros = weight_w4(48, 96, 3, torch.float32, True)
     x = activations(7, 96, torch.float32)
     numbers, row_scales = reference_quantized.quantize_rows(x)

@@ -312,7 +312,8 @@ def test_a_divided_model_follows_grammars_too(
 
 
 def test_logprobs_are_those_of_the_allowed_tokens(llm: LLM) -> None:
-    """As in vLLM: those that a grammar excludes have a probability of 0, and the rest adds up to 1."""
+    """As in vLLM: those that a grammar excludes have a probability of 0, and the rest adds up to
+    1."""
     params = SamplingParams(
         temperature=0, max_tokens=1, logprobs=20, structured_outputs={"regex": "[0-9]x"}
     )

@@ -1,4 +1,5 @@
-"""Block tables and the prefix cache, rule by rule; `test_scheduler_machine` has their random lives."""
+"""Block tables and the prefix cache, rule by rule; `test_scheduler_machine` has their random
+lives."""
 
 from __future__ import annotations
 

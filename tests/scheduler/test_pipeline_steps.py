@@ -41,7 +41,8 @@ def names(plan: SchedulerOutput) -> list[str]:
 def finish(
     scheduler: Scheduler, plan: SchedulerOutput, token: int = 99
 ) -> list[tuple[str, list[int]]]:
-    """The step comes back, with the same token for all of its requests; which outputs that makes."""
+    """The step comes back, with the same token for all of its requests; which outputs that
+    makes."""
     result = ModelRunnerOutput({name: SampledToken(token) for name in names(plan)})
     return [
         (output.request_id, output.new_token_ids)

@@ -834,10 +834,14 @@ def test_mistakes_are_told_in_a_line(
     assert re.search(message, printed.err)
 
 
-def test_a_full_disk_is_told_in_a_line(recorded: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_told_in_a_line(
+    recorded: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["trace", str(recorded), "--perfetto", "/dev/full"]) == 1
     error = capsys.readouterr().err
-    assert "error: /dev/full: No space left on device: free space" in error and error.count("\n") == 1
+    assert (
+        "error: /dev/full: No space left on device: free space" in error and error.count("\n") == 1
+    )
 
 
 def test_a_trace_that_was_cut_off_can_be_read_all_the_same(

@@ -299,7 +299,8 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
 
 
 def bytes_of(name: str) -> bytes:
-    """The bytes of a token in OpenAI's spelling: a text, or bytes that are no text by themselves."""
+    """The bytes of a token in OpenAI's spelling: a text, or bytes that are no text by
+    themselves."""
     if name.startswith("token_id:"):  # the model has more ids than the tokenizer
         return b""
     if not name.startswith("bytes:"):

@@ -190,7 +190,8 @@ class MooncakeStore(SealedStore):
         self._store.close()
 
     def _transfer(self, method: Any, keys: Sequence[bytes]) -> list[int]:
-        """Move the first slots from or to the store; returns a code per key, negative for an error."""
+        """Move the first slots from or to the store; returns a code per key, negative for an
+        error."""
         slots = self._slots[: len(keys)]
         return self._call(
             method, keys, [slot.ctypes.data for slot in slots], [slot.nbytes for slot in slots]

@@ -436,7 +436,8 @@ class Transport:
                 peer.put(partial(peer.give_up, transfer_id, reason))
 
     def lost(self, error: str, peer: Hashable = None) -> None:
-        """A peer is gone: cancel all transfers in which it takes part. Without a peer: cancel all."""
+        """A peer is gone: cancel all transfers in which it takes part. Without a peer: cancel
+        all."""
         for transfer_id in self.transfers.of(peer):
             self.cancel(transfer_id, error)
 

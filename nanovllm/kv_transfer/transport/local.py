@@ -180,7 +180,8 @@ class LocalTransport(Transport):
         return tensor
 
     def _prepare(self, host: str) -> bytes:
-        """Each layer's segment and the offset of its data there; nothing if a layer has no segment."""
+        """Each layer's segment and the offset of its data there; nothing if a layer has no
+        segment."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # The function is compiled now, not while the first request waits.
         self.share_memory = (

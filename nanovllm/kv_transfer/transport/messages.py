@@ -6,7 +6,8 @@ from nanovllm.kv_transfer.layout import KVLayout
 
 
 class Refused(Exception):
-    """A rank refuses a peer's request; the message says why, and the connection can still be used."""
+    """A rank refuses a peer's request; the message says why, and the connection can still be
+    used."""
 
 
 class Address(msgspec.Struct, frozen=True):

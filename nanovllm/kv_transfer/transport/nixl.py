@@ -128,7 +128,8 @@ class NixlLink(Link):
             raise PeerLost(f"NIXL could not reach the cache of {self.connection.peer}")
 
     def _release(self, handle: Any) -> None:
-        """Release a transfer. NIXL may write for one that has failed until it accepts the release."""
+        """Release a transfer. NIXL may write for one that has failed until it accepts the
+        release."""
         while not self.transport.is_closed:
             try:
                 return self.transport.call("release_xfer_handle", handle)

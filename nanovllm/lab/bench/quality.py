@@ -33,8 +33,8 @@ def documentation() -> str:
 def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
     """The log-probability of every token at each position but the first, `[tokens - 1, vocab_size]`
     float32."""
-    # type: ignore[attr-defined]  # an in-process one
-    model = llm.engine.core.executor.runner.model
+    # The executor is one that runs in this process.
+    model = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
     seen = list[Tensor]()
     hook = model.register_forward_hook(lambda module, inputs, hidden: seen.append(hidden.clone()))
     llm.generate(

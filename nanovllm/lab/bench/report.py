@@ -48,7 +48,8 @@ def estimate(values: Sequence[float]) -> dict[str, Any]:
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
-    """An estimate of how many times larger the second measurement of each pair is than the first."""
+    """An estimate of how many times larger the second measurement of each pair is than the
+    first."""
     return estimate([b / a for a, b in zip(first, second, strict=True)])
 
 

@@ -175,7 +175,8 @@ def _locate(module: Module, row: int, message: str) -> CourseError:
 
 
 def current_texts(root: Path, modules: Iterable[Module]) -> dict[str, str]:
-    """Return the present text of each module, by path; modules that do not exist yet are left out."""
+    """Return the present text of each module, by path; modules that do not exist yet are left
+    out."""
     paths = [module.path for module in modules]
     return {
         path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()

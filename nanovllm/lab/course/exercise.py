@@ -94,7 +94,8 @@ def _describe(error: Exception) -> str:
 
 
 def _same(result: Any, expected: Any) -> bool:
-    """Equality that forgives rounding, and that compares tensors and arrays by shape and elements."""
+    """Equality that forgives rounding, and that compares tensors and arrays by shape and
+    elements."""
     if hasattr(expected, "tolist") and hasattr(result, "tolist"):
         return tuple(result.shape) == tuple(expected.shape) and _same(
             result.tolist(), expected.tolist()

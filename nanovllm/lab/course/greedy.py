@@ -53,7 +53,8 @@ class GreedyLoop:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """Run one forward pass. Returns the next token of each prompt, and appends it to `outputs`."""
+        """Run one forward pass. Returns the next token of each prompt, and appends it to
+        `outputs`."""
         counts = [len(tokens) for tokens in self._new]
         positions = [
             torch.arange(done, done + n) for done, n in zip(self._lengths, counts, strict=True)

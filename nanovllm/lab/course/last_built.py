@@ -1,4 +1,5 @@
-"""Tell which side changed since modules and lectures last agreed: the module, its lecture, or both."""
+"""Tell which side changed since modules and lectures last agreed: the module, its lecture, or
+both."""
 
 import json
 import subprocess
@@ -37,7 +38,8 @@ class LastBuilt:
         )
 
     def advice(self, path: str, current: str, built: str) -> str:
-        """Return the advice, one sentence, for a module that differs from what its lecture builds."""
+        """Return the advice, one sentence, for a module that differs from what its lecture
+        builds."""
         module_changed = not self.has(path, current)
         lecture_changed = not self.has(path, built)
         pull = (

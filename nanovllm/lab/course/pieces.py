@@ -41,7 +41,8 @@ class Piece:
 
     @property
     def first(self) -> Piece:
-        """The version whose place in the module this one takes; itself where nothing was replaced."""
+        """The version whose place in the module this one takes; itself where nothing was
+        replaced."""
         return self.seat or self
 
     @property

@@ -254,7 +254,8 @@ def _summary(pieces: list[Piece], module: Module) -> str | None:
 
 
 def _carry_imports(module: Module, before: list[Piece], after: list[Piece], edits: Edits) -> None:
-    """Add new imports to the lecture; the build merges them, and drops one that is no longer used."""
+    """Add new imports to the lecture; the build merges them, and drops one that is no longer
+    used."""
     known = _imports(before) | _imports([*module.imports, *module.typing])
     blocks = module.typing
     imports = module.imports

@@ -153,7 +153,8 @@ def _complaint(folder: str, name: str, tests: str) -> str:
 
 
 def write_workbook(root: Path, lecture: str) -> Path:
-    """Write the workbook of a lecture beside the learner's copies of lectures, and return its path."""
+    """Write the workbook of a lecture beside the learner's copies of lectures, and return its
+    path."""
     original, file = _find_workbook(root, lecture)
     if file.exists():
         raise CourseError(f"{file} already exists: rename or delete it to get a fresh one")

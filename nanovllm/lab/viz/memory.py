@@ -212,7 +212,8 @@ def draw_block_tables(
 
 
 def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
-    """Draw two lists of blocks, logical and physical, as strips, and an arrow for each table entry."""
+    """Draw two lists of blocks, logical and physical, as strips, and an arrow for each table
+    entry."""
     right = _STRIP_WIDTH + 3.2
     size = state.block_size
     ax.text(_STRIP_WIDTH / 2, -0.45, "logical blocks", ha="center", va="center")

@@ -1,4 +1,5 @@
-"""Colours, marks and settings that all pictures share; the package's docstring says what they mean."""
+"""Colours, marks and settings that all pictures share; the package's docstring says what they
+mean."""
 
 import io
 import json

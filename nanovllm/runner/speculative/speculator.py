@@ -44,7 +44,8 @@ class Speculator:
         return self.drafter.cache_shapes(num_blocks) if self.drafter is not None else []
 
     def mark(self, rows: dict[Any, SamplingRow], schedule: SchedulerOutput) -> None:
-        """Before a step: tell the sampler which rows verify drafts that were drawn, and from what."""
+        """Before a step: tell the sampler which rows verify drafts that were drawn, and from
+        what."""
         if self.drafter is not None:
             self.drafter.prepare(schedule)
         drawn = self.drafter.probabilities if self.drafter is not None else {}

@@ -112,7 +112,8 @@ def test_a_pull_adds_the_bytes_and_a_push_does_not() -> None:
 
 
 def tiers_of(times: dict[str, tuple[float, ...]], store: tuple[float, float]) -> tiers.Tiers:
-    """Of lengths 32, 64 and 128; the store takes so long for 32 and for 128 tokens of 1000 bytes."""
+    """Of lengths 32, 64 and 128; the store takes so long for 32 and for 128 tokens of 1000
+    bytes."""
     plan = tiers.Plan(lengths=(32, 64, 128), num_documents=2, num_questions=2)
     found = tiers.Tiers(plan, 1000, 32)
     times = {tiers.AGAIN: (0.03, 0.05, 0.09), tiers.POOL: (0.01,) * 3} | times

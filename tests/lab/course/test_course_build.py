@@ -21,7 +21,8 @@ OPENING = f"#| default_exp pool\n{SUMMARY}"
 
 
 def make_course(root: Path, **lectures: list[str]) -> Path:
-    """A course of lectures; a cell that begins with `# ` and a title, or with words, is markdown."""
+    """A course of lectures; a cell that begins with `# ` and a title, or with words, is
+    markdown."""
     (root / "notebooks").mkdir(exist_ok=True)
     (root / "pyproject.toml").write_text(PYPROJECT.read_text())
     for name, sources in lectures.items():

@@ -119,7 +119,8 @@ class Lab:
         return subprocess.check_output(["git", "-C", str(self.project), *arguments], text=True)
 
     def add(self, notebook: nbformat.NotebookNode, name: str) -> str:
-        """Make a lecture of a notebook, without outputs; the address that opens its working copy."""
+        """Make a lecture of a notebook, without outputs; the address that opens its working
+        copy."""
         notebook.metadata["kernelspec"] = {
             "name": "python3",
             "display_name": "Python 3",

@@ -75,7 +75,9 @@ def test_a_stage_generates_and_serves(
     row = re.search(rf"^\| {last} \| ([\d,]+) \| ([\d,]+) \|$", README, re.MULTILINE)
     assert row, "notebooks/README.md states its size, in hundreds"
     stated = [int(number.replace(",", "")) for number in row.groups()]
-    assert stated == pytest.approx([lines, rest], rel=0.05), "run this test with -s, and write down what it prints"
+    assert stated == pytest.approx([lines, rest], rel=0.05), (
+        "run this test with -s, and write down what it prints"
+    )
     assert last != STAGES[0] or rest <= STAGE_18
     expected = [reference_tokens(str(tiny_model), prompt, COUNT) for prompt in PROMPTS]
     for division in (

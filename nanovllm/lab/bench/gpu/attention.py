@@ -39,7 +39,8 @@ _COMPILE_SECONDS = 25
 
 
 def decode_bytes(num_seqs: int, context: int, itemsize: int = 2) -> int:
-    """Bytes that a decode step has to move: every key and value once, the queries and the output."""
+    """Bytes that a decode step has to move: every key and value once, the queries and the
+    output."""
     keys_and_values = 2 * num_seqs * context * NUM_KV_HEADS * HEAD_DIM
     return (keys_and_values + 2 * num_seqs * NUM_HEADS * HEAD_DIM) * itemsize
 
@@ -51,7 +52,8 @@ def latent_bytes(num_seqs: int, context: int, num_heads: int, itemsize: int = 2)
 
 
 def prefill_flops(query_len: int, context: int) -> int:
-    """Two products of HEAD_DIM numbers for each query and each key that it sees, itself among them."""
+    """Two products of HEAD_DIM numbers for each query and each key that it sees, itself among
+    them."""
     pairs = query_len * context + query_len * (query_len + 1) // 2
     return 4 * NUM_HEADS * HEAD_DIM * pairs
 
@@ -157,7 +159,8 @@ def latent(setting: Setting) -> Iterator[Row]:
 
 
 def prefill(setting: Setting) -> Iterator[Row]:
-    """Prompts of one sequence, and beside them torch's own attention on contiguous keys and values."""
+    """Prompts of one sequence, and beside them torch's own attention on contiguous keys and
+    values."""
     device = _device_with_triton(setting, HEAD_DIM)
     prompts = ((16, 0), (8, 16)) if setting.dry_run else PROMPTS
     pool = Pool(

@@ -1,4 +1,5 @@
-"""Splits the time of decode steps by kind of kernel and by gap, from a trace of torch's profiler."""
+"""Splits the time of decode steps by kind of kernel and by gap, from a trace of torch's
+profiler."""
 
 import re
 from collections import Counter

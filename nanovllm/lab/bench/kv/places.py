@@ -100,7 +100,8 @@ def places(
 
 
 def _drop_from_memory(path: pathlib.Path) -> None:
-    """Let the operating system forget the files of a folder, so that they are read from the disk."""
+    """Let the operating system forget the files of a folder, so that they are read from the
+    disk."""
     for file in path.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())  # a page that is not written yet cannot be dropped
