@@ -28,7 +28,8 @@ from nanovllm.cli.main import main
 
 model, prompts, count, wishes = sys.argv[1], *map(json.loads, sys.argv[2:])
 llm = LLM(model, dtype="float32", max_num_batched_tokens=16, max_num_seqs=8, check_invariants=True)
-answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False)
+params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+answers = llm.generate(prompts, params, use_tqdm=False)
 print(json.dumps([answer.outputs[0].token_ids for answer in answers]))
 
 def construct(model, structured_outputs=None, **options):

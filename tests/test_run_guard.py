@@ -90,7 +90,8 @@ def test_here():
 @pytest.mark.started
 def test_in_a_child():
     code = "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "default_int_handler\\n"
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert printed == "default_int_handler\\n"
 """
 
 

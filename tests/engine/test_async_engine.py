@@ -502,13 +502,15 @@ async def main():
         pass
     await engine.shutdown()
     assert output.finished
-    # What the server loads when a request asks for it: an import of torch would stop the answers of all others for a second.
+    # Loaded when a request asks for them: an import of torch would stop the answers of all
+    # others for a second.
     for path in pathlib.Path(nanovllm.server.app.__file__).parent.glob("*.py"):
         for module in re.findall(r'load\\("([\\w.]+):', path.read_text()):
             importlib.import_module(module)
             loaded.add(module)
-    assert {"nanovllm.kv_transfer.pd.plan", "nanovllm.server.tools", "nanovllm.server.page"} <= loaded
-    assert "torch" not in sys.modules, f"the front end has imported torch, perhaps for one of {loaded}"
+    late = {"nanovllm.kv_transfer.pd.plan", "nanovllm.server.tools", "nanovllm.server.page"}
+    assert late <= loaded
+    assert "torch" not in sys.modules, f"torch was imported, perhaps for one of {loaded}"
 
 if __name__ == "__main__":
     asyncio.run(main())

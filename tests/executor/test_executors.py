@@ -299,7 +299,13 @@ PARENT = """
 import json, sys, time
 from nanovllm import LLM
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], attention_backend="torch", dtype="float32", num_kv_blocks=64, tensor_parallel_size=2)
+    llm = LLM(
+        sys.argv[1],
+        attention_backend="torch",
+        dtype="float32",
+        num_kv_blocks=64,
+        tensor_parallel_size=2,
+    )
     print(json.dumps([rank.process.pid for rank in llm.engine.core.executor.ranks]), flush=True)
     time.sleep(100)
 """

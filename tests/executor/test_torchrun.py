@@ -48,7 +48,13 @@ import os, sys
 from nanovllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], attention_backend="torch", dtype="float32", num_kv_blocks=64, tensor_parallel_size=2)
+    llm = LLM(
+        sys.argv[1],
+        attention_backend="torch",
+        dtype="float32",
+        num_kv_blocks=64,
+        tensor_parallel_size=2,
+    )
     assert os.environ["RANK"] == "0", "the other ranks do not come so far"
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, params, use_tqdm=False)

@@ -575,7 +575,7 @@ case "$*" in
 *-dM*) exec "{compiler}" "$@" ;;
 *{stage}*)
     touch "$TMPDIR/half.s"
-    echo "/tmp/x.s: Fatal error: can't write 5 bytes to section .text of x.o: 'No space left on device'" >&2
+    echo "/tmp/x.s: Fatal error: can't write 5 bytes to x.o: 'No space left on device'" >&2
     echo "/tmp/x.s: Fatal error: x.o: No such file or directory" >&2
     exit 1 ;;
 esac

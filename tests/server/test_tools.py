@@ -321,9 +321,12 @@ def test_a_text_cannot_spell_the_tag_of_a_call(answers: Answers) -> None:
 
 # ---------------------------------------------------------------- prompts
 
-QWEN = """{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '</tools>
-{"name": <function-name>, "arguments": <args-json-object>}' }}{%- endif %}{%- for message in messages %}{{- '|' + message.role + ':' + message.content }}
-{%- for call in message.tool_calls %}{{- call.function.name + (call.function.arguments | tojson) }}{%- endfor %}{%- endfor %}"""
+QWEN = """{%- if tools %}{{- '<tools>' }}
+{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '</tools>
+{"name": <function-name>, "arguments": <args-json-object>}' }}{%- endif %}
+{%- for message in messages %}{{- '|' + message.role + ':' + message.content }}
+{%- for call in message.tool_calls %}
+{{- call.function.name + (call.function.arguments | tojson) }}{%- endfor %}{%- endfor %}"""
 HISTORY: Any = [
     *QUESTION,
     {

@@ -21,7 +21,10 @@ FORK = """
 import multiprocessing, sys, threading, time
 from nanovllm.text.chat_template import PROCESS
 
-SLOW = "{% for i in range(9999) %}{% for j in range(50) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+SLOW = (
+    "{% for i in range(9999) %}{% for j in range(50) %}{% endfor %}{% endfor %}"
+    "{{ messages[0].content }}"
+)
 answers = {}
 
 def render(name, template, content):

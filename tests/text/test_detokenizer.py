@@ -381,7 +381,7 @@ def test_work_is_linear_in_the_length(name: str, kind: str) -> None:
     assert tokenizer.decoded <= 20 * length
 
 
-# --- Stop strings --------------------------------------------------------------------------------------------
+# --- Stop strings ---------------------------------------------------------------------------------
 
 
 def first_stop(text: str, stop: list[str]) -> tuple[int, int] | None:

@@ -71,7 +71,7 @@ def save(folder: Path, backend: Backend, **config: Any) -> Path:
     return folder
 
 
-# --- The course model ----------------------------------------------------------------------------------------
+# --- The course model -----------------------------------------------------------------------------
 
 
 def test_digits_are_tokens_of_their_own(course_tokenizer: Tokenizer) -> None:
@@ -167,7 +167,7 @@ def test_neither_torch_nor_transformers_is_imported(course_folder: Path) -> None
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# --- Files of other shapes -----------------------------------------------------------------------------------
+# --- Files of other shapes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -284,7 +284,7 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_pretrained(tmp_path)
 
 
-# --- Chats ---------------------------------------------------------------------------------------------------
+# --- Chats ----------------------------------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SYSTEM = (

@@ -27,9 +27,12 @@ from nanovllm.lab.course.pieces import Function, Piece
 from nanovllm.lab.course.pull import Edits
 
 _SOLUTION = re.compile(r"<details><summary>Solution.*?</details>\s*", re.DOTALL)
-_INTRODUCTION = """**This is your workbook.** You write {names}: each has a docstring that says what it does, and raises an error so far. Save the
-notebook and run, in a terminal in the project's folder, `.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the engine,
-runs the engine's own tests, and says what is wrong."""
+_INTRODUCTION = (
+    "**This is your workbook.** You write {names}: each has a docstring that says what it does, "
+    "and raises an error so far. Save the\nnotebook and run, in a terminal in the project's folder, "
+    "`.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the "
+    "engine,\nruns the engine's own tests, and says what is wrong."
+)
 # A test that takes longer is in an endless loop.
 _PYTEST = (
     "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no "

@@ -198,7 +198,8 @@ for proofs in pathlib.Path(sys.argv[2]).glob("*.py"):
     importlib.import_module("tests.gpu." + proofs.stem)
 import nanovllm.cli.main, nanovllm.engine.group
 with tempfile.TemporaryDirectory() as folder:
-    core = start_engine(str(write_checkpoint(pathlib.Path(folder), TINY)), device="cpu", num_kv_blocks=16)
+    model = str(write_checkpoint(pathlib.Path(folder), TINY))
+    core = start_engine(model, device="cpu", num_kv_blocks=16)
     print(len(run_requests(core, [BenchRequest([1, 2, 3], 4)])[0][0]))
 """
 

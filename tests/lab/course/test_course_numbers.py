@@ -32,7 +32,8 @@ NO_CLAIM = re.compile(
 # hardware that is not here.
 SOURCE = re.compile(
     r"\bet al\b|\bpapers?\b|\bdata"
-    r" ?sheets?\b|arXiv|\bpublish|\bNCCL\b|\bvLLM|\b[AH][12]00\b|\bGPUs?\b|\bNVLink\b|\bInfiniBand\b|\bEthernet\b"
+    r" ?sheets?\b|arXiv|\bpublish|\bNCCL\b|\bvLLM|\b[AH][12]00\b|\bGPUs?\b"
+    r"|\bNVLink\b|\bInfiniBand\b|\bEthernet\b"
     r"|\bLlama|\bDeepSeek|\bQwen|\bMixtral|\bSmolLM|\bGemma"
 )
 TERM = r"[−-]?\(?\d[\d.,]*[π%)]*(?: ?[A-Za-zµ/]{1,8})?\)?"

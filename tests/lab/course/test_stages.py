@@ -80,14 +80,10 @@ def test_a_stage_generates_and_serves(
     )
     assert last != STAGES[0] or rest <= STAGE_18
     expected = [reference_tokens(str(tiny_model), prompt, COUNT) for prompt in PROMPTS]
-    for division in (
-        "",
-        *(DIVISIONS if last == 26 else []),
-    ):  # as the lectures until then have taught
-        script = (
-            "if __name__ =="
-            f' "__main__":\n{indent(SCRIPT.replace("LLM(model,", f"LLM(model, {division}"), "    ")}'
-        )
+    divisions = DIVISIONS if last == 26 else []  # as the lectures until then have taught
+    for division in ("", *divisions):
+        divided = SCRIPT.replace("LLM(model,", f"LLM(model, {division}")
+        script = f'if __name__ == "__main__":\n{indent(divided, "    ")}'
         done = run(
             environment_of(stage),
             "-c",

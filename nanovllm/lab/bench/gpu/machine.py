@@ -13,7 +13,10 @@ from nanovllm.lab.bench.metrics import timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row
 
-_SMI_FIELDS = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,clocks.sm,power.limit,temperature.gpu"
+_SMI_FIELDS = (
+    "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,clocks.sm,"
+    "power.limit,temperature.gpu"
+)
 # More than the L2 cache of any GPU there is.
 _FLUSH_BYTES = 2**28
 _WARM_UP = 3
