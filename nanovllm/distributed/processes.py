@@ -56,8 +56,6 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
     code = process.poll()
     if code is None:
         return ""
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL (Linux does that if memory runs out)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
