@@ -67,13 +67,9 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
     code = process.poll()
     if code is None:
         return ""
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL (Linux does that if memory runs out)"
-    return (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,8 @@ class EngineClient:
             self.receive()
         if self.last_words is not None:
             return self.last_words.fatal
+        if end.endswith(signal.SIGKILL.name) and not self.is_ready:
+            end += " while it started: does it need more memory than there is?"
         return f"the engine process {end}" if end else ""
 
     def shutdown(self, seconds: float) -> None:
