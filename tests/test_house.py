@@ -7,6 +7,9 @@ import functools
 import pathlib
 import re
 
+import pytest
+
+from tests.density import BOUNDS, ceilings, counts
 from tests.house import PACKAGE, PARTS, ROOMS, files_of, up_to_date
 
 # A number of lines at the end of a row of the table, or of an entry of the reading path.
@@ -123,3 +126,10 @@ def test_the_packages_readme_has_the_packages_and_the_reading_path() -> None:
         for found, true in zip(SIZE.findall(line), SIZE.findall(other), strict=True):
             size, now = (int(number.replace(",", "")) for number in (found, true))
             assert abs(size - now) <= max(20, now / 10), f"run python -m tests.house: {line}"
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_code_is_not_compressed_further(kind: str) -> None:
+    """`python -m tests.density KIND` lists the places; `--store` lowers a ceiling for good."""
+    count, most = counts()[kind], max(ceilings()[kind], BOUNDS[kind])
+    assert count <= most, f"{kind}: {count}, at most {most}: see python -m tests.density"

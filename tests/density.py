@@ -1,0 +1,185 @@
+"""How compressed the code is: constructs that save lines and cost readers, as counts that may only fall.
+
+`python -m tests.density` lists the counts, `python -m tests.density KIND` the places of one kind, and
+`python -m tests.density --store` lowers the stored ceilings to the present counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "nanovllm"
+CEILINGS = pathlib.Path(__file__).with_suffix(".json")
+WIDTH = 100
+LONGEST_FUNCTION = 60
+LONGEST_MODULE = 500
+# A call with so many positional arguments does not show what each of them is.
+MANY_POSITIONS = 6
+MANY_RESULTS = 4
+
+# The count of each kind that is wanted in the end. "engine" is the package without its workshop, `lab`.
+BOUNDS = {
+    "Any, engine": 120,
+    "calls with a splatted tuple or six positions": 10,
+    "fmt: skip": 0,
+    "functions over 60 lines": 0,
+    "getattr with a default, hasattr": 10,
+    "modules over 500 lines": 0,
+    "nested conditional expressions": 0,
+    "statements, engine": 16_800,
+    "statements, lab": 6_500,
+    "tuple assignments of unrelated values": 60,
+    "tuples of four and more results": 0,
+    "wide lines in lectures": 0,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was found.
+
+    Attributes:
+        path: below the root.
+        line: its number; in a lecture that of the cell.
+        text: the code, shortened.
+    """
+
+    path: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text[:100]}"
+
+
+@functools.cache
+def places() -> dict[str, list[Place]]:
+    """All places of each kind in the package and in the lectures."""
+    found: dict[str, list[Place]] = {kind: [] for kind in BOUNDS}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        for kind, line, text in _in_module(path, file.read_text(encoding="utf-8")):
+            found[kind].append(Place(path, line, text))
+    for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        path = file.relative_to(ROOT).as_posix()
+        for number, text in _wide_lines(json.loads(file.read_text(encoding="utf-8"))):
+            found["wide lines in lectures"].append(Place(path, number, text))
+    return found
+
+
+def counts() -> dict[str, int]:
+    """The number of places of each kind."""
+    return {kind: len(found) for kind, found in places().items()}
+
+
+def ceilings() -> dict[str, int]:
+    """The stored counts, which may only fall."""
+    return json.loads(CEILINGS.read_text(encoding="utf-8"))
+
+
+def _wide_lines(notebook: dict[str, list[dict[str, object]]]) -> Iterator[tuple[int, str]]:
+    """Lines of code that are too wide, with the numbers of their cells. A directive may be wide."""
+    for number, cell in enumerate(notebook["cells"], start=1):
+        source = cell["source"]
+        assert isinstance(source, list)
+        for line in "".join(source).split("\n"):
+            is_code = cell["cell_type"] == "code" and not line.startswith("#|")
+            # As in ruff, comments for tools do not count.
+            if is_code and len(re.sub(r"\s*# (type: ignore|noqa).*", "", line)) > WIDTH:
+                yield number, line
+
+
+def _in_module(path: str, source: str) -> Iterator[tuple[str, int, str]]:
+    """The kind, line and code of each find in a module."""
+    lines = source.split("\n")
+    is_lab = path.startswith("nanovllm/lab/")
+    if len(lines) > LONGEST_MODULE:
+        yield "modules over 500 lines", len(lines), path
+    for number, line in enumerate(lines, start=1):
+        if re.search(r"# fmt: (skip|off)", line):
+            yield "fmt: skip", number, line
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt) and not _is_docstring(node):
+            yield f"statements, {'lab' if is_lab else 'engine'}", node.lineno, ""
+        if isinstance(node, ast.Name) and node.id == "Any" and not is_lab:
+            yield "Any, engine", node.lineno, lines[node.lineno - 1].strip()
+        kind = _kind_of(node)
+        if kind is not None:
+            yield kind, node.lineno, ast.unparse(node).split("\n")[0]  # type: ignore[attr-defined]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _kind_of(node: ast.AST) -> str | None:
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+            is_swap = {ast.unparse(each) for each in targets} & {
+                ast.unparse(each) for each in values
+            }
+            return None if is_swap else "tuple assignments of unrelated values"
+        case ast.Call():
+            return _kind_of_call(node)
+        case ast.IfExp() if any(isinstance(part, ast.IfExp) for part in ast.iter_child_nodes(node)):
+            return "nested conditional expressions"
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return _kind_of_function(node)
+        case _:
+            return None
+
+
+def _kind_of_call(call: ast.Call) -> str | None:
+    name = ast.unparse(call.func)
+    if name == "hasattr" or (name == "getattr" and len(call.args) == 3):
+        return "getattr with a default, hasattr"
+    has_tuple = any(isinstance(argument, ast.Starred) for argument in call.args)
+    is_class = isinstance(call.func, ast.Name) and call.func.id[:1].isupper()
+    # A kernel of Triton's is called through a grid, with pointers and strides in the order of its own.
+    is_kernel = isinstance(call.func, ast.Subscript)
+    if (has_tuple and is_class) or (len(call.args) >= MANY_POSITIONS and not is_kernel):
+        return "calls with a splatted tuple or six positions"
+    return None
+
+
+def _kind_of_function(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    assert function.end_lineno is not None
+    if function.end_lineno - function.lineno > LONGEST_FUNCTION:
+        return "functions over 60 lines"
+    returned = function.returns
+    if not isinstance(returned, ast.Subscript) or ast.unparse(returned.value) != "tuple":
+        return None
+    results = returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
+    return "tuples of four and more results" if len(results) >= MANY_RESULTS else None
+
+
+def main() -> None:
+    """Print the counts or the places of a kind, or store the counts."""
+    match sys.argv[1:]:
+        case ["--store"]:
+            lower = {
+                kind: min(count, ceilings().get(kind, count)) for kind, count in counts().items()
+            }
+            CEILINGS.write_text(json.dumps(lower, indent=1) + "\n", encoding="utf-8")
+        case [kind]:
+            for place in places()[kind]:
+                print(place)
+        case _:
+            for kind, count in counts().items():
+                print(f"{count:6,}  at most {max(ceilings()[kind], BOUNDS[kind]):6,}  {kind}")
+
+
+if __name__ == "__main__":
+    main()
