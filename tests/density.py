@@ -1,8 +1,8 @@
-"""How compressed the code is: constructs that save lines and cost readers, as counts that may only fall.
+"""How compressed the code is: constructs that save lines and cost readers, as counts that may only
+fall.
 
-`python -m tests.density` lists the counts, `python -m tests.density KIND` the places of one kind, and
-`python -m tests.density --store` lowers the stored ceilings to the present counts.
-"""
+`python -m tests.density` lists the counts, `python -m tests.density KIND` the places of one kind,
+and `python -m tests.density --store` lowers the stored ceilings to the present counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ LONGEST_MODULE = 500
 MANY_POSITIONS = 6
 MANY_RESULTS = 4
 
-# The count of each kind that is wanted in the end. "engine" is the package without its workshop, `lab`.
+# The count of each kind that is wanted in the end. "engine" is the package without its workshop,
+# `lab`.
 BOUNDS = {
     "Any, engine": 120,
     "calls with a splatted tuple or six positions": 10,
@@ -147,7 +148,8 @@ def _kind_of_call(call: ast.Call) -> str | None:
         return "getattr with a default, hasattr"
     has_tuple = any(isinstance(argument, ast.Starred) for argument in call.args)
     is_class = isinstance(call.func, ast.Name) and call.func.id[:1].isupper()
-    # A kernel of Triton's is called through a grid, with pointers and strides in the order of its own.
+    # A kernel of Triton's is called through a grid, with pointers and strides in the order of its
+    # own.
     is_kernel = isinstance(call.func, ast.Subscript)
     if (has_tuple and is_class) or (len(call.args) >= MANY_POSITIONS and not is_kernel):
         return "calls with a splatted tuple or six positions"
