@@ -29,9 +29,11 @@ from nanovllm.lab.course.pull import Edits
 _SOLUTION = re.compile(r"<details><summary>Solution.*?</details>\s*", re.DOTALL)
 _INTRODUCTION = (
     "**This is your workbook.** You write {names}: each has a docstring that says what it does, "
-    "and raises an error so far. Save the\nnotebook and run, in a terminal in the "
-    "project's folder, `.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the "
-    "engine,\nruns the engine's own tests, and says what is wrong."
+    "and raises an error so far. Save the\n"
+    "notebook and run, in a terminal in the project's folder, "
+    "`.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the "
+    "engine,\n"
+    "runs the engine's own tests, and says what is wrong."
 )
 # A test that takes longer is in an endless loop.
 _PYTEST = (
