@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nanovllm.distributed.processes import is_stopped, start_process
 
@@ -32,11 +32,14 @@ OUT_OF_MEMORY = 12  # the process's exit code
 PACKAGE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 
+Answer = TypeVar("Answer")
+
+
 class HelperProcessError(RuntimeError):
     """A helper process was ended twice by something else than the question that it was asked."""
 
 
-class LimitedProcess:
+class LimitedProcess(Generic[Answer]):
     """A process that answers questions: started with the first, and again after a question has
     ended it. Thread-safe.
 
@@ -69,7 +72,7 @@ class LimitedProcess:
                 self._running = start_process(["-P", self.program], environment)
             return self._running
 
-    def ask(self, *question: Any) -> Any:
+    def ask(self, *question: object) -> Answer:
         """The answer to a question. A process that died for another reason is started again, once.
 
         Raises:
@@ -83,6 +86,8 @@ class LimitedProcess:
                 try:
                     connection.send(question)
                     self._await_answer(process, connection)
+                    answer: Answer
+                    error: str
                     answer, error = connection.recv()
                     break
                 except (
@@ -144,14 +149,14 @@ class LimitedProcess:
 
 # Renders templates: it is asked with a template, messages, and the variables of the template and of
 # `render_jinja_template`.
-PROCESS = LimitedProcess()
+PROCESS = LimitedProcess[str]()
 # A forked process starts a process of its own; otherwise both would read each other's answers. The
 # lock is new, too: a thread that does not exist after the fork may hold the old one.
 os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
 def answer_questions(
-    connection: Connection, answer: Callable[..., Any], seconds: float, memory: int
+    connection: Connection, answer: Callable[..., object], seconds: float, memory: int
 ) -> None:
     """Run the process until its parent closes the connection, or ends."""
     import psutil
@@ -165,7 +170,7 @@ def answer_questions(
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
             try:
                 # A question with an object whose class is not known here is an error, too.
-                result: Any = answer(*pickle.loads(encoded)), ""
+                result: tuple[object, str] = answer(*pickle.loads(encoded)), ""
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
             except Exception as failure:  # a template is a program and may raise anything
@@ -178,7 +183,7 @@ def main() -> None:
     """Render templates."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(template: str, messages: list[Any], variables: dict[str, Any]) -> Any:
+    def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> object:
         # (texts, positions); the library's annotation is wrong.
         return render_jinja_template([messages], chat_template=template, **variables)[0][0]
 

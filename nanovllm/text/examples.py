@@ -80,7 +80,7 @@ def _match_part(kind: str, value: Any, groups: dict[int, str]) -> str:
             least, _, inner = value
             if least > LONGEST_EXAMPLE:
                 raise OverflowError
-            return _match(inner, groups) * least
+            return _match(inner, groups) * int(least)
         case "AT" | "ASSERT" | "ASSERT_NOT":
             return ""
         case _:
@@ -104,11 +104,11 @@ def _match_class(members: Any) -> str:
 def _is_member(character: str, kind: str, value: Any) -> bool:
     match kind:
         case "LITERAL":
-            return ord(character) == value
+            return bool(ord(character) == value)
         case "RANGE":
-            return value[0] <= ord(character) <= value[1]
+            return bool(value[0] <= ord(character) <= value[1])
         case "CATEGORY":
-            has = {
+            has: dict[str, Callable[[str], bool]] = {
                 "DIGIT": str.isdigit,
                 "SPACE": str.isspace,
                 "WORD": lambda c: c.isalnum() or c == "_",

@@ -147,6 +147,13 @@ def unescaped(written: bytes) -> str:
         return text
 
 
+def _kind(character: str) -> str:
+    """Return "0" for a digit, "a" for a lower-case letter, and "A" for other characters."""
+    if character.isdigit():
+        return "0"
+    return "a" if character.islower() else "A"
+
+
 class Guide:
     """A matcher with foresight. It has the methods of `LLMatcher` that masks need.
 
@@ -343,7 +350,11 @@ class Guide:
                 another set is allowed leads on. A set is added.
         """
         of_byte = self.table.of_byte
-        preferred = b'"' if self.keys.in_string else order if self.keys.is_inside else b""
+        preferred = b""
+        if self.keys.in_string:
+            preferred = b'"'
+        elif self.keys.is_inside:
+            preferred = order
         for byte in preferred:
             token = int(of_byte[byte])
             if token >= 0 and self.matcher.validate_tokens([token]) == 1 and self._can_read(token):
@@ -354,10 +365,7 @@ class Guide:
         known.add(allowed)
         choices = [byte for byte in allowed if chr(byte).isalnum()] or [*allowed]
         # Of bytes that seem to be alike, one letter or digit of each kind is tried.
-        kinds = {
-            "0" if chr(byte).isdigit() else "a" if chr(byte).islower() else "A": byte
-            for byte in choices[::-1]
-        }
+        kinds = {_kind(chr(byte)): byte for byte in choices[::-1]}
         for byte in [*(byte for byte in allowed if byte not in choices), *kinds.values()]:
             after = self.matcher.deep_copy()
             if after.consume_tokens([int(of_byte[byte])]):

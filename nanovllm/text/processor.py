@@ -36,7 +36,7 @@ from nanovllm.text.prompts import (
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.text.grammars import GrammarChecker
+    from nanovllm.text.grammar_check import GrammarChecker
 
 # The latest ids that are remembered. A step in flight computes a sequence that ended only a few
 # sequences ago.
@@ -69,7 +69,7 @@ class InputProcessor:
         quarter of a second."""
         with self._creating_checker:
             if self._checker is None:
-                create = load("nanovllm.text.grammars:GrammarChecker", "structured_outputs")
+                create = load("nanovllm.text.grammar_check:GrammarChecker", "structured_outputs")
                 self._checker = create(
                     self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids
                 )
@@ -110,8 +110,17 @@ class InputProcessor:
             own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits
             own_params = params.clone(**own, seed=own_seed, stop_token_ids=stop_token_ids)
             sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
-            rest = priority, fields.get("cache_salt"), fields.get("kv_transfer_params")
-            requests.append(EngineRequest(sequence_id, token_ids, own_params, eos_token_ids, *rest))
+            requests.append(
+                EngineRequest(
+                    request_id=sequence_id,
+                    prompt_token_ids=token_ids,
+                    sampling_params=own_params,
+                    eos_token_ids=eos_token_ids,
+                    priority=priority,
+                    cache_salt=fields.get("cache_salt"),
+                    kv_transfer_params=fields.get("kv_transfer_params"),
+                )
+            )
         return text, requests
 
 
@@ -233,20 +242,22 @@ class RequestState:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         delta = self.completions[output.request_id].update(output)
         wanted = self.params.structured_outputs
-        failed = RequestFailedError(output.error) if output.error else None
-        error = (
-            GrammarError(wanted.place, output.grammar_error)
-            if wanted and output.grammar_error
-            else failed
+        error: RequestFailedError | GrammarError | None = None
+        if wanted and output.grammar_error:
+            error = GrammarError(wanted.place, output.grammar_error)
+        elif output.error:
+            error = RequestFailedError(output.error)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[delta],
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            kv_transfer_params=output.kv_transfer_params,
+            error=error,
         )
-        state = (
-            self.finished,
-            self.prompt_logprobs,
-            self.num_cached_tokens,
-            output.kv_transfer_params,
-            error,
-        )
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [delta], *state)
 
 
 class OutputProcessor:

@@ -1,14 +1,19 @@
 """What a caller may send, in all its spellings, and the checks that it must pass before it is
 queued."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.data.outputs import Logprob
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.text.grammar_check import GrammarChecker
 
 # Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt",
 # "kv_transfer_params").
@@ -92,7 +97,7 @@ def check_request(
 def form_settings(
     params: SamplingParams,
     limits: EngineLimits,
-    grammars: Callable[[], Any],
+    grammars: Callable[[], GrammarChecker],
     special_ids: Collection[int],
 ) -> dict[str, Any]:
     """Return the sampling parameters that change because the output has a form: none if it has

@@ -130,7 +130,7 @@ def _keeps_a_prefix(step: dict[str, Any]) -> bool:
         case "Strip":
             # Of more than one space at the beginning, how many are left depends on how the text is
             # divided.
-            return step["stop"] == 0 and step["start"] <= 1
+            return bool(step["stop"] == 0 and step["start"] <= 1)
         case "Replace":
             return len(step["pattern"].get("String", "")) == 1
         case _:

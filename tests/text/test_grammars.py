@@ -25,15 +25,8 @@ from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsPara
 from nanovllm.distributed.processes import start_process
 from nanovllm.text import chat_template
 from nanovllm.text.chat_template import HelperProcessError
-from nanovllm.text.grammars import (
-    GrammarChecker,
-    describe,
-    find_fault,
-    new_matcher,
-    of_schema,
-    to_grammar,
-    token_trie,
-)
+from nanovllm.text.grammar_check import GrammarChecker, find_fault
+from nanovllm.text.grammars import describe, new_matcher, of_schema, to_grammar, token_trie
 from nanovllm.text.processor import InputProcessor
 from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer

@@ -17,7 +17,8 @@ from llguidance import LLTokenizer
 from nanovllm import SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.structured_outputs import Form, GrammarError, StructuredOutputsParams
-from nanovllm.text.grammars import Examiner, GrammarChecker, new_matcher, token_trie
+from nanovllm.text.grammar_check import Examiner, GrammarChecker
+from nanovllm.text.grammars import new_matcher, token_trie
 from nanovllm.text.guides import Guide, KeyReader, TokenTable
 from nanovllm.text.tokenizer import Tokenizer
 from tests.oracle import make_tokenizer
