@@ -133,7 +133,7 @@ async def server_answer(
                         yield choice["delta"].get("content") or ""
 
 
-def _checked(response: Any) -> Any:
+def _checked(response: httpx.Response) -> Any:
     """The JSON of a server's response."""
     try:
         body = response.json()

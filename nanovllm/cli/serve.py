@@ -95,12 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
             follow(config)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    arguments.api_key, flags = api_keys(arguments.api_key), ServeFlags.from_arguments(arguments)
+    arguments.api_key = api_keys(arguments.api_key)
+    flags = ServeFlags.from_arguments(arguments)
     if ignored:
         print(f"nanovllm serve: {ignored}", file=sys.stderr)
     seconds = 0.0 if config.disable_log_stats else log_interval()
     if flags.prefill or flags.decode:
-        return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
+        exit_code: int = load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
+        return exit_code
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     if flags.show_text and not access.api_keys and not is_loopback(listener):
         host = listener.getsockname()[0]

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from nanovllm.data.disk import writing
@@ -131,9 +132,10 @@ def animation(trace: Trace, view: str, steps: range | None) -> bytes:
     chosen = None if steps is None else [record.step for record in trace if record.step in steps]
     progress = partial(track, description="Filming", console=Console(stderr=True), transient=True)
     try:
-        return load("nanovllm.lab.viz.film:animate", "an animation")(
+        film: bytes = load("nanovllm.lab.viz.film:animate", "an animation")(
             trace, view, chosen, progress=progress
         )
+        return film
     except ModuleNotFoundError as error:
         raise UsageError(
             f"pictures need {error.name}: pip install 'nanovllm[course]' playwright"
@@ -160,14 +162,16 @@ def summary(trace: Trace) -> dict[str, str]:
     unit = trace.settings.get("time_unit", "s")
     begin = trace.steps[0].start if trace.steps else 0.0
     duration = max((record.start + record.duration for record in trace), default=0.0) - begin
-    num_outputs, ttft, queried, hit = _count(trace)
+    counted = _count(trace)
+    ttft = counted.times_to_first_token
+    num_generated = counted.num_outputs.total()
     held, pool = max(
         ((r.num_blocks - r.num_free_blocks, r.num_blocks) for r in steps), default=(0, 0)
     )
     ends = {
         request_id: reason for record in trace for request_id, reason in record.finished.items()
     }
-    speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
+    speed = f"{num_generated / duration:,.1f}" if duration > 0 else "-"
     numbers = (
         f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"
     )  # as the page shows them
@@ -184,29 +188,47 @@ def summary(trace: Trace) -> dict[str, str]:
     return {
         "model": str(trace.settings.get("model", "?")),
         "steps": f"{numbers} ({len(steps):,} compute)",
-        "requests": f"{len(num_outputs):,}",
+        "requests": f"{len(counted.num_outputs):,}",
         "ended": ", ".join(
             f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())
         )
         or "none",
         "duration": f"{duration:,.3f} {unit}",
         "tokens computed": f"{sum(record.num_tokens for record in steps):,}",
-        "tokens generated": f"{num_outputs.total():,}",
+        "tokens generated": f"{num_generated:,}",
         **drafted,
         f"generated per {'second' if unit == 's' else 'unit'}": speed,
         **times,
-        "prompt tokens from the prefix cache": f"{hit:,} of {queried:,}"
-        + (f" ({hit / queried:.0%})" if queried else ""),
+        "prompt tokens from the prefix cache": _share_of(counted.num_hit, counted.num_queried),
         "preemptions": f"{sum(len(record.preempted) for record in trace):,}",
-        "KV blocks held at most": f"{held:,} of {pool:,}"
-        + (f" ({held / pool:.0%})" if pool else ""),
+        "KV blocks held at most": _share_of(held, pool),
     }
 
 
-def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:
-    """The tokens that each request has got; in ascending order, the time from each arrival in the
-    trace to the first token; and the tokens that were looked up in the prefix cache, and found, at
-    every admission. Like the engine's counters, these include admissions after a preemption."""
+def _share_of(part: int, whole: int) -> str:
+    """Both numbers, and the percentage if there is one."""
+    return f"{part:,} of {whole:,}" + (f" ({part / whole:.0%})" if whole else "")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a trace says of its requests.
+
+    Attributes:
+        num_outputs: request id to the tokens that it has got.
+        times_to_first_token: from each arrival in the trace, in ascending order.
+        num_queried, num_hit: tokens that were looked up in the prefix cache, and found, at every
+            admission. Like the engine's counters, these include admissions after a preemption.
+    """
+
+    num_outputs: Counter[str]
+    times_to_first_token: list[float]
+    num_queried: int
+    num_hit: int
+
+
+def _count(trace: Trace) -> Counted:
+    """Count a trace's tokens, and measure its times to the first token."""
     num_outputs: Counter[str] = Counter()
     arrivals: dict[str, float] = {}
     ttft: list[float] = []
@@ -217,11 +239,10 @@ def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:
         for share in record.requests:
             if share.request_id in record.admitted:
                 known = share.num_prompt_tokens + num_outputs[share.request_id]
-                queried += max(
-                    known, share.start + share.num_tokens
-                )  # its beginning may not be in the trace
+                # Its beginning may not be in the trace.
+                queried += max(known, share.start + share.num_tokens)
                 hit += record.admitted[share.request_id]
             if share.sampled and share.request_id in arrivals:
                 ttft.append(record.start + record.duration - arrivals.pop(share.request_id))
             num_outputs[share.request_id] += len(share.sampled)
-    return num_outputs, sorted(ttft), queried, hit
+    return Counted(num_outputs, sorted(ttft), num_queried=queried, num_hit=hit)

@@ -8,7 +8,6 @@ access or memory would differ."""
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nanovllm.data.flags import UsageError
 from nanovllm.data.sampling_params import MAX_LOGPROBS
@@ -336,7 +335,7 @@ class _Remember(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
         name = self.option_strings[0].removeprefix("--")

@@ -86,9 +86,7 @@ class LimitedProcess(Generic[Answer]):
                 try:
                     connection.send(question)
                     self._await_answer(process, connection)
-                    answer: Answer
-                    error: str
-                    answer, error = connection.recv()
+                    reply: tuple[Answer, str] = connection.recv()
                     break
                 except (
                     BaseException
@@ -108,6 +106,7 @@ class LimitedProcess(Generic[Answer]):
                             "one: try again"
                         )
                         raise HelperProcessError(message) from None
+        answer, error = reply
         if error:
             raise ValueError(error)
         return answer

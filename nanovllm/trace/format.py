@@ -22,7 +22,7 @@ from nanovllm.trace.record import StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
 # With their values before the first line; the header may say other `SIZES`.
-SAME_AS_BEFORE: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}}
+SAME_AS_BEFORE: dict[str, object] = {"waiting": [], "running": [], "swapped": [], "held": {}}
 SAME_AS_BEFORE |= dict.fromkeys(
     ("num_free_blocks", "num_blocks", "num_evictions", "token_budget"), 0
 )
@@ -49,7 +49,7 @@ class Header(msgspec.Struct):
     settings: dict[str, Any] = {}
 
 
-def header_line(settings: Mapping[str, Any]) -> bytes:
+def header_line(settings: Mapping[str, object]) -> bytes:
     """The first line of a trace, with its end."""
     return msgspec.json.encode(Header(FORMAT_VERSION, dict(settings))) + b"\n"
 
@@ -85,7 +85,7 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
     return settings
 
 
-def require_sizes(settings: Mapping[str, Any], source: object) -> None:
+def require_sizes(settings: Mapping[str, object], source: object) -> None:
     """Check that a trace can be drawn.
 
     Raises:
@@ -105,12 +105,12 @@ class TraceEncoder:
         hide_tokens: write -1 for every sampled id.
     """
 
-    def __init__(self, settings: Mapping[str, Any], hide_tokens: bool = False) -> None:
+    def __init__(self, settings: Mapping[str, object], hide_tokens: bool = False) -> None:
         self.hide_tokens = hide_tokens
         self._encoder = msgspec.json.Encoder()
         self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
         self._numbers = itertools.count()
-        self._before: dict[str, Any] = dict(settings)
+        self._before: dict[str, object] = dict(settings)
         self._named: list[tuple[int, str, int]] = []
 
     def encode(self, record: StepRecord) -> bytes:
@@ -122,12 +122,10 @@ class TraceEncoder:
             self._before = {}
             introduced = record.snapshot.prompt_lens | introduced
         for request_id, length in introduced.items():
-            self._name(
-                request_id, length
-            )  # with a new number, even if an earlier request had this id
-        values = (
-            (name, getattr(record, name)) for name in FIELDS
-        )  # in one order, whether the record was read or made
+            # A request gets a new number, even if an earlier one had its id.
+            self._name(request_id, length)
+        # In one order, whether the record was read or made.
+        values = ((name, getattr(record, name)) for name in FIELDS)
         line = {
             name: self._written(name, value) for name, value in values if self._is_new(name, value)
         }
@@ -138,7 +136,7 @@ class TraceEncoder:
             self._known = {request_id: self._known[request_id] for request_id in queued}
         return self._encoder.encode(line) + b"\n"
 
-    def _is_new(self, name: str, value: Any) -> bool:
+    def _is_new(self, name: str, value: object) -> bool:
         if name not in SAME_AS_BEFORE:
             return bool(value) or name in ALWAYS
         before = self._before.get(name)
@@ -196,7 +194,7 @@ class TraceDecoder:
         settings: those of the header.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, object]) -> None:
         self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
         self._before = SAME_AS_BEFORE | {name: settings[name] for name in SIZES if name in settings}
 
@@ -246,17 +244,31 @@ class TraceDecoder:
             return {self._names[number][0]: part for number, part in value}
         return [self._names[number][0] for number in value] if name in IDS else value
 
-    def _share(self, share: list[Any]) -> TracedRequest:
-        types = [type(entry) for entry in share]
-        if types == [int, int, int]:
-            number, start, token = share
-            num_tokens = 1
-            new_block_ids = []
-            sampled = [token]
-            drafts = []
-        elif types[:5] == [int, int, int, list, list] and types[5:] in ([], [int]):
-            number, start, num_tokens, new_block_ids, sampled, *drafts = share
-        else:
-            raise ValueError(f"not a share: {share}")
-        request_id, length = self._names[number]
-        return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled, *drafts)
+    def _share(self, share: list[int | list[int]]) -> TracedRequest:
+        whole = share
+        match share:
+            case [number, start, int(token)]:
+                whole = [number, start, 1, [], [token], 0]
+            case [_, _, _, _, _]:
+                whole = [*share, 0]
+        match whole:
+            case [
+                int(number),
+                int(start),
+                int(num_tokens),
+                list(new_block_ids),
+                list(sampled),
+                int(num_drafts),
+            ]:
+                request_id, length = self._names[number]
+                return TracedRequest(
+                    request_id=request_id,
+                    start=start,
+                    num_tokens=num_tokens,
+                    num_prompt_tokens=length,
+                    new_block_ids=new_block_ids,
+                    sampled=sampled,
+                    num_drafts=num_drafts,
+                )
+            case _:
+                raise ValueError(f"not a share: {share}")

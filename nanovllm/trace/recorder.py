@@ -1,7 +1,6 @@
 """Turns the scheduler's decisions into step records, for the engine and for a simulation of it."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -9,7 +8,6 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
-FROM_THE_PLAN = ("admitted", "resumed", "preempted", "swap_out", "swap_in", "blocked_by")
 
 
 class StepRecorder:
@@ -23,9 +21,8 @@ class StepRecorder:
 
     def __init__(self, trace: Trace | None, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self._sinks: dict[
-            RecordSink, bool
-        ] = {}  # False: its first record is the next one with a snapshot
+        # False: the sink's first record is the next one with a snapshot.
+        self._sinks: dict[RecordSink, bool] = {}
         if trace is not None:
             self.trace = trace
             trace.settings |= scheduler.config.trace_settings(scheduler.manager.pool.num_blocks)
@@ -77,33 +74,43 @@ class StepRecorder:
         requests = scheduler.requests
         # A request that waits for remote KV counts as waiting, although it has blocks.
         waiting = sorted(scheduler.waiting + scheduler.receiving, key=lambda r: r.order)
-        queues = {"waiting": waiting, "running": scheduler.running, "swapped": scheduler.swapped}
-        fields: dict[str, Any] = {name: getattr(plan, name) for name in FROM_THE_PLAN}
-        fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
-        fields |= {
-            "num_free_blocks": pool.num_free,
-            "num_blocks": pool.num_blocks,
-            "num_evictions": pool.num_evictions,
-        }
-        fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
-        lengths = [requests[r.request_id].num_prompt_tokens for r in plan.requests]
-        fields["requests"] = [
+        shares = [
             TracedRequest(
-                r.request_id,
-                r.start,
-                r.num_tokens,
-                length,
-                [*r.new_block_ids],
-                [],
-                max(0, r.samples - 1),
+                request_id=r.request_id,
+                start=r.start,
+                num_tokens=r.num_tokens,
+                num_prompt_tokens=requests[r.request_id].num_prompt_tokens,
+                new_block_ids=[*r.new_block_ids],
+                num_drafts=max(0, r.samples - 1),
             )
-            for r, length in zip(plan.requests, lengths, strict=True)
+            for r in plan.requests
         ]
         budget = min(
             scheduler.config.token_budget,
             plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens,
         )
-        record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
+        record = StepRecord(
+            step=step,
+            start=start,
+            duration=0.0,
+            token_budget=budget,
+            requests=shares,
+            arrived=self._arrived,
+            admitted=plan.admitted,
+            resumed=plan.resumed,
+            preempted=plan.preempted,
+            finished=self._ended,
+            swap_out=plan.swap_out,
+            swap_in=plan.swap_in,
+            blocked_by=plan.blocked_by,
+            waiting=[r.request_id for r in waiting],
+            running=[r.request_id for r in scheduler.running],
+            swapped=[r.request_id for r in scheduler.swapped],
+            held=self._held(),
+            num_free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
+            num_evictions=pool.num_evictions,
+        )
         # The next step may begin before this one is finished: everything up to now belongs to this
         # one.
         self._arrived = {}

@@ -4,7 +4,7 @@ lines."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,7 +37,10 @@ class StepStream:
     at a new snapshot."""
 
     def __init__(
-        self, settings: dict[str, Any], hide_tokens: bool, on_close: Callable[[StepStream], None]
+        self,
+        settings: Mapping[str, object],
+        hide_tokens: bool,
+        on_close: Callable[[StepStream], None],
     ) -> None:
         self._on_close = on_close
         self._header = header_line(settings)
@@ -194,9 +197,8 @@ class RequestTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sequences: dict[
-            tuple[str, int], SequenceText
-        ] = {}  # by request id and index of the completion
+        # By request id and index of the completion.
+        self._sequences: dict[tuple[str, int], SequenceText] = {}
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """Note that a request was queued; see `InputProcessor.process`."""
@@ -209,10 +211,8 @@ class RequestTexts:
         for piece in output.outputs:
             key = (output.request_id, piece.index)
             sequence = self._sequences[key]
-            sequence.text, sequence.new = (
-                _end(sequence.text + piece.text),
-                sequence.new + piece.text,
-            )
+            sequence.text = _end(sequence.text + piece.text)
+            sequence.new += piece.text
             sequence.engine = piece.engine
             sequence.ended = piece.finish_reason is not None
             if piece.finish_reason == "abort" and not sequence.text:
@@ -249,10 +249,12 @@ class RequestTexts:
         }
 
     def _prompt(self, sequence: SequenceText) -> str:
-        if not isinstance(prompt := sequence.prompt, str):
-            text = self._tokenizer.decode(prompt[:MAX_PROMPT_TOKENS], skip_special_tokens=False)
-            sequence.prompt = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
-        return sequence.prompt  # type: ignore[return-value]
+        if isinstance(sequence.prompt, str):
+            return sequence.prompt
+        token_ids = sequence.prompt
+        text = self._tokenizer.decode(token_ids[:MAX_PROMPT_TOKENS], skip_special_tokens=False)
+        sequence.prompt = _beginning(text, len(token_ids) > MAX_PROMPT_TOKENS)
+        return sequence.prompt
 
     def forget(self, engine: int) -> None:
         """Forget an engine's new texts: they have been passed on, or there is no reader."""
