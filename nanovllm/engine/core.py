@@ -65,7 +65,7 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        self._open_books(num_blocks, num_host_blocks)
+        self._reset(num_blocks, num_host_blocks)
         settings = {"model": config.model_names[0]} | self.trace_settings
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
@@ -113,7 +113,7 @@ class EngineCore:
             self.executor.collective_rpc("handshake_metadata"),
         )
 
-    def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
+    def _reset(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool; no step is in flight."""
         caching = self.config.enable_prefix_caching
         self.manager = KVCacheManager(num_blocks, self.config.block_size, caching, num_host_blocks)
@@ -221,7 +221,7 @@ class EngineCore:
         aborted = self.scheduler.abort_request(request_id)
         if aborted:
             self._recorder.ended(request_id, reason)
-        self._wind_up()
+        self._drain_if_idle()
         return aborted
 
     def step(self) -> list[EngineOutput]:
@@ -236,7 +236,7 @@ class EngineCore:
             return []
         with self._all_or_nothing():
             outputs = self._step()
-            self._wind_up()
+            self._drain_if_idle()
             return outputs
 
     def _step(self) -> list[EngineOutput]:
@@ -272,7 +272,7 @@ class EngineCore:
         """Seconds since the engine started. A trace is written in microseconds."""
         return round(time.perf_counter() - self._started, 6)
 
-    def _wind_up(self) -> None:
+    def _drain_if_idle(self) -> None:
         """When idle, drain steps in flight and flush the trace."""
         if not self.has_work:
             with self._all_or_nothing():
@@ -290,7 +290,7 @@ class EngineCore:
 
     def _start_over(self) -> None:
         lost = list(self.scheduler.requests)
-        self._open_books(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
+        self._reset(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
         self.executor.forget_requests()
         self.connector.forget_requests()
         self._recorder.start_over(self.scheduler, lost)
@@ -299,7 +299,7 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.manager.pool.reset_prefix_cache()
         self._recorder.ask_for_snapshot()
-        self._wind_up()
+        self._drain_if_idle()
 
     def close(self) -> None:
         """Finish the trace file, if there is one, and end ranks in other processes."""
@@ -411,7 +411,7 @@ class EngineCore:
         if isinstance(self._recorder, NoRecorder):
             self._recorder = self._record_to(None)
         self._recorder.watch(sink)
-        self._wind_up()
+        self._drain_if_idle()
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to `sink`. Without any other sink and without a trace, nothing is
