@@ -40,8 +40,10 @@ class NoRecorder:
     """Takes the place of a `StepRecorder` while no reader wants records: all its methods do
     nothing."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments, **options: None
+    def flush(self, *arguments: object, **options: object) -> None:
+        """Do nothing, like all methods here."""
+
+    arrived = ended = begin = finish = start_over = ask_for_snapshot = unwatch = flush
 
 
 class EngineCore:
@@ -70,7 +72,7 @@ class EngineCore:
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
         self.trace = trace
-        self._recorder: Any = NoRecorder()
+        self._recorder: StepRecorder | NoRecorder = NoRecorder()
         if trace is not None:
             trace.settings |= settings
             self._recorder = self._record_to(trace)
@@ -136,36 +138,35 @@ class EngineCore:
         model = self.model_config
         assert config.max_model_len is not None
         peers = [self.connector.information] if config.kv_transfer is not None else []
-        sizes = config.max_model_len, config.max_request_tokens, model.vocab_size
         return EngineLimits(
-            *sizes,
-            model.eos_token_ids,
-            model.generation_defaults,
-            peers,
-            config.scheduling_policy,
-            config.structured_outputs.disable_any_whitespace,
+            max_model_len=config.max_model_len,
+            max_request_tokens=config.max_request_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            generation_defaults=model.generation_defaults,
+            kv_transfer=peers,
+            scheduling_policy=config.scheduling_policy,
+            disable_any_whitespace=config.structured_outputs.disable_any_whitespace,
         )
 
     @property
     def stats(self) -> EngineStats:
         """Queue lengths, memory and counters."""
         s = self.scheduler
-        num_waves = self.waves.ended if self.waves is not None else 0
-        queues = (
-            len(s.running),
-            len(s.waiting) + len(s.receiving),
-            len(s.swapped),
-            self.manager.pool.usage,
-        )
-        prefix_cache = s.num_queried_tokens, s.num_hit_tokens
-        transfers = (
-            len(s.receiving),
-            len(self.manager.held),
-            s.num_external_queried_tokens,
-            s.num_external_hit_tokens,
-        )
         stats = EngineStats(
-            *queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers
+            num_running=len(s.running),
+            num_waiting=len(s.waiting) + len(s.receiving),
+            num_swapped=len(s.swapped),
+            kv_cache_usage=self.manager.pool.usage,
+            num_preemptions=s.num_preemptions,
+            num_queried_tokens=s.num_queried_tokens,
+            num_hit_tokens=s.num_hit_tokens,
+            num_steps=self.num_steps,
+            num_waves=self.waves.ended if self.waves is not None else 0,
+            num_receiving=len(s.receiving),
+            num_held_requests=len(self.manager.held),
+            num_external_queried_tokens=s.num_external_queried_tokens,
+            num_external_hit_tokens=s.num_external_hit_tokens,
         )
         if s.speculation is not None:
             stats.spec_decoding = s.speculation.stats

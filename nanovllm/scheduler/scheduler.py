@@ -550,7 +550,9 @@ class Scheduler:
             name = request.request_id
             new = request.token_ids[num_sent:]
             plan.requests.append(
-                ScheduledRequest(name, start, 1, new, blocks, None, 0, 1, pending > 0)
+                ScheduledRequest(
+                    name, start, 1, new, blocks, samples=1, last_is_pending=pending > 0
+                )
             )
             request.num_computed_tokens = end
             request.num_sent_tokens = num_tokens
