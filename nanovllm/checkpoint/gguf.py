@@ -67,8 +67,10 @@ def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
     digits together again."""
     kind = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
     if kind != ("gpt2", "smollm"):
-        mistake = f"cannot convert the GGUF tokenizer {kind[0]!r} with pre-tokenizer {kind[1]!r}"
-        raise ValueError(f"{mistake}: only 'gpt2' with 'smollm' is supported")
+        raise ValueError(
+            f"cannot convert the GGUF tokenizer {kind[0]!r} with pre-tokenizer {kind[1]!r}: only "
+            "'gpt2' with 'smollm' is supported"
+        )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -90,10 +92,10 @@ def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
         f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
         for key, name in names.items()
     }
-    own |= {
-        "model_max_length": metadata["llama.context_length"],
-        "chat_template": metadata["tokenizer.chat_template"],
-    }
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **own
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=metadata["llama.context_length"],
+        chat_template=metadata["tokenizer.chat_template"],
+        **own,
     )

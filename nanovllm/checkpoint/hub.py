@@ -46,8 +46,11 @@ def resolve_model(
             be fetched.
     """
     if name == COURSE_MODEL:
-        feature = f"{COURSE_MODEL}, which is shipped as a GGUF file,"
-        return load("nanovllm.checkpoint.course_model:fetch_course_model", feature)(stop)
+        fetch = load(
+            "nanovllm.checkpoint.course_model:fetch_course_model",
+            f"{COURSE_MODEL}, which is shipped as a GGUF file,",
+        )
+        return Path(fetch(stop))
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked_folder(folder)
@@ -88,10 +91,7 @@ def _checked_folder(folder: Path) -> Path:
     """Return `folder` if it is in Hugging Face format, else raise ModelNotFoundError."""
     if (folder / "config.json").is_file():
         return folder
-    hint = (
-        "*.safetensors and the tokenizer's files, as save_pretrained writes them; GGUF files are "
-        "not supported"
-    )
     raise ModelNotFoundError(
-        f"the folder '{folder}' has no config.json; it should contain this file, {hint}"
+        f"the folder '{folder}' has no config.json; it should contain this file, *.safetensors and "
+        "the tokenizer's files, as save_pretrained writes them; GGUF files are not supported"
     )

@@ -33,16 +33,16 @@ def run_pip(pip: Sequence[str], arguments: Sequence[str], report: Path) -> None:
     """
     command = [*pip, *arguments, "--no-input"]
     lines = []
-    columns = (
-        TextColumn("  {task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[size]}"),
-        TimeElapsedColumn(),
-    )
     with (
         report.open("a", encoding="utf-8") as file,
         Progress(
-            *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+            TextColumn("  {task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[size]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
         ) as bars,
         Popen(
             command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
@@ -53,8 +53,13 @@ def run_pip(pip: Sequence[str], arguments: Sequence[str], report: Path) -> None:
         for line in process.stdout:
             if progress := re.match(r"Progress (\d+) of (\d+)", line):
                 done, total = map(int, progress.groups())
-                size = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
-                bars.update(bar, completed=done, total=total, size=size, refresh=True)
+                bars.update(
+                    bar,
+                    completed=done,
+                    total=total,
+                    size=f"{done / 1e6:.0f} of {total / 1e6:.0f} MB",
+                    refresh=True,
+                )
                 continue
             file.write(line)
             lines.append(line)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.files import UnsupportedModelError, check_supported, described
+from nanovllm.checkpoint.files import Fields, UnsupportedModelError, check_supported, described
 
 if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
@@ -71,9 +71,10 @@ class QuantizationConfig:
             ModelFileError: a field of another type.
         """
         fields = Settings.read(raw["quantization_config"], FILE)
-        old = (
-            "awq" if "w_bit" in fields else "gptq" if "desc_act" in fields else None
-        )  # they do not name themselves
+        # Old checkpoints do not name their method.
+        old = "gptq" if "desc_act" in fields else None
+        if "w_bit" in fields:
+            old = "awq"
         method = (fields.get("quant_method", old) or fields["quant_method"]).replace("_", "-")
         check_supported("quant_method", method, _READERS)
         return _READERS[method](fields)
@@ -84,7 +85,7 @@ def _refuse(wrong: object, what: str, cure: str) -> None:
         raise UnsupportedModelError(f"{FILE}: {what} is not supported; {cure}")
 
 
-def _read_gptq(fields: Any) -> QuantizationConfig:
+def _read_gptq(fields: Fields) -> QuantizationConfig:
     check_supported(
         "checkpoint_format", fields.get("checkpoint_format", "gptq"), ["gptq", "gptq_v2"]
     )
@@ -105,7 +106,7 @@ def _read_gptq(fields: Any) -> QuantizationConfig:
     return QuantizationConfig("gptq", (fields["group_size"],))
 
 
-def _read_awq(fields: Any) -> QuantizationConfig:
+def _read_awq(fields: Fields) -> QuantizationConfig:
     check_supported("version of AWQ", fields.get("version", "gemm").lower(), ["gemm"])
     bits = fields.get("bits", fields.get("w_bit", 4))
     _refuse(bits != 4, f"{bits} bits", "quantize to 4")
@@ -115,7 +116,7 @@ def _read_awq(fields: Any) -> QuantizationConfig:
     )
 
 
-def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
+def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     transforms = fields.get("transform_config", {})
     has_transforms = transforms.get("config_groups", transforms)  # a transform_config may be empty
     for name, found in (
@@ -134,10 +135,11 @@ def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
     found = {_check_group(group, fields.get("format", "")) for group in groups}
     whole = {each[1:] for each in found if not each[0]}
     words = {each[2] for each in found if each[:2] == (True, 4)}
-    mistake = (
-        "weights of one format with and without quantized inputs, or bytes with 4 and with 8 bits,"
+    _refuse(
+        max(len(whole), len(words)) > 1,
+        "weights of one format with and without quantized inputs, or bytes with 4 and with 8 bits,",
+        "use one of them for all layers",
     )
-    _refuse(max(len(whole), len(words)) > 1, mistake, "use one of them for all layers")
     sizes = {group.get("weights", {}).get("group_size") or -1 for group in groups}
     bits, inputs = next(iter(whole), (8, False))
     return QuantizationConfig(
@@ -145,7 +147,7 @@ def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
     )
 
 
-def _check_group(group: Any, form: str) -> tuple[bool, Any, bool]:
+def _check_group(group: Fields, form: str) -> tuple[bool, int, bool]:
     """Check a group of layers. Returns whether their weights are packed in words, their bits, and
     whether their inputs are quantized."""
     weights, inputs = (
@@ -159,14 +161,12 @@ def _check_group(group: Any, form: str) -> tuple[bool, Any, bool]:
     packed = form == "pack-quantized"
     fits = kind == "int" and bits in (4, 8) and (symmetric or (packed and bits == 4))
     fits = fits and strategy in (("group", "channel") if packed or bits == 4 else ("channel",))
-    what = (
-        f"{form} with {'' if symmetric else 'a'}symmetric {bits}-bit {kind} weights per {strategy}"
-    )
-    cure = (
+    _refuse(
+        not fits,
+        f"{form} with {'' if symmetric else 'a'}symmetric {bits}-bit {kind} weights per {strategy}",
         "use pack-quantized with 4 or symmetric 8 bits per group or channel, or int-quantized with "
-        "symmetric 8 bits per channel"
+        "symmetric 8 bits per channel",
     )
-    _refuse(not fits, what, cure)
     _refuse(
         weights.get("actorder") == "group",
         "actorder: group",
@@ -182,13 +182,12 @@ def _check_group(group: Any, form: str) -> tuple[bool, Any, bool]:
     differs = inputs and (
         (packed and bits == 8) or any(inputs.get(name) != value for name, value in dynamic.items())
     )
-    cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or remove them"
     _refuse(
         differs or group.get("output_activations"),
         f"{form} with quantized activations of this kind",
-        cure,
+        "use int-quantized with dynamic symmetric 8-bit integers per token, or remove them",
     )
-    return packed, bits, bool(inputs)
+    return packed, bits or 0, bool(inputs)
 
 
 _READERS = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors}
@@ -212,26 +211,21 @@ def with_settings(
         found = replace(found, w4a8=True)
         asked = "auto"
     if asked in ONLINE and found is not None:
-        mistake = (
-            f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}"
+        raise ValueError(
+            f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}: "
+            "do not set it, or use the original checkpoint"
         )
-        raise ValueError(f"{mistake}: do not set it, or use the original checkpoint")
     if asked not in ("auto", *ONLINE, method):
         kind = "not quantized" if found is None else method
         raise ValueError(
             f"quantization {asked!r} does not fit this checkpoint, which is {kind}: do not set it"
         )
     method = asked if asked in ONLINE else method
-    if (
-        config.load_format == "dummy" and found is not None
-    ):  # random numbers, quantized while they are made
-        method = (
-            "w4a8"
-            if found.w4a8 or found.bits == 4
-            else "w8a8"
-            if found.quantizes_inputs
-            else "w4a16"
-        )
+    if config.load_format == "dummy" and found is not None:
+        # Random numbers are quantized while they are made.
+        method = "w8a8" if found.quantizes_inputs else "w4a16"
+        if found.w4a8 or found.bits == 4:
+            method = "w4a8"
     return (
         replace(found or QuantizationConfig(), method=method, head=head)
         if head or method != "none"

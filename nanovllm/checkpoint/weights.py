@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, split
 
 from nanovllm.checkpoint.files import ModelFileError, shard_names
 from nanovllm.data.disk import full_disk, is_full
@@ -150,7 +150,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     """Compare two matrices part by part: most different matrices differ in their first rows."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    parts = zip(a.split(_ROWS), b.split(_ROWS), strict=True)
+    parts = zip(split(a, _ROWS), split(b, _ROWS), strict=True)
     return all(bool((x == y).all()) for x, y in parts)
 
 

@@ -34,6 +34,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     app = create_replay(header_line(settings | {"live": False}), lines, access)
     what = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "a record without steps"
-    banner = f"{arguments.trace}: watch {what} at {url_of(listener)}/ (Ctrl-C ends this)"
-    server = SignalledServer(app, banner, log_level="warning", timeout_graceful_shutdown=1)
+    server = SignalledServer(
+        app,
+        f"{arguments.trace}: watch {what} at {url_of(listener)}/ (Ctrl-C ends this)",
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+    )
     asyncio.run(server.serve([listener]))

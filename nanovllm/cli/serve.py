@@ -101,16 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"nanovllm serve: {ignored}", file=sys.stderr)
     seconds = 0.0 if config.disable_log_stats else log_interval()
     if flags.prefill or flags.decode:
-        exit_code: int = load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
-        return exit_code
+        return int(load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments))
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     if flags.show_text and not access.api_keys and not is_loopback(listener):
         host = listener.getsockname()[0]
-        warning = (
-            f"--show-text without --api-key: all who can reach {host} can read all prompts and "
-            "answers"
+        print(
+            "nanovllm serve: warning: --show-text without --api-key: all who can reach "
+            f"{host} can read all prompts and answers",
+            file=sys.stderr,
         )
-        print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # until the server handles signals
@@ -162,8 +161,15 @@ async def _serve(
         # The process that has started this server starts another one in its place; this one would
         # answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    options = flags.demo, flags.strict, flags.metrics_prefix, log_seconds
-    await server.run_server(engine, listener, access, *options)
+    await server.run_server(
+        engine,
+        listener,
+        access,
+        demo=flags.demo,
+        strict=flags.strict,
+        metrics_prefix=flags.metrics_prefix,
+        log_seconds=log_seconds,
+    )
 
 
 async def _end_with(engine: AsyncEngine) -> None:

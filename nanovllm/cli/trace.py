@@ -58,10 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a file for https://ui.perfetto.dev",
     )
     parser.add_argument("--gif", type=gif_file, metavar="FILE.gif", help="write an animation")
-    views = f"view that the animation shows (default: {VIEWS[0]})"
-    parser.add_argument("--view", choices=VIEWS, help=views)
-    steps = "steps that the animation shows: A to B - 1 (default: the first 60)"
-    parser.add_argument("--steps", type=step_range, metavar="A:B", help=steps)
+    parser.add_argument(
+        "--view", choices=VIEWS, help=f"view that the animation shows (default: {VIEWS[0]})"
+    )
+    parser.add_argument(
+        "--steps",
+        type=step_range,
+        metavar="A:B",
+        help="steps that the animation shows: A to B - 1 (default: the first 60)",
+    )
 
 
 def gif_file(text: str) -> pathlib.Path:

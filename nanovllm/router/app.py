@@ -16,7 +16,6 @@ from typing import Any
 import httpcore
 import jinja2
 import msgspec
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -80,12 +79,15 @@ class Metrics(MetricSet):
     def __init__(self, servers: Sequence[Backend], prefix: Prefix = "vllm") -> None:
         sources = [((server.url, server.role), server) for server in servers]
         super().__init__(f"{prefix}_router_", LABELS, TABLE, lambda: sources)
-        self.requests = self.add(Counter, "requests", "Requests that have come", ["route"])
-        self.retries = self.add(Counter, "retries", "Requests that were sent to another server", [])
-        self.transfers = self.add(Counter, "kv_transfers", TRANSFERS, ["outcome"])
-        name = "generate_duration_seconds"
-        about = "From a request's arrival to the beginning of its answer"
-        self.time_to_headers = self.add(Histogram, name, about, ["route"], buckets=BUCKETS)
+        self.requests = self.counter("requests", "Requests that have come", ["route"])
+        self.retries = self.counter("retries", "Requests that were sent to another server", [])
+        self.transfers = self.counter("kv_transfers", TRANSFERS, ["outcome"])
+        self.time_to_headers = self.histogram(
+            "generate_duration_seconds",
+            "From a request's arrival to the beginning of its answer",
+            ["route"],
+            BUCKETS,
+        )
 
 
 @dataclass
@@ -253,8 +255,9 @@ class RouterApp:
 
     async def _address(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
         """The address of a prefill server, for a decode server to ask."""
-        params: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
-        params |= {
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
             "prefill_addresses": server.kv_addresses,
             "kv_direction": self.config.kv_direction,
         }
@@ -319,7 +322,7 @@ def create_app(
         Route(path, router.answer, methods=["POST"])
         for path in (*GENERATING, "/tokenize", "/detokenize")
     ]
-    gets: dict[str, Any] = {
+    gets: dict[str, Callable[..., object]] = {
         "/v1/models": router.answer,
         "/v1/models/{name:path}": router.answer,
         "/": router.overview,

@@ -88,8 +88,10 @@ class Backend:
             raise UsageError(
                 f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100"
             )
-        self._own_headers = [(b"content-type", b"application/json")]
-        self._own_headers += [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
+        self._own_headers = [
+            (b"content-type", b"application/json"),
+            *([(b"authorization", b"Bearer " + api_key.encode())] if api_key else []),
+        ]
         seconds = config.request_timeout
         self._settings = {
             "timeout": {"connect": CONNECT_SECONDS, "read": seconds, "write": seconds}

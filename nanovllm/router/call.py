@@ -81,8 +81,12 @@ class Call:
     def for_prefill(self) -> Call:
         """The request to a prefill server: generate one token, and hold the prompt's KV."""
         body = {name: value for name, value in self.body.items() if name not in NOT_FOR_PREFILL}
-        body |= {"max_tokens": 1, "stream": False, "ignore_eos": True}
-        body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+        body |= {
+            "max_tokens": 1,
+            "stream": False,
+            "ignore_eos": True,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        }
         headers = [
             header for header in self.headers if header[0] != b"accept-encoding"
         ]  # the router reads the answer

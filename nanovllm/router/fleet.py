@@ -20,7 +20,7 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
@@ -31,6 +31,8 @@ from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
 from nanovllm.server.signalled import say
+
+KVRole = Literal["kv_producer", "kv_consumer"]
 
 logger = logging.getLogger("nanovllm.router")
 
@@ -85,7 +87,8 @@ class ServerProcess:
             UsageError, ServerError: it cannot serve.
         """
         port = self.url.rpartition(":")[2] or "0"
-        words = [
+        # A session of its own, because Ctrl-C in the terminal is for this process.
+        self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "nanovllm",
@@ -94,16 +97,12 @@ class ServerProcess:
             "--port",
             port,
             "--exit-with-stdin",
-        ]
-        streams: dict[str, Any] = {
-            "stdin": PIPE,
-            "stdout": PIPE,
-            "stderr": STDOUT,
-            "limit": LONGEST_LINE,
-        }
-        # A session of its own, because Ctrl-C in the terminal is for this process.
-        self.process = await asyncio.create_subprocess_exec(
-            *words, **streams, env=self.environment, start_new_session=True
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            limit=LONGEST_LINE,
+            env=self.environment,
+            start_new_session=True,
         )
         ready = asyncio.Event()
         self._relay = asyncio.create_task(self._relay_output(self.process, ready))
@@ -246,15 +245,22 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     gpus, shares = divide_gpus(
         visible_gpus(config), len(names), config.world_size * config.data_parallel_size
     )
-    words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
-    words += ["--show-text"] * arguments.show_text + ["--strict"] * arguments.strict
-    words += ["--metrics-prefix", arguments.metrics_prefix]
+    words = [
+        "--host",
+        "127.0.0.1",
+        "--shutdown-timeout",
+        str(arguments.shutdown_timeout),
+        *(["--show-text"] * arguments.show_text),
+        *(["--strict"] * arguments.strict),
+        "--metrics-prefix",
+        arguments.metrics_prefix,
+    ]
     common = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
     if arguments.api_key:  # not on the command line, where `ps` shows it
         common["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)
     found = []
     for i, (role, name) in enumerate(names):
-        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        kv_role: KVRole = "kv_producer" if role == "prefill" else "kv_consumer"
         settings = server_config(config, kv_role, arguments.kv_load_failure_policy, shares)
         environment = common | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
         found.append(ServerProcess(role, name, [*words, *settings.words()], environment))
@@ -262,7 +268,7 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
 
 
 def server_config(
-    config: EngineConfig, kv_role: Any, kv_load_failure_policy: str, shares: int = 1
+    config: EngineConfig, kv_role: KVRole, kv_load_failure_policy: str, shares: int = 1
 ) -> EngineConfig:
     """The settings of one of the servers.
 

@@ -9,7 +9,6 @@ names each by a hash of this piece and all before it, as a prefix cache names it
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -26,12 +25,12 @@ CAPACITY = 16384
 MAX_IMBALANCE = 8
 
 
-def round_robin(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
+def round_robin(candidates: Sequence[Backend], body: Mapping[str, object]) -> Backend:
     """The server whose last request is the oldest."""
     return min(candidates, key=lambda each: each.turn)
 
 
-def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
+def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, object]) -> Backend:
     """The server that has been sent the longest part of the request before, unless it is too busy;
     else the least busy one; among equals they take turns. From now on the request's text counts as
     cached there."""
@@ -55,7 +54,7 @@ POLICIES = {"round_robin": round_robin, "prefix_aware": prefix_aware}
 _turns = itertools.count(1)
 
 
-def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
+def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, object]) -> Backend:
     """The server that gets a request, by one of POLICIES.
 
     Args:
@@ -67,7 +66,7 @@ def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, Any]) 
     return chosen
 
 
-def prefix_names(body: Mapping[str, Any]) -> list[bytes]:
+def prefix_names(body: Mapping[str, object]) -> list[bytes]:
     """Names of a request's first whole pieces. Requests share a name only if they agree in
     everything up to there, and in the fields that keep caches apart (model, salt and tools)."""
     prompt = body.get("messages") or body.get("prompt")

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
 
 from nanovllm.data.flags import UsageError
 from nanovllm.router.app import create_app
@@ -54,19 +53,21 @@ class RouterServer(SignalledServer):
         metrics_prefix: Prefix = "vllm",
     ) -> None:
         # The servers write access logs of their own.
-        settings: dict[str, Any] = {
-            "proxy_headers": False,
-            "access_log": False,
-            "log_level": "warning",
-        }
         app = create_app(servers, access, metrics_prefix)
         grace = int(access.shutdown_timeout) + 1
-        super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
+        super().__init__(
+            app,
+            "",
+            timeout_graceful_shutdown=grace,
+            access_log=False,
+            proxy_headers=False,
+            log_level="warning",
+        )
         self.backends = servers
         self.listener = listener
         self.name = name
 
-    async def route(self, *works: Coroutine[Any, Any, None]) -> None:
+    async def route(self, *works: Coroutine[object, object, None]) -> None:
         """Serve until a signal comes, or one of the works fails, whose error is raised."""
         tasks = [
             asyncio.create_task(work)

@@ -70,11 +70,12 @@ async def answer(request: Request, generation: ChatGeneration | CompletionGenera
     """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
     warning = generation.body.warning
     if generation.body.stream:
-        settings = {
-            "media_type": "text/event-stream",
-            "headers": {"Cache-Control": "no-cache"} | warning,
-        }
-        return responses.ClosingStream(generation.events(), generation.close, **settings)
+        return responses.ClosingStream(
+            generation.events(),
+            generation.close,
+            headers={"Cache-Control": "no-cache"} | warning,
+            media_type="text/event-stream",
+        )
     try:
         return json_response(await unless_disconnected(request, generation.complete()), warning)
     finally:

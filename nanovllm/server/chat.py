@@ -58,9 +58,14 @@ class ChatGeneration(Generation):
             reader = self._reader()
             logprobs = await self._logprobs(piece)
             message = reader.message(piece.text)
-            reasons = reader.finish_reason(piece.finish_reason), piece.stop_reason
             choices.append(
-                responses.ChatChoice(piece.index, *reasons, message=message, logprobs=logprobs)
+                responses.ChatChoice(
+                    piece.index,
+                    finish_reason=reader.finish_reason(piece.finish_reason),
+                    stop_reason=piece.stop_reason,
+                    message=message,
+                    logprobs=logprobs,
+                )
             )
         of_prompt = await self.prompt_logprobs(output)
         return self.answer(
@@ -93,15 +98,19 @@ class ChatGeneration(Generation):
                     yield responses.ChatChunkChoice(piece.index, delta=delta, logprobs=logprobs)
                     logprobs = None
                 if piece.finish_reason:
-                    reasons = reader.finish_reason(piece.finish_reason), piece.stop_reason
-                    yield responses.ChatChunkChoice(piece.index, *reasons, delta=responses.Delta())
+                    yield responses.ChatChunkChoice(
+                        piece.index,
+                        finish_reason=reader.finish_reason(piece.finish_reason),
+                        stop_reason=piece.stop_reason,
+                        delta=responses.Delta(),
+                    )
 
     def _reader(self) -> responses.TextReader:
         if not self.body.tools or self.body.tool_choice == "none":
             return responses.TextReader()
-        return load("nanovllm.server.tools:ToolCallReader", "tools")(
-            isinstance(self.body.tool_choice, Tool)
-        )
+        create = load("nanovllm.server.tools:ToolCallReader", "tools")
+        reader: responses.TextReader = create(isinstance(self.body.tool_choice, Tool))
+        return reader
 
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import string
 from collections.abc import AsyncIterator
-from typing import Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import SMALLEST_LOGPROB, Endpoint, Generation, encoded
 from nanovllm.server.protocol import CompletionRequest
@@ -45,18 +46,19 @@ class CompletionEndpoint(Endpoint):
             of_prompt = (
                 body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
             )
-            own = {
-                "max_tokens": max_tokens or 1,
-                "logprobs": body.logprobs,
-                "prompt_logprobs": of_prompt,
-            }
-            params = body.sampling_params(self.engine.limits.generation_defaults, **own)
+            params = body.sampling_params(
+                self.engine.limits.generation_defaults,
+                max_tokens=max_tokens or 1,
+                logprobs=body.logprobs,
+                prompt_logprobs=of_prompt,
+            )
             if (count := len(sources) * params.n) > MAX_COMPLETIONS:
-                message = (
+                raise APIError(
+                    400,
                     f"prompt and n request {count} completions; at most {MAX_COMPLETIONS} are "
-                    "allowed"
+                    "allowed",
+                    "prompt",
                 )
-                raise APIError(400, message, "prompt")
             prompts = []
             for source in sources:
                 if isinstance(source, str):
@@ -74,9 +76,15 @@ class CompletionGeneration(Generation):
     prefix = "cmpl"
     chunk_kind = Completion
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.hides_tokens = self.body.max_tokens == 0
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+    ) -> None:
+        super().__init__(engine, body, prompts, params)
+        self.hides_tokens = body.max_tokens == 0
         # Of each choice that has begun, where the next token begins in its text.
         self._offsets: dict[int, TextOffsets] = {}
 

@@ -61,8 +61,9 @@ class APIError(HTTPException):
             if len(self.detail) <= LONGEST_MESSAGE
             else self.detail[:LONGEST_MESSAGE] + "..."
         )
-        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return json.dumps(
+            {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        ).encode()
 
     def response(self) -> Response:
         """The error as an HTTP response."""
@@ -88,9 +89,12 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError):
-        return APIError(400, *validation_message(error))
+        message, param = validation_message(error)
+        return APIError(400, message, param)
     if found := ENGINE_ERRORS.get(type(error)):
-        return APIError(found[0], str(error), getattr(error, "place", None), found[1])
+        status, code = found
+        param = error.place if isinstance(error, GrammarError) else None
+        return APIError(status, str(error), param, code)
     return APIError(500, "internal error; the server's log has the details")
 
 
@@ -110,8 +114,8 @@ def blaming_client(prompt: str = "prompt") -> Iterator[None]:
         # "top_p must be ..." and "top_p: ..." name top_p; "prompt token ids must be ..." names
         # prompt.
         field = re.match(r"([\w.]+)(?: token ids)?(?: must |: )", str(error))
-        # A GrammarError knows its place.
-        raise APIError(400, str(error), getattr(error, "place", field and field[1])) from error
+        param = error.place if isinstance(error, GrammarError) else field and field[1]
+        raise APIError(400, str(error), param) from error
 
 
 # Types of parts of a message that are no text, as clients of OpenAI's API and of vLLM's send them.

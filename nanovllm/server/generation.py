@@ -5,7 +5,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,14 +13,14 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
-from nanovllm.data.outputs import Logprob, OutputCollector, RequestOutput
+from nanovllm.data.outputs import Logprob, OutputCollector, PositionLogprobs, RequestOutput
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import RequestStream
 from nanovllm.server.errors import APIError, as_api_error
-from nanovllm.server.protocol import ChatBody, SamplingBody, StreamOptions
-from nanovllm.server.responses import Answer, TokenLogprob, TopLogprob, Usage
+from nanovllm.server.protocol import Body, ChatBody, SamplingBody, StreamOptions
+from nanovllm.server.responses import Answer, Choice, TokenLogprob, TopLogprob, Usage
 from nanovllm.server.shares import current_share, render_chat
 from nanovllm.text.long_texts import TooManyTokensError, context_length
 from nanovllm.text.portions import in_portions
@@ -109,10 +109,16 @@ class Generation:
         """Numbers of tokens so far, without generated tokens that the client does not get."""
         num_prompt = sum(map(len, self.prompts))
         num_completion = 0 if self.hides_tokens else self._num_completion_tokens
-        details = {"cached_tokens": sum(self._num_cached_tokens)}
-        return Usage(num_prompt, num_completion, num_prompt + num_completion, details)
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_completion,
+            total_tokens=num_prompt + num_completion,
+            prompt_tokens_details={"cached_tokens": sum(self._num_cached_tokens)},
+        )
 
-    def answer(self, kind: type[AnswerKind], choices: list[Any], **fields: Any) -> AnswerKind:
+    def answer(
+        self, kind: type[AnswerKind], choices: Sequence[Choice], **fields: Any
+    ) -> AnswerKind:
         """An answer or a chunk with these choices."""
         fields |= {
             "id": self.id,
@@ -133,21 +139,20 @@ class Generation:
         """A token's text, log-probability and bytes, and those of the likeliest tokens of its
         position. The chosen token is among these only if it is one of them."""
 
-        def entry(token_id: int) -> tuple[str, float, list[int]]:
+        def entry(token_id: int) -> TopLogprob:
             raw = self.engine.tokenizer.token_bytes(token_id)  # perhaps only a part of a character
-            return (
-                raw.decode("utf-8", "replace"),
-                max(position[token_id].logprob, SMALLEST_LOGPROB),
-                list(raw),
+            return TopLogprob(
+                token=raw.decode("utf-8", "replace"),
+                logprob=max(position[token_id].logprob, SMALLEST_LOGPROB),
+                bytes=list(raw),
             )
 
         ranked = sorted((each.rank or 0, other) for other, each in position.items())
-        likeliest = [
-            TopLogprob(*entry(other)) for rank, other in ranked if rank <= (num_likeliest or 0)
-        ]
-        return TokenLogprob(*entry(token_id), likeliest)
+        likeliest = [entry(other) for rank, other in ranked if rank <= (num_likeliest or 0)]
+        chosen = entry(token_id)
+        return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top_logprobs=likeliest)
 
-    async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType:
+    async def prompt_logprobs(self, output: RequestOutput) -> list[PositionLogprobs] | UnsetType:
         """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token};
         UNSET if they were not asked for."""
         if self.body.prompt_logprobs is None:
@@ -157,7 +162,7 @@ class Generation:
             async for position in in_portions(output.prompt_logprobs or ())
         ]
 
-    def choices(self) -> AsyncIterator[Any]:
+    def choices(self) -> AsyncIterator[Choice]:
         """The new parts of the answer's choices, as they come."""
         raise NotImplementedError
 
@@ -183,7 +188,7 @@ class Generation:
             yield api_error.event()
         yield b"data: [DONE]\n\n"
 
-    def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
+    def _event(self, choices: Sequence[Choice], usage: Usage | UnsetType | None) -> bytes:
         encoded = msgspec.json.encode(self.answer(self.chunk_kind, choices, usage=usage))
         return b"data: " + without_line_breaks(encoded) + b"\n\n"
 
@@ -195,7 +200,7 @@ class Endpoint:
         self.engine = engine
         self.strict = strict
 
-    def check(self, body: Any) -> None:
+    def check(self, body: Body) -> None:
         """Refuse an unknown model and unsupported fields; if `strict`, unknown ones too.
 
         Raises:
@@ -210,11 +215,12 @@ class Endpoint:
         templates = self.engine.tokenizer.chat_templates
         if body.chat_template is not None and body.chat_template not in templates:
             names = ", ".join(sorted(templates)) or "it has none"
-            message = (
+            raise APIError(
+                400,
                 "chat_template is not supported unless it names one of the model's templates: "
-                f"{names}"
+                f"{names}",
+                "chat_template",
             )
-            raise APIError(400, message, "chat_template")
         if body.mentions_tools:
             described = load("nanovllm.server.tools:described", "tools")
             arguments |= described(arguments["messages"], body, templates)
@@ -240,9 +246,13 @@ class Endpoint:
             )
         total = num_prompt_tokens + (max_tokens or 0)
         if total > limits.max_request_tokens:
-            asked = f"you requested {max_tokens} output tokens, and {has}, together {total}"
-            message = f"{longest} However, {asked}: {name} is too large, or the prompt too long."
-            raise APIError(400, message, name, "context_length_exceeded")
+            raise APIError(
+                400,
+                f"{longest} However, you requested {max_tokens} output tokens, and {has}, together "
+                f"{total}: {name} is too large, or the prompt too long.",
+                name,
+                "context_length_exceeded",
+            )
 
     def check_transfer(self, kv_transfer_params: dict[str, Any], num_sequences: int) -> None:
         """Refuse KV parameters from a router if this engine shares no KV, or if there would be
@@ -284,9 +294,11 @@ class Endpoint:
             share = current_share.get()
             with share.place(self.engine, len(prompts) * params.n):
                 for i, prompt in enumerate(prompts):
-                    source = {"prompt_token_ids": prompt, **options}
                     stream = await self.engine.add_request(
-                        f"{generation.id}-{i}", source, params, body.priority or 0
+                        f"{generation.id}-{i}",
+                        {"prompt_token_ids": prompt, **options},
+                        params,
+                        body.priority or 0,
                     )
                     generation.streams.append(stream)
                     share.add(stream, params.n)
@@ -319,11 +331,15 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
     """Refuse the name of a model that is not served; no name at all means the model that is."""
     if name is not None and name not in engine.config.model_names:
         served = " and ".join(repr(each) for each in engine.config.model_names)
-        message = f"the model {name!r} does not exist; this server has {served}"
-        raise APIError(404, message, "model", "model_not_found")
+        raise APIError(
+            404,
+            f"the model {name!r} does not exist; this server has {served}",
+            "model",
+            "model_not_found",
+        )
 
 
-def json_response(answer: Any, headers: dict[str, str] | None = None) -> Response:
+def json_response(answer: object, headers: dict[str, str] | None = None) -> Response:
     """An answer as JSON."""
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 

@@ -7,7 +7,7 @@ One that was aborted before its first token counts for engine 0."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -42,7 +42,7 @@ REQUEST_BUCKETS = (
 
 # For each metric that is read when it is asked for: its kind, its help, and the attribute that has
 # the value.
-Table = dict[str, tuple[type[Any], str, str]]
+Table = dict[str, tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str]]
 GAUGE = GaugeMetricFamily
 COUNTER = CounterMetricFamily
 STATS: Table = {
@@ -126,7 +126,11 @@ class MetricSet(Collector):
     """
 
     def __init__(
-        self, prefix: str, labels: Sequence[str], table: Table, sources: Callable[[], Iterable[Any]]
+        self,
+        prefix: str,
+        labels: Sequence[str],
+        table: Table,
+        sources: Callable[[], Iterable[tuple[Sequence[str], object]]],
     ) -> None:
         self.prefix = prefix
         self.labels = labels
@@ -143,17 +147,15 @@ class MetricSet(Collector):
                 metric.add_metric(labels, attrgetter(attribute)(source))
             yield metric
 
-    def add(
-        self,
-        kind: type[Any],
-        name: str,
-        text: str,
-        labels: Sequence[str] | None = None,
-        **settings: Any,
-    ) -> Any:
-        """Add a metric that is counted here."""
-        labels = self.labels if labels is None else labels
-        return kind(self.prefix + name, text, labels, registry=self.registry, **settings)
+    def counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        """Add a counter that is counted here."""
+        return Counter(self.prefix + name, text, labels, registry=self.registry)
+
+    def histogram(
+        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]
+    ) -> Histogram:
+        """Add a histogram that is filled here."""
+        return Histogram(self.prefix + name, text, labels, registry=self.registry, buckets=buckets)
 
     def response(self) -> Response:
         """The text that Prometheus reads."""
@@ -179,42 +181,50 @@ class Metrics(MetricSet, EngineObserver):
         self.values = [(engine.name, str(i)) for i in range(engine.config.data_parallel_size)]
         names = ("model_name", "engine")
         table = STATS | OLD_NAMES | (SPECULATION if engine.config.speculative else {})
-        super().__init__(f"{prefix}:", names, table, self._sources)
+        super().__init__(f"{prefix}:", names, table, self.engine_stats)
 
-        def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:
-            metric = self.add(kind, name, text, **settings)
-            return [metric.labels(*values) for values in self.values]
-
-        about = "From a request's arrival to its first token"
-        self._time_to_first_token = each(
-            Histogram, "time_to_first_token_seconds", about, buckets=FIRST_TOKEN_BUCKETS
+        self._time_to_first_token = self._histograms(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            FIRST_TOKEN_BUCKETS,
         )
-        about = "Between two tokens of a completion"
-        self._inter_token_latency = each(
-            Histogram, "inter_token_latency_seconds", about, buckets=TOKEN_BUCKETS
+        self._inter_token_latency = self._histograms(
+            "inter_token_latency_seconds", "Between two tokens of a completion", TOKEN_BUCKETS
         )
-        name = "request_time_per_output_token_seconds"
-        about = "Mean over the tokens of a completion but the first"
-        self._time_per_token = each(Histogram, name, about, buckets=TOKEN_BUCKETS)
+        self._time_per_token = self._histograms(
+            "request_time_per_output_token_seconds",
+            "Mean over the tokens of a completion but the first",
+            TOKEN_BUCKETS,
+        )
         self._phases = {
-            name: each(Histogram, name, about, buckets=REQUEST_BUCKETS)
-            for name, about in PHASES.items()
+            name: self._histograms(name, about, REQUEST_BUCKETS) for name, about in PHASES.items()
         }
         buckets = one_two_five(engine.limits.max_model_len)
         self._lengths = {
-            name: each(Histogram, name, about, buckets=buckets) for name, about in LENGTHS.items()
+            name: self._histograms(name, about, buckets) for name, about in LENGTHS.items()
         }
-        self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens processed")
-        self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
-        ended = self.add(
-            Counter, "request_success", "Completions that ended", [*names, "finished_reason"]
+        self._prompt_tokens = self._counters("prompt_tokens", "Prompt tokens processed")
+        self._generation_tokens = self._counters("generation_tokens", "Tokens generated")
+        ended = self.counter(
+            "request_success", "Completions that ended", [*names, "finished_reason"]
         )
         self._ended = [
             {reason: ended.labels(*values, reason) for reason in REASONS} for values in self.values
         ]
         engine.observer = self
 
-    def _sources(self) -> Iterable[tuple[tuple[str, str], EngineStats]]:
+    def _counters(self, name: str, text: str) -> list[Counter]:
+        """Add a counter; returns the part of it that each engine has."""
+        metric = self.counter(name, text, self.labels)
+        return [metric.labels(*values) for values in self.values]
+
+    def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
+        """Add a histogram; returns the part of it that each engine has."""
+        metric = self.histogram(name, text, self.labels, buckets)
+        return [metric.labels(*values) for values in self.values]
+
+    def engine_stats(self) -> Iterable[tuple[tuple[str, str], EngineStats]]:
+        """The statistics of each engine, with the values of its labels."""
         stats = self.engine.stats
         return zip(self.values, stats.engines or [stats], strict=False)
 
@@ -224,21 +234,28 @@ class Metrics(MetricSet, EngineObserver):
         yield from super().collect()
         yield self._cache_config()
         if SPECULATION.items() <= self.table.items():
-            name = "spec_decode_num_accepted_tokens_per_pos"
-            labels = [*self.labels, "position"]
             metric = COUNTER(
-                self.prefix + name, "Drafted tokens that were right, by place", labels=labels
+                self.prefix + "spec_decode_num_accepted_tokens_per_pos",
+                "Drafted tokens that were right, by place",
+                labels=[*self.labels, "position"],
             )
-            for values, stats in self.sources():
+            for values, stats in self.engine_stats():
                 for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
                     metric.add_metric([*values, str(place)], number)
             yield metric
 
     def _cache_config(self) -> Metric:
         """The settings of each engine's KV cache, as labels of a metric that is always 1."""
-        names = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
         metric = GAUGE(
-            self.prefix + "cache_config_info", "The KV cache", labels=[*self.labels, *names]
+            self.prefix + "cache_config_info",
+            "The KV cache",
+            labels=[
+                *self.labels,
+                "block_size",
+                "num_gpu_blocks",
+                "cache_dtype",
+                "enable_prefix_caching",
+            ],
         )
         for values, settings in zip(self.values, self.engine.trace_settings, strict=False):
             metric.add_metric(

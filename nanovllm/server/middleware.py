@@ -33,8 +33,13 @@ def protect(app: Starlette, access: Access) -> None:
     posts = [r.path for r in app.routes if isinstance(r, Route) and "POST" in (r.methods or ())]
     app.add_middleware(Guard, access=access, paths=frozenset(posts))
     if access.allowed_origins:
-        allowed = access.allowed_origins, access.allowed_methods, access.allowed_headers
-        app.add_middleware(CORSMiddleware, *allowed, allow_credentials=access.allow_credentials)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+            allow_credentials=access.allow_credentials,
+        )
 
 
 def is_link(scope: Scope, headers: Headers) -> bool:
@@ -175,12 +180,12 @@ class Guard:
                         code="request_too_large",
                     )
                 elif self._num_held > limits.MAX_HELD_BYTES:
-                    full = (
-                        "the bodies of all requests at this moment have over "
-                        f"{limits.MAX_HELD_BYTES} bytes"
-                    )
                     refusal = APIError(
-                        503, full, code="server_overloaded", headers={"Retry-After": "1"}
+                        503,
+                        "the bodies of all requests at this moment have over "
+                        f"{limits.MAX_HELD_BYTES} bytes",
+                        code="server_overloaded",
+                        headers={"Retry-After": "1"},
                     )
             if refusal is not None:
                 self._num_held -= sum(map(len, chunks))

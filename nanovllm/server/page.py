@@ -3,8 +3,9 @@ engine or from a file."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import FastAPI, Query
 from starlette.applications import Starlette
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from nanovllm.server.access import Access
 from nanovllm.server.errors import blaming_client
@@ -41,9 +43,15 @@ class PageFiles(StaticFiles):
     """The page, and the pictures that it shares with the notebooks. `nanovllm.lab.viz` is not
     imported: it needs matplotlib."""
 
-    def file_response(self, *args: Any, **options: Any) -> Response:
+    def file_response(
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
         """A file, with `HEADERS`."""
-        response = super().file_response(*args, **options)
+        response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(HEADERS)
         return response
 

@@ -36,8 +36,13 @@ UNSUPPORTED = names(
     "return_tokens_as_token_ids chat_template tool_choice function_call modalities best_of "
     "length_penalty"
 )
-NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "modalities": ["text"]}
-NEUTRAL |= {"length_penalty": 1.0, "reasoning_effort": "none"}
+NEUTRAL: dict[str, object] = {
+    "tool_choice": "none",
+    "function_call": "none",
+    "modalities": ["text"],
+    "length_penalty": 1.0,
+    "reasoning_effort": "none",
+}
 # What to use instead of a field.
 INSTEAD = {
     "functions": "use tools",
@@ -80,10 +85,12 @@ class Body(Strict, extra="allow"):
                         if name.startswith("guided_")
                         else INSTEAD.get(name)
                     )
-                    message = f"{name} is not supported by this server" + (
-                        f"; {hint}" if hint else ""
+                    raise APIError(
+                        400,
+                        f"{name} is not supported by this server" + (f"; {hint}" if hint else ""),
+                        name,
+                        "unsupported_parameter",
                     )
-                    raise APIError(400, message, name, "unsupported_parameter")
             elif len(self._ignored) < MAX_NAMED:
                 harmless = name in HARMLESS
                 hint = did_you_mean(name, type(self).model_fields)
@@ -95,7 +102,7 @@ class Body(Strict, extra="allow"):
                     _warned.add(name)
                     logger.warning("ignored a request field: %s", found)
 
-    def is_neutral(self, name: str, value: Any) -> bool:
+    def is_neutral(self, name: str, value: object) -> bool:
         """Whether this value of an unsupported field changes nothing, given the request's other
         fields."""
         return False
@@ -176,7 +183,7 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def is_neutral(self, name: str, value: Any) -> bool:
+    def is_neutral(self, name: str, value: object) -> bool:
         """See `Body`. The best `n` of `n` answers are all of them."""
         return name == "best_of" and type(value) is int and value == (self.n or 1)
 

@@ -1,7 +1,7 @@
 """Answers: OpenAI's objects as plain structures, and streams. A field that is UNSET does not appear
 in the JSON."""
 
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -185,9 +185,8 @@ class Error(Struct):
 
 def schemas() -> dict[str, Any]:
     """JSON schemas of the answers, by name, for the OpenAPI description."""
-    answers = ChatCompletion, Completion, Tokens, Error
     _, components = msgspec.json.schema_components(
-        answers, ref_template="#/components/schemas/{name}"
+        (ChatCompletion, Completion, Tokens, Error), ref_template="#/components/schemas/{name}"
     )
     return components
 
@@ -200,8 +199,10 @@ def documented(
     return {status: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
-ERRORS = documented("4XX", Error, "The request is wrong, or not allowed, or too much at the moment")
-ERRORS |= documented("503", Error, "The engine has ended")
+ERRORS = {
+    **documented("4XX", Error, "The request is wrong, or not allowed, or too much at the moment"),
+    **documented("503", Error, "The engine has ended"),
+}
 
 
 class ClosingStream(StreamingResponse):
@@ -209,13 +210,17 @@ class ClosingStream(StreamingResponse):
 
     Args:
         on_close: called once; awaited if it is asynchronous.
-        **settings: those of `StreamingResponse`.
     """
 
     def __init__(
-        self, pieces: AsyncIterable[bytes], on_close: Callable[[], Any], **settings: Any
+        self,
+        pieces: AsyncIterable[bytes],
+        on_close: Callable[[], Awaitable[None] | None],
+        status_code: int = 200,
+        headers: Mapping[str, str] | None = None,
+        media_type: str | None = None,
     ) -> None:
-        super().__init__(pieces, **settings)
+        super().__init__(pieces, status_code, headers, media_type)
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 def too_many(what: str, engine: AsyncEngine, more: str = "") -> APIError:
     """Return the error for a full queue."""
-    message = f"too many {what} (--max-num-waiting {engine.config.max_num_waiting}{more})"
-    return APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+    return APIError(
+        429,
+        f"too many {what} (--max-num-waiting {engine.config.max_num_waiting}{more})",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
 
 
 class Share:
@@ -53,8 +57,11 @@ class Share:
             limit = min(places, max(places // self.num_keys, 1))
             waiting = sum(count for stream, count in self._waiting if stream.is_waiting)
             if waiting + self.num_preparing + num_sequences > limit:
-                what = f"requests with this API key are already waiting: at most {limit}"
-                raise too_many(what, engine, f", divided among {self.num_keys} keys")
+                raise too_many(
+                    f"requests with this API key are already waiting: at most {limit}",
+                    engine,
+                    f", divided among {self.num_keys} keys",
+                )
         for counter in (engine, self):
             counter.num_preparing += num_sequences
         try:

@@ -9,13 +9,14 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState
 
 from nanovllm.server.access import BODY_SECONDS, HEADER_SECONDS, MAX_CONNECTIONS, RESERVED_FILES
 from nanovllm.server.errors import APIError
@@ -57,8 +58,14 @@ class GuardedProtocol(H11Protocol):
     header_seconds = HEADER_SECONDS
     body_seconds = BODY_SECONDS
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         # What the client has to send ("headers", "body" or nothing), and since when.
         self._awaited = ""
         self._since = 0.0
@@ -71,12 +78,19 @@ class GuardedProtocol(H11Protocol):
         if len(self.connections) > max_connections():
             slow = [
                 each
-                for each in list[Any](self.connections)
-                if each._awaited and not each.transport.is_closing()
+                for each in self.connections
+                if isinstance(each, GuardedProtocol)
+                and each._awaited
+                and not each.transport.is_closing()
             ]
             if not slow:
-                busy = "the server has no room for another connection"
-                return self._answer(APIError(503, busy, headers={"Retry-After": "1"}))
+                return self._answer(
+                    APIError(
+                        503,
+                        "the server has no room for another connection",
+                        headers={"Retry-After": "1"},
+                    )
+                )
             min(slow, key=lambda each: each._since).transport.abort()
         self._watch()
 
@@ -111,8 +125,13 @@ class GuardedProtocol(H11Protocol):
             "body": self.conn.our_state is h11.SEND_RESPONSE,
         }
         if has_begun[self._awaited]:
-            message = f"the request's {self._awaited} did not arrive within {seconds:g} seconds"
-            self._answer(APIError(408, message, code="request_timeout"))
+            self._answer(
+                APIError(
+                    408,
+                    f"the request's {self._awaited} did not arrive within {seconds:g} seconds",
+                    code="request_timeout",
+                )
+            )
         else:
             self.transport.abort()
 
@@ -140,21 +159,37 @@ class SignalledServer(uvicorn.Server):
         app: the application.
         banner: printed when the server answers.
         drain: called with the first signal, if something has to end.
-        **settings: further settings of uvicorn.
+        timeout_graceful_shutdown: seconds that running requests get after the first signal; None:
+            any number.
+        access_log, proxy_headers, log_level: as in `uvicorn.Config`.
     """
 
     def __init__(
-        self, app: ASGIApp, banner: str, drain: Callable[[], Any] | None = None, **settings: Any
+        self,
+        app: ASGIApp,
+        banner: str,
+        drain: Callable[[], Awaitable[object]] | None = None,
+        *,
+        timeout_graceful_shutdown: int | None = None,
+        access_log: bool = True,
+        proxy_headers: bool = True,
+        log_level: str | None = None,
     ) -> None:
         # An idle connection stays open for longer than clients keep one to use it again (5 s in
         # httpx, and so in OpenAI's client). A server that closed it at the same moment would lose a
         # request in flight.
-        settings |= {
-            "http": GuardedProtocol,
-            "ws": "none",
-            "timeout_keep_alive": round(HEADER_SECONDS),
-        }
-        super().__init__(uvicorn.Config(app, lifespan="off", **settings))
+        config = uvicorn.Config(
+            app,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan="off",
+            timeout_keep_alive=round(HEADER_SECONDS),
+            timeout_graceful_shutdown=timeout_graceful_shutdown,
+            access_log=access_log,
+            proxy_headers=proxy_headers,
+            log_level=log_level,
+        )
+        super().__init__(config)
         self.banner = banner
         self.drain = drain
 
@@ -183,6 +218,7 @@ class SignalledServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """End the connections of slow clients. Called ten times per second."""
-        for connection in list[Any](self.server_state.connections):
-            connection.end_if_slow()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, GuardedProtocol):
+                connection.end_if_slow()
         return await super().on_tick(counter)

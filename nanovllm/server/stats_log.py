@@ -57,7 +57,7 @@ class StatsLog:
     def lines(self, now: float) -> list[str]:
         """Return the lines that are due, and begin the next interval."""
         found = []
-        for index, (_, stats) in enumerate(self.metrics.sources()):
+        for index, (_, stats) in enumerate(self.metrics.engine_stats()):
             before = self._totals[index]
             after = self._count(index, stats, now)
             has_tokens = (after.prompt_tokens, after.generation_tokens) != (

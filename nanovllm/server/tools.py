@@ -22,7 +22,7 @@ import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsParams
@@ -33,7 +33,7 @@ from nanovllm.text.processor import InputProcessor
 from nanovllm.text.schemas import SPELLING
 
 if TYPE_CHECKING:
-    from nanovllm.text.grammars import GrammarChecker
+    from nanovllm.text.grammar_check import GrammarChecker
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -95,11 +95,14 @@ def described(messages: list[Message], body: ChatBody, templates: dict[str, str]
             message["name"] = names[message["tool_call_id"]]
     tools = []
     for function in (tool.function for tool in body.tools or ()):
-        fields = {"name": function.name, "description": function.description or ""}
         tools.append(
             {
                 "type": "function",
-                "function": {**fields, "parameters": function.parameters or NO_PARAMETERS},
+                "function": {
+                    "name": function.name,
+                    "description": function.description or "",
+                    "parameters": function.parameters or NO_PARAMETERS,
+                },
             }
         )
     name = body.chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
@@ -238,7 +241,11 @@ def json_grammar(schema: dict[str, Any], lenient: bool = False) -> str:
 
 
 def call_grammar(
-    calls: list[str], choice: object, several: bool, answer: Any, special: dict[str, int]
+    calls: list[str],
+    choice: object,
+    several: bool,
+    answer: dict[str, Any] | None,
+    special: dict[str, int],
 ) -> str:
     """The grammar of answers, in llguidance's dialect of Lark.
 
@@ -302,7 +309,8 @@ class ToolCallReader:
             if not found:  # hold back what may be the beginning of the end
                 sizes = range(min(len(self._end) - 1, len(part)), -1, -1)
                 cut = next(len(part) - size for size in sizes if part.endswith(self._end[:size]))
-                part, rest = part[:cut], part[cut:]
+                rest = part[cut:]
+                part = part[:cut]
             self._held = rest
             if self._end == BEFORE_ARGUMENTS:
                 self._num_calls += 1
@@ -340,7 +348,7 @@ class ToolCallReader:
         """A whole answer."""
         deltas = self.append(text) + self.flush()
         content = "".join(delta.content or "" for delta in deltas)
-        calls: dict[Any, ToolCall] = {}
+        calls: dict[int | UnsetType, ToolCall] = {}
         for part in (part for delta in deltas for part in delta.tool_calls or ()):
             if (call := calls.setdefault(part.index, part)) is not part:
                 call.function.arguments += part.function.arguments

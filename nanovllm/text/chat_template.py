@@ -100,12 +100,10 @@ class LimitedProcess(Generic[Answer]):
                     if verdict := self._verdict(code):
                         raise ValueError(verdict) from None
                     if is_last:
-                        name = os.path.basename(self.program)
-                        message = (
-                            f"the helper process {name} exited with code {code}, and so did a new "
-                            "one: try again"
-                        )
-                        raise HelperProcessError(message) from None
+                        raise HelperProcessError(
+                            f"the helper process {os.path.basename(self.program)} exited with code "
+                            f"{code}, and so did a new one: try again"
+                        ) from None
         answer, error = reply
         if error:
             raise ValueError(error)
@@ -135,13 +133,11 @@ class LimitedProcess(Generic[Answer]):
         """The fault of a question that has ended its process with this code; "" if something else
         has ended the process."""
         memory = f"it needs more than {self.memory >> 20} MiB of memory"
-        seconds = f"it needs more than {self.seconds:g} seconds of CPU time"
-        depth = "it is nested too deeply"
         verdicts = {
-            -signal.SIGPROF: seconds,
+            -signal.SIGPROF: f"it needs more than {self.seconds:g} seconds of CPU time",
             OUT_OF_MEMORY: memory,
             -signal.SIGABRT: memory,
-            -signal.SIGSEGV: depth,
+            -signal.SIGSEGV: "it is nested too deeply",
         }
         return verdicts.get(code, "")
 

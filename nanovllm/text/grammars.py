@@ -134,9 +134,7 @@ def of_schema(
         "lenient": lenient,
         "coerce_one_of": False,
         "whitespace_flexible": bool(whitespace),
-    }
-    options |= SPELLING
-    options |= {
+        **SPELLING,
         "item_separator": ",",
         "key_separator": ":",
         "whitespace_pattern": whitespace or None,

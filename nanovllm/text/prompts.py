@@ -85,9 +85,13 @@ def check_request(
         raise ValueError(
             f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}"
         )
-    checked = [("prompt token ids", token_ids), ("stop_token_ids", params.stop_token_ids)]
-    checked += [("bad_words_token_ids", word) for word in params.bad_words_token_ids]
-    for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
+    checked = [
+        ("prompt token ids", token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        *(("bad_words_token_ids", word) for word in params.bad_words_token_ids),
+        ("logit_bias", list(params.logit_bias or ())),
+    ]
+    for name, ids in checked:
         if not all(0 <= token < limits.vocab_size for token in ids):
             raise ValueError(
                 f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary"
@@ -153,11 +157,10 @@ def pair_prompts(
         sampling_params = [sampling_params] * len(batch)
     priorities = list(priority) if priority is not None else [0] * len(batch)
     if not len(batch) == len(sampling_params) == len(priorities):
-        mistake = (
+        raise ValueError(
             f"got {len(batch)} prompts, {len(sampling_params)} sampling_params and "
-            f"{len(priorities)} priorities"
+            f"{len(priorities)} priorities: give one for all or one per prompt"
         )
-        raise ValueError(f"{mistake}: give one for all or one per prompt")
     return list(zip(batch, sampling_params, priorities, strict=True))
 
 

@@ -163,10 +163,10 @@ def examples_of_patterns(schema: object) -> list[str]:
     patterns: list[str] = []
     for _, part in parts_of(schema):
         if isinstance(part, dict):
-            patterns += [part["pattern"]] if isinstance(part.get("pattern"), str) else []
-            patterns += (
-                part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
-            )
+            if isinstance(part.get("pattern"), str):
+                patterns.append(part["pattern"])
+            if isinstance(part.get("patternProperties"), dict):
+                patterns += part["patternProperties"]
     found = {shortest_match(pattern): None for pattern in patterns[:MAX_PATTERNS]}
     return [json.dumps(example, ensure_ascii=False)[1:-1] for example in found if example]
 

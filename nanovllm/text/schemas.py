@@ -53,9 +53,16 @@ CONSTRAINTS = {
     "maxItems",
     "additionalProperties",
     *OF_OBJECTS,
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "multipleOf",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
 }
-CONSTRAINTS |= {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
-CONSTRAINTS |= {"exclusiveMinimum", "exclusiveMaximum"}
 ANY = "any-json-value"
 ANY_REFERENCE = {"$ref": f"#/$defs/{ANY}"}
 JSON_TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -64,18 +71,22 @@ MAX_WORDS = 32
 
 def any_value() -> Schema:
     """A schema of any JSON value whose numbers are bounded."""
-    kinds: list[Schema] = [{"type": kind} for kind in ("null", "boolean", "string")]
-    kinds.append(
-        {
-            "type": "number",
-            "minimum": -LARGEST_NUMBER,
-            "maximum": LARGEST_NUMBER,
-            "multipleOf": SMALLEST_STEP,
-        }
-    )
-    kinds.append({"type": "array", "items": ANY_REFERENCE})
-    kinds.append({"type": "object", "additionalProperties": ANY_REFERENCE})
-    return {"anyOf": kinds}
+    number = {
+        "type": "number",
+        "minimum": -LARGEST_NUMBER,
+        "maximum": LARGEST_NUMBER,
+        "multipleOf": SMALLEST_STEP,
+    }
+    return {
+        "anyOf": [
+            {"type": "null"},
+            {"type": "boolean"},
+            {"type": "string"},
+            number,
+            {"type": "array", "items": ANY_REFERENCE},
+            {"type": "object", "additionalProperties": ANY_REFERENCE},
+        ]
+    }
 
 
 def resolve(root: object, reference: object) -> object:
@@ -315,8 +326,12 @@ ANNOTATIONS = {
     "readOnly",
     "writeOnly",
     "$comment",
+    "$schema",
+    "$id",
+    "$defs",
+    "definitions",
+    "x-guidance",
 }
-ANNOTATIONS |= {"$schema", "$id", "$defs", "definitions", "x-guidance"}
 
 
 def has_identifiers(schema: object, is_root: bool = True) -> bool:

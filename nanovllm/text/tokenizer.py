@@ -188,8 +188,8 @@ class Tokenizer:
             **self.special_tokens,
             **kwargs,
             "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
         }
-        variables["continue_final_message"] = continue_final_message
         try:
             return PROCESS.ask(template, plain_messages, variables)
         except HelperProcessError:  # no fault of the template
@@ -254,9 +254,9 @@ def _check_sentencepiece(folder: Path) -> None:
             is_sentencepiece = opened.read(1) == SENTENCEPIECE_START
         missing = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
         if is_sentencepiece and missing:
-            extra = "pip install 'nanovllm[sentencepiece]'"
             raise ValueError(
-                f"'{file}' is a SentencePiece model, and {missing[0]} is not installed: {extra}"
+                f"'{file}' is a SentencePiece model, and {missing[0]} is not installed: "
+                "pip install 'nanovllm[sentencepiece]'"
             )
 
 
@@ -323,8 +323,8 @@ def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, 
         return dict(message)
     for i, part in enumerate(content):
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            what = f"messages[{position}].content[{i}] is of type {part.get('type')!r}"
             raise ValueError(
-                f"{what}; only parts of type 'text', with a string as 'text', are supported"
+                f"messages[{position}].content[{i}] is of type {part.get('type')!r}; only parts of "
+                "type 'text', with a string as 'text', are supported"
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}

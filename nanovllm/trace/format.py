@@ -22,10 +22,16 @@ from nanovllm.trace.record import StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
 # With their values before the first line; the header may say other `SIZES`.
-SAME_AS_BEFORE: dict[str, object] = {"waiting": [], "running": [], "swapped": [], "held": {}}
-SAME_AS_BEFORE |= dict.fromkeys(
-    ("num_free_blocks", "num_blocks", "num_evictions", "token_budget"), 0
-)
+SAME_AS_BEFORE: dict[str, object] = {
+    "waiting": [],
+    "running": [],
+    "swapped": [],
+    "held": {},
+    "num_free_blocks": 0,
+    "num_blocks": 0,
+    "num_evictions": 0,
+    "token_budget": 0,
+}
 ALWAYS = ("step", "start")
 IDS = ("arrived", "resumed", "waiting", "running", "swapped")  # numbers in a line
 # A dict in a record, pairs in a line.
@@ -72,10 +78,10 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
     version = header.nanovllm_trace
     settings = header.settings
     if version != FORMAT_VERSION:
-        mistake = (
-            f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}"
+        raise TraceError(
+            f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}: "
+            "record it again"
         )
-        raise TraceError(f"{mistake}: record it again")
     for name in SIZES:
         value = settings.get(name, 1)
         if type(value) is not int or value < 1:

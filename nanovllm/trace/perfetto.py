@@ -42,8 +42,8 @@ class _Timeline:
                 details["cached"] = cached
             if share.num_drafts:
                 details |= {"drafts": share.num_drafts, "accepted": share.num_accepted}
-            name = f"{share.kind} {share.num_tokens}"
-            yield self._span(name, self._track(share.request_id), step, details)
+            track = self._track(share.request_id)
+            yield self._span(f"{share.kind} {share.num_tokens}", track, step, details)
             if share.samples_first_token:
                 yield self._instant("first token", share.request_id, end)
         for request_id, mode in step.preempted.items():
@@ -68,12 +68,23 @@ class _Timeline:
         begin = max(step.start, self._busy_until[track])
         end = step.start + step.duration
         self._busy_until[track] = end
-        times = {"ts": begin * MICROSECONDS, "dur": (end - begin) * MICROSECONDS}
-        return {"name": name, "ph": "X", "tid": track, **times, "args": arguments}
+        return {
+            "name": name,
+            "ph": "X",
+            "tid": track,
+            "ts": begin * MICROSECONDS,
+            "dur": (end - begin) * MICROSECONDS,
+            "args": arguments,
+        }
 
     def _instant(self, name: str, request_id: str, at: float) -> Event:
-        track = self._track(request_id)
-        return {"name": name, "ph": "i", "s": "t", "tid": track, "ts": at * MICROSECONDS}
+        return {
+            "name": name,
+            "ph": "i",
+            "s": "t",
+            "tid": self._track(request_id),
+            "ts": at * MICROSECONDS,
+        }
 
 
 def _counters(step: StepRecord) -> Iterator[Event]:
@@ -84,6 +95,5 @@ def _counters(step: StepRecord) -> Iterator[Event]:
         "running requests": len(step.running),
         "waiting requests": len(step.waiting),
     }
-    start = step.start * MICROSECONDS
     for name, value in counters.items():
-        yield {"name": name, "ph": "C", "ts": start, "args": {"value": value}}
+        yield {"name": name, "ph": "C", "ts": step.start * MICROSECONDS, "args": {"value": value}}

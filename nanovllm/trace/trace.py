@@ -198,5 +198,7 @@ def _open_for_writing(path: FilePath) -> IO[bytes]:
             return gzip.open(path, "wb", compresslevel=5)  # type: ignore[return-value]
         return open(path, "wb")
     except OSError as error:
-        hint = "name a file in a folder that exists and that you may write"
-        raise TraceError(f"cannot write the trace {path} ({error.strerror}): {hint}") from error
+        raise TraceError(
+            f"cannot write the trace {path} ({error.strerror}): name a file in a folder that "
+            "exists and that you may write"
+        ) from error
