@@ -81,11 +81,11 @@ class LastBuilt:
         """Return a module's text in the last commit; None without git, if the commit does not have
         the module, or if neither the module nor a lecture has changed since: then a difference
         between them was committed, too."""
-        text = self._git("show", f"HEAD:./{path}")
-        changed = self._git("diff", "--name-only", "HEAD", "--", path, "notebooks")
+        text = self._git(["show", f"HEAD:./{path}"])
+        changed = self._git(["diff", "--name-only", "HEAD", "--", path, "notebooks"])
         return text if changed else None
 
-    def _git(self, *arguments: str) -> str | None:
+    def _git(self, arguments: list[str]) -> str | None:
         """Return the output of a command; None if it fails, or there is no git."""
         command = ["git", "-C", str(self._root), *arguments]
         try:
