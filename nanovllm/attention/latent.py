@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.ops.attention import attend_dense
 
 
@@ -233,7 +233,7 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
     return groups
 
 
-class TorchLatentBackend:
+class TorchLatentBackend(AttentionBackend):
     """Attends prompts and chunks one sequence at a time, in whichever way takes fewer operations,
     and decodes of similar length in two batched products."""
 
@@ -242,7 +242,8 @@ class TorchLatentBackend:
     # whether `decode` reads no length on the host, and takes short pieces of prompts, too
     decodes_pieces = False
 
-    def forward(
+    # A latent and its matrix take the places of keys and values; there is no window and no cap.
+    def forward(  # type: ignore[override]
         self,
         q: Tensor,
         latent: Tensor,

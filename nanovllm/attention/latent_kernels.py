@@ -165,7 +165,9 @@ class TritonLatentBackend(TorchLatentBackend):
     """
 
     name = "triton"
-    supports_graphs = decodes_pieces = True
+    supports_graphs = True
+    compiles_kernels = True
+    decodes_pieces = True
 
     def __init__(self, hardware: Hardware | None = None) -> None:
         self.hardware = hardware

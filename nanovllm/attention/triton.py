@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata, Rotary
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Rotary
 from nanovllm.attention.triton_kernels import (
     combine_kernel,
     decode_attention_kernel,
@@ -305,7 +305,7 @@ def attend_decodes(
         )
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Reads the pages in place, on the GPU; see `AttentionBackend` for shapes.
 
     Args:
@@ -315,6 +315,7 @@ class TritonBackend:
     name = "triton"
     fuses_rotary = True
     supports_graphs = True
+    compiles_kernels = True
 
     def __init__(self, hardware: Hardware | None = None) -> None:
         self.hardware = hardware

@@ -107,9 +107,7 @@ class FusedLayers:
         attention = self.self_attn
         batch = context.metadata
         backend = context.backend
-        functions = (
-            (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
-        )
+        functions = backend.compiled_functions(x.dtype)
         if functions is None or context.connector is not None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
