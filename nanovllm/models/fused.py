@@ -23,7 +23,7 @@ FILES = (
     "models.eagle",
     "layers.basic",
     "layers.tensor_parallel",
-    "layers.quantization",
+    "layers.quantization.weight",
 )
 MODULES = {f"nanovllm.{name}" for name in FILES}
 # : A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and

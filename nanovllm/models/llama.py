@@ -18,7 +18,7 @@ from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
 from nanovllm.distributed.pipeline_parallel import if_here, is_elsewhere, layers_here
-from nanovllm.layers.basic import Layer, Place, RMSNorm
+from nanovllm.layers.basic import Layer, Packable, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -289,6 +289,6 @@ class LlamaForCausalLM(nn.Module):
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be
         loaded, since a packed matrix has no rows to copy to."""
         for module in self.modules():
-            if getattr(module, "packable", False):
-                module.pack()  # type: ignore[operator]
+            if isinstance(module, Packable) and module.packable:
+                module.pack()
         self.tie_weights()

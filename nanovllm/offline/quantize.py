@@ -157,11 +157,7 @@ def matrices_of(model: LlamaForCausalLM, recipe: Recipe) -> set[str]:
         )
         raise UnsupportedModelError(f"{mistake}: use method rtn")
     for path, layer in model.named_modules():
-        if (
-            isinstance(layer, Layer)
-            and path != "lm_head"
-            and getattr(layer, "experts", layer).packable
-        ):
+        if isinstance(layer, Layer) and path != "lm_head" and layer.matrices.packable:
             shapes |= {
                 name: place.shape for name, place in layer.places(path) if name.endswith(".weight")
             }
