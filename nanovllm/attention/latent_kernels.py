@@ -212,7 +212,8 @@ class TritonLatentBackend(TorchLatentBackend):
         Returns:
             `[num_queries, num_heads, rank]`.
         """
-        (num_queries, num_heads, width), q = q.shape, q.contiguous()
+        num_queries, num_heads, width = q.shape
+        q = q.contiguous()
         hardware = self.hardware or Hardware.of(q.device)
         tiles = choose_latent_tiles(num_heads, width, q.dtype, hardware)
         splits = choose_latent_splits(num_queries, num_heads, tiles, hardware)
@@ -237,8 +238,8 @@ class TritonLatentBackend(TorchLatentBackend):
             latent_attention_kernel,
             arguments,
             out,
-            triton.cdiv(num_heads, tiles.rows),
-            tiles,
-            splits,
+            num_groups=triton.cdiv(num_heads, tiles.rows),
+            tiles=tiles,
+            splits=splits,
         )
         return out

@@ -117,7 +117,8 @@ class LatentAttention(nn.Module):
         q_rope = self._in_halves(q[:, :, self.nope :])
         k_rope = self._in_halves(latent[:, None, self.rank :])
         q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
-        q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
+        q[:, :, self.nope :] = q_rope
+        latent[:, self.rank :] = k_rope[:, 0]
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
         up = self.kv_b_proj.weight.view(-1, self.head_rows, self.rank)
         return self.o_proj(attend(q, latent, up, self.layer, self.scale).flatten(1))

@@ -145,12 +145,16 @@ class EagleConfig:
         vocab_size = (
             fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
         )
-        norm_first = fields.get("norm_before_residual", False)
-        embedding, head, bias = (
-            name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias")
+        return cls(
+            layer=layer,
+            draft_vocab_size=vocab_size,
+            aux_layers=aux_layers,
+            norm_before_residual=fields.get("norm_before_residual", False),
+            has_embedding="embed_tokens.weight" in tensors,
+            # The target's head would score other tokens.
+            has_head="lm_head.weight" in tensors or vocab_size != layer.vocab_size,
+            fc_bias="fc.bias" in tensors,
         )
-        head = head or vocab_size != layer.vocab_size  # the target's would score other tokens
-        return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
 
 
 class EagleAttention(SelfAttention):
@@ -159,8 +163,13 @@ class EagleAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
-        sizes = config.head_dim, config.num_heads, config.num_kv_heads
-        self.qkv_proj = QKVParallelLinear(2 * config.hidden_size, *sizes, config.qkv_bias)
+        self.qkv_proj = QKVParallelLinear(
+            2 * config.hidden_size,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            bias=config.qkv_bias,
+        )
 
 
 class EagleLayer(nn.Module):
@@ -169,13 +178,14 @@ class EagleLayer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         layer = config.layer
-        size = (config.layer.hidden_size, config.layer.rms_norm_eps)
+        hidden = layer.hidden_size
+        eps = layer.rms_norm_eps
         if config.aux_layers:
-            self.input_layernorm = RMSNorm(*size)
-            self.hidden_norm = RMSNorm(*size)
+            self.input_layernorm = RMSNorm(hidden, eps)
+            self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = EagleAttention(layer) if config.aux_layers else SelfAttention(layer, 0)
-        self.post_attention_layernorm = RMSNorm(*size)
-        self.mlp = MLP(layer.hidden_size, layer.intermediate_size, layer.mlp_bias)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = MLP(hidden, layer.intermediate_size, layer.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward`, for inputs that are normalised already."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.attention.base import Rotary, attend
+from nanovllm.attention.base import AttentionOptions, Rotary, attend
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
 from nanovllm.distributed.pipeline_parallel import if_here, is_elsewhere, layers_here
 from nanovllm.layers.basic import Layer, Packable, Place, RMSNorm
@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.scale = config.attention_scale or config.head_dim**-0.5
-        self.options: dict[str, Any] = {
+        self.options: AttentionOptions = {
             "sliding_window": config.layer_windows[layer] if config.layer_windows else 0
         }
         if config.attention_soft_cap:
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        out = attend(q, k, v, self.layer, self.scale, rotary, **self.options)
+        out = attend(q, k, v, self.layer, self.scale, rotary=rotary, **self.options)
         return self.o_proj(out.flatten(1))
 
 

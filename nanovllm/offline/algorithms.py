@@ -171,7 +171,8 @@ def gptq(
             reached, for weights that have been changed.
         damping: see `inverse_factor`.
     """
-    weight, size = weight.float(), form.group_size or weight.shape[1]
+    weight = weight.float()
+    size = form.group_size or weight.shape[1]
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(len(hessian))
     factor = inverse_factor(hessian[order][:, order], damping)
     grid = form.grid(weight)
@@ -181,10 +182,8 @@ def gptq(
         block = slice(start, start + (form.group_size or BLOCK_SIZE))
         if not act_order and start % size == 0:
             here = form.grid(left[:, start : start + size])
-            grid.scales[:, start // size], grid.zeros[:, start // size] = (
-                here.scales[:, 0],
-                here.zeros[:, 0],
-            )
+            grid.scales[:, start // size] = here.scales[:, 0]
+            grid.zeros[:, start // size] = here.zeros[:, 0]
         q[:, block], errors = gptq_block(
             left[:, block], factor[block, block], grid.columns(order[block] // size)
         )

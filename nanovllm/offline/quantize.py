@@ -198,7 +198,12 @@ def calibrate(
     blocks = torch.arange(count + 1, dtype=torch.int32)  # each sample has one, a large one
     lengths = torch.full((count,), length, dtype=torch.int32)
     metadata = AttentionMetadata(
-        blocks * length, lengths, blocks[:-1, None], positions, length, length
+        query_start_loc=blocks * length,
+        seq_lens=lengths,
+        block_tables=blocks[:-1, None],
+        slot_mapping=positions,
+        max_query_len=length,
+        max_seq_len=length,
     )
     # Once a layer has attended, its KV is not needed any more: all layers share one cache.
     cache = torch.zeros(kv_cache_shape(count, config.num_kv_heads, length, config.head_dim))
@@ -228,7 +233,7 @@ class Calibrator:
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, method: str, form: Format, done: Callable[[], Any] = int
+        self, model: LlamaForCausalLM, method: str, form: Format, done: Callable[[], object] = int
     ) -> None:
         self.model = model
         self.method = method
@@ -237,7 +242,7 @@ class Calibrator:
         self.found = dict[str, Quantized]()
         self.changed = dict[str, Tensor]()
 
-    def quantize(self, path: str, layer: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    def quantize(self, path: str, layer: Linear, arguments: tuple[Tensor]) -> tuple[Tensor]:
         """Quantize the matrices of a layer, before it computes.
 
         Args:
@@ -285,7 +290,8 @@ class Calibrator:
             self.found[f"{block_path}.mlp.up_proj.weight"].grid.scales.div_(factors[:, None])
             return
         block = self.model.get_submodule(block_path)
-        name = next(name for name in NORMS[kind] if hasattr(block, name))
+        children = dict(block.named_children())
+        name = next(name for name in NORMS[kind] if name in children)
         offset = float(
             self.model.config.architecture == "Gemma2ForCausalLM"
         )  # its norms multiply by 1 + weight
