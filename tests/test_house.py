@@ -6,7 +6,7 @@ import ast
 import functools
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -47,8 +47,11 @@ def is_type_checking(test: ast.expr) -> bool:
 def nodes_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and all nodes in it but the bodies of `if TYPE_CHECKING:`."""
     yield node
-    is_for_types = isinstance(node, ast.If) and is_type_checking(node.test)
-    for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
+    if isinstance(node, ast.If) and is_type_checking(node.test):
+        children: Iterable[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
         yield from nodes_at_run_time(child)
 
 

@@ -352,7 +352,7 @@ class ModelRunner:
         if self.speculator is not None:
             output = self.speculator.finish(schedule, batch, hidden, sampled)
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
-        anyone_unfinished = self._ask_around(schedule)
+        anyone_unfinished = self._any_unfinished(schedule)
         return lambda: replace(
             output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished()
         )
@@ -521,7 +521,7 @@ class ModelRunner:
             self.model, self.config.eplb_config or "{}"
         )
 
-    def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
+    def _any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
         """Whether any of the engines in lock-step has requests; all engines get the same answer for
         the same step.
 
