@@ -137,7 +137,9 @@ def _kind_of(node: ast.AST) -> str | None:
         case ast.IfExp() if any(isinstance(part, ast.IfExp) for part in ast.iter_child_nodes(node)):
             return "nested conditional expressions"
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            return _kind_of_function(node)
+            # To split a kernel of Triton's would change the code that is compiled.
+            is_kernel = any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+            return None if is_kernel else _kind_of_function(node)
         case _:
             return None
 

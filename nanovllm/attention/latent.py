@@ -270,9 +270,8 @@ class TorchLatentBackend(AttentionBackend):
         """
         self.write(latent, kv_cache, metadata.slot_mapping)
         shape = LatentShape.of(q, latent, up)
-        if (
-            self.decodes_pieces and metadata.max_query_len == 1
-        ):  # no length is read, so that a CUDA graph can record it
+        if self.decodes_pieces and metadata.max_query_len == 1:
+            # No length is read, so that a CUDA graph can record it.
             averages = self.decode(
                 absorb(q, up, shape.rope),
                 kv_cache,
@@ -283,6 +282,19 @@ class TorchLatentBackend(AttentionBackend):
                 query_start_loc=metadata.query_start_loc,
             )
             return unabsorb(averages, up, shape.v)
+        return self._attend_each(q, up, kv_cache, metadata, shape=shape, scale=scale)
+
+    def _attend_each(
+        self,
+        q: Tensor,
+        up: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        shape: LatentShape,
+        scale: float,
+    ) -> Tensor:
+        """Attend for one sequence after another, and for all decodes together."""
         seq_lens = metadata.seq_lens.tolist()
         out = q.new_zeros(len(q), shape.num_heads, shape.v)
         tokens: list[tuple[int, int, int]] = []  # row of q, sequence, and length up to itself

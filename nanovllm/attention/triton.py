@@ -201,14 +201,15 @@ def paged_attention(
     num_seqs = len(metadata.seq_lens)
     num_kv_heads = kv_cache.shape[2]
     group = num_heads // num_kv_heads
+    # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
     arguments = {
         "q_ptr": q,
         "cache_ptr": kv_cache,
         "table_ptr": metadata.block_tables,
         "seq_len_ptr": metadata.seq_lens,
         "query_start_ptr": metadata.query_start_loc,
-        "score_scale": scale * LOG2_E,
-        "cap_scale": 0.0,
+        "score_scale": (soft_cap or scale) * LOG2_E,
+        "cap_scale": 2 * LOG2_E * scale / soft_cap if soft_cap else 0.0,
         "window": sliding_window,
         "q_stride": q.stride(0),
         "table_stride": metadata.block_tables.stride(0),
@@ -223,8 +224,6 @@ def paged_attention(
         "CAPPED": soft_cap > 0,
         "WIDEN": widen,
     }
-    if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
-        arguments |= {"score_scale": soft_cap * LOG2_E, "cap_scale": 2 * LOG2_E * scale / soft_cap}
     # In a mixed batch, too, several programs share a decode over a long context.
     split_decodes = metadata.max_query_len == 1 or (
         num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT
@@ -242,13 +241,9 @@ def paged_attention(
             splits=splits,
         )
     if metadata.max_query_len > 1:
-        tiles = choose_tiles(
-            metadata.max_query_len * group,
-            head_dim,
-            q.dtype,
-            hardware,
-            0 if widen else num_kv_heads,
-        )
+        rows = metadata.max_query_len * group
+        heads = 0 if widen else num_kv_heads
+        tiles = choose_tiles(rows, head_dim, q.dtype, hardware, heads)
         _attend_mixed(arguments, out, num_kv_heads, tiles, skip_decodes=split_decodes)
     return out
 

@@ -11,9 +11,10 @@ next ones, and leaves the rest to the target's output head."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,10 @@ from nanovllm.layers.tensor_parallel import (
 )
 from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
-from nanovllm.models.loader import load_weights
-from nanovllm.ops.device import weight_memory
+from nanovllm.models.loader import allocate_weights, load_weights
+
+if TYPE_CHECKING:
+    from nanovllm.models.fused import FusedLayers
 
 # What config.json calls a head with the layer of this architecture. Some files name the target's
 # architecture.
@@ -208,7 +211,7 @@ class EagleModel(nn.Module):
         fused: what runs in the place of the layer, where a CPU can (models/fused.py).
     """
 
-    fused: Any = None
+    fused: FusedLayers | None = None
     pack_weights: Any = LlamaForCausalLM.pack_weights
     draft_to_target: Tensor
     cos_sin: Tensor
@@ -224,8 +227,8 @@ class EagleModel(nn.Module):
         self.fc = Linear(hidden * (len(config.aux_layers) or 2), hidden, config.fc_bias)
         self.midlayer = EagleLayer(config)
         # The target's modules are called, and are no part of this one.
-        self.embed: Any = target.model.embed_tokens.forward
-        self.score: Any = target.compute_logits
+        self.embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
+        self.score: Callable[[Tensor], Tensor] = target.compute_logits
         if config.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden)
             self.embed = self.embed_tokens.forward
@@ -333,24 +336,14 @@ def load_draft_model(
     """
     raw, tensors = read_head(Path(folder))
     config = EagleConfig.of(raw, tensors, target.config.num_layers)
-    targets = target.config
-    for what, its, has in (
-        ("hidden size", config.layer.hidden_size, targets.hidden_size),
-        (
-            "target's hidden size",
-            raw.get("target_hidden_size") or targets.hidden_size,
-            targets.hidden_size,
-        ),
-        ("vocabulary", config.layer.vocab_size, targets.vocab_size),
-    ):
-        if its != has:
-            raise UnsupportedModelError(
-                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use "
-                "a head that was trained for this model"
-            )
+    _check_fit(folder, config, raw.get("target_hidden_size"), target.config)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
     ids = torch.arange(len(offsets), device="cpu") + offsets
-    if len(ids) != config.draft_vocab_size or ids.min() < 0 or ids.max() >= targets.vocab_size:
+    if (
+        len(ids) != config.draft_vocab_size
+        or ids.min() < 0
+        or ids.max() >= target.config.vocab_size
+    ):
         raise ModelFileError(
             f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of "
             "the model"
@@ -367,14 +360,30 @@ def load_draft_model(
             model, quantization, tensors.items()
         )
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
-    take = weight_memory(device)
-    model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
+    allocate_weights(model, dtype, device)
     model.register_buffer(
         "cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False
     )
     model.register_buffer("draft_to_target", ids.to(device), persistent=False)
     load_weights(model, tensors.items())  # type: ignore[arg-type]
     return model.eval()
+
+
+def _check_fit(
+    folder: Path, config: EagleConfig, target_hidden_size: int | None, target: ModelConfig
+) -> None:
+    """Raise an error if a head has other sizes than a target."""
+    hidden = target.hidden_size
+    for what, its, has in (
+        ("hidden size", config.layer.hidden_size, hidden),
+        ("target's hidden size", target_hidden_size or hidden, hidden),
+        ("vocabulary", config.layer.vocab_size, target.vocab_size),
+    ):
+        if its != has:
+            raise UnsupportedModelError(
+                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use "
+                "a head that was trained for this model"
+            )
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -82,11 +82,9 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
         if (name := model.checkpoint_name(old))
     }
     dtype = source[min(names)][1].dtype
-    form = (
-        W8
-        if recipe.scheme == "w8a8"
-        else Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
-    )
+    form = W8
+    if recipe.scheme == "w4a16":
+        form = Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
     calibrator = Calibrator(model, recipe.method, form)
     if recipe.method != "rtn":
         token_ids = torch.tensor(samples(folder, recipe, config.max_position_embeddings))
@@ -103,24 +101,29 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
             )
         else:
             tensors[old] = calibrator.changed.get(name, tensor).to(tensor.dtype)
-    origin = {
-        "model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder,
-        "settings": recipe.words(),
-    }
     raw = read_json(folder / "config.json") | {
         "quantization_config": settings_of(recipe),
-        "quantized_from": origin,
+        "quantized_from": {
+            "model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder,
+            "settings": recipe.words(),
+        },
+        "tie_word_embeddings": config.tie_word_embeddings and not recipe.quantize_head,
     }
-    raw["tie_word_embeddings"] = config.tie_word_embeddings and not recipe.quantize_head
+    _write_or_remove(folder, out, tensors, raw)
+    return out
+
+
+def _write_or_remove(
+    folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]
+) -> None:
+    """Write a checkpoint as `_write` does. If that fails, remove the folder: half a checkpoint is
+    of no use, and would be in the way of the next attempt."""
     try:
         with writing(out):
-            _write(folder, out, tensors, raw)
-    except (
-        BaseException
-    ):  # Ctrl-C, too: half a checkpoint is of no use, and would be in the way of the next attempt
+            _write(folder, out, tensors, config)
+    except BaseException:  # Ctrl-C, too
         shutil.rmtree(out, ignore_errors=True)
         raise
-    return out
 
 
 def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
