@@ -151,9 +151,8 @@ def choose_latent_splits(num_queries: int, num_heads: int, tiles: Tiles, hardwar
     of 16 heads is as large as 28 rows of the cache, and is written and read."""
     programs = num_queries * triton.cdiv(num_heads, tiles.rows)
     at_once = 1 if tiles.rows >= 64 else 2
-    return min(
-        triton.next_power_of_2(at_once * hardware.num_processors // programs + 1), MAX_SPLITS
-    )
+    splits: int = triton.next_power_of_2(at_once * hardware.num_processors // programs + 1)
+    return min(splits, MAX_SPLITS)
 
 
 class TritonLatentBackend(TorchLatentBackend):

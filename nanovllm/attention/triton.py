@@ -106,7 +106,8 @@ def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
     last round, which is not full, matters little; at most MAX_SPLITS. Depends on nothing that
     changes while a CUDA graph is replayed."""
     wanted = -(-16 * hardware.num_processors // (num_seqs * num_kv_heads))
-    return min(triton.next_power_of_2(wanted), MAX_SPLITS)
+    splits: int = triton.next_power_of_2(wanted)
+    return min(splits, MAX_SPLITS)
 
 
 class Tiles(NamedTuple):

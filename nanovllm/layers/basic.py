@@ -6,7 +6,7 @@ Built by notebooks/10_first_tokens.ipynb: edit it there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class Packable(nn.Module):
     """
 
     packable = True
+    __call__: Callable[..., Tensor]
 
     def pack(self) -> None:
         """Rearrange the matrices; see `ops.pack_weight`."""

@@ -33,7 +33,7 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
     factor is interpolated linearly by number."""
     scaling = config.rope_scaling
     dim = config.head_dim
-    frequencies = config.rope_theta ** -(
+    frequencies: Tensor = config.rope_theta ** -(
         torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     )
 
@@ -126,11 +126,10 @@ class LatentAttention(nn.Module):
     def _in_halves(self, x: Tensor) -> Tensor:
         """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope`
         expects. q·k does not change, since both are put in the same order."""
-        return (
-            x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-            if self.interleaved
-            else x.contiguous()
-        )
+        if not self.interleaved:
+            return x.contiguous()
+        pairs: Tensor = x.unflatten(-1, (-1, 2))
+        return pairs.transpose(-1, -2).flatten(-2)
 
 
 class DeepseekDecoderLayer(MoEDecoderLayer):

@@ -40,7 +40,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     )
-    frequencies = 1.0 / config.rope_theta**exponents
+    frequencies: Tensor = 1.0 / config.rope_theta**exponents
     scaling: dict[str, Any] = config.rope_scaling
     if scaling["rope_type"] == "linear":
         return frequencies / scaling["factor"]

@@ -124,7 +124,7 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM:
     entry = SUPPORTED_ARCHITECTURES[config.architecture].get(
         "class", "nanovllm.models.llama:LlamaForCausalLM"
     )
-    model_class = load(entry, f"architecture {config.architecture}")
+    model_class: type[LlamaForCausalLM] = load(entry, f"architecture {config.architecture}")
     with torch.device("meta"):
         return model_class(config, 1)
 

@@ -50,13 +50,13 @@ class Grid(NamedTuple):
     def round(self, weight: Tensor) -> Tensor:
         """The nearest integers q; a scale and a zero belong to as many neighbouring inputs as the
         shapes say."""
-        grouped = weight.unflatten(1, (self.scales.shape[1], -1))
+        grouped: Tensor = weight.unflatten(1, (self.scales.shape[1], -1))
         q = (grouped / self.scales[..., None]).round() + self.zeros[..., None]
         return q.clamp(self.low, self.high).flatten(1)
 
     def dequantize(self, q: Tensor) -> Tensor:
         """The matrix that the integers stand for, in float32."""
-        grouped = q.unflatten(1, (self.scales.shape[1], -1))
+        grouped: Tensor = q.unflatten(1, (self.scales.shape[1], -1))
         return ((grouped - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
 
 

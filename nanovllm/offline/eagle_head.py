@@ -119,7 +119,8 @@ class DraftHead:
         )
         own = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in cache[1:]]
         weights = torch.cat([first, *own], -1).softmax(-1).to(v.dtype)
-        out = (weights[..., :length].flatten(2, 3) @ cache[0][1]).unflatten(2, q.shape[2:4])
+        averages = weights[..., :length].flatten(2, 3) @ cache[0][1]
+        out: Tensor = averages.unflatten(2, q.shape[2:4])
         for i, (_, v) in enumerate(cache[1:]):
             out = out + weights[..., length + i, None] * v[:, :, None]
         return out.flatten(1, 2).transpose(1, 2).flatten(2)

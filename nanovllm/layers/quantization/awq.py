@@ -62,4 +62,5 @@ class AWQMatrix(StoredMatrix):
 
 def _by_output(words: Tensor) -> Tensor:
     """The nibbles of words, `[rows, words]` to `[rows, 8 * words]`, in the order of the outputs."""
-    return unpack(words).unflatten(-1, (-1, 8))[..., NUMBERS].flatten(-2)
+    octets: Tensor = unpack(words).unflatten(-1, (-1, 8))
+    return octets[..., NUMBERS].flatten(-2)

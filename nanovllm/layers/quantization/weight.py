@@ -111,7 +111,7 @@ class QuantizedWeight(Packable):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
         self.dtype = fn(torch.empty(0)).dtype
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._keep_dtypes()  # the parameters are new ones, and a tied weight is visited twice
         return self
 
@@ -130,9 +130,8 @@ class QuantizedWeight(Packable):
         if self.values.is_floating_point():  # dequantized
             return linear(x, self.values, bias)
         zeros = [self.zeros] if self.scheme.bits == 4 else []
-        return getattr(quantized, f"linear_{self.scheme.kind}")(
-            x, self.values, self.scales, *zeros, bias
-        )
+        product: Callable[..., Tensor] = getattr(quantized, f"linear_{self.scheme.kind}")
+        return product(x, self.values, self.scales, *zeros, bias)
 
     def compiled(self) -> tuple[int, int]:
         """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives
