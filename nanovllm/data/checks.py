@@ -1,5 +1,6 @@
 """Checks settings that users write against their annotations."""
 
+import dataclasses
 import difflib
 import functools
 import re
@@ -28,7 +29,7 @@ WORDS |= {"array": "a list", "object": "a dictionary", "|": "or"}
 WORDS |= {"<=": "of at most", ">=": "of at least", ">": "above"}
 
 
-def check_fields(settings: Any) -> None:
+def check_fields(settings: object) -> None:
     """Check a dataclass's values against its annotations, ranges included, and convert them:
     integers to floats, tuples to lists.
 
@@ -99,7 +100,7 @@ def _is_like(word: str, known: str) -> bool:
 
 
 def check_keywords(
-    name: str, options: Iterable[str], cls: Any, written: Mapping[str, str] | None = None
+    name: str, options: Iterable[str], cls: type, written: Mapping[str, str] | None = None
 ) -> None:
     """Refuse keyword arguments of `name` that are no fields of the dataclass `cls`.
 
@@ -109,7 +110,7 @@ def check_keywords(
     Raises:
         TypeError: names the first one, and a similar one.
     """
-    fields = cls.__dataclass_fields__
+    fields = [field.name for field in dataclasses.fields(cls)]
     for option in options:
         if option not in fields:
             hint = did_you_mean(option, [*fields, *(written or ())], written)
@@ -120,7 +121,7 @@ class Keywords:
     """Base of dataclasses that users create with keywords. Raises a TypeError for an unknown one,
     see `check_keywords`."""
 
-    def __new__(cls, *args: Any, **options: Any) -> typing.Self:
+    def __new__(cls, *args: object, **options: object) -> typing.Self:
         check_keywords(cls.__name__, options, cls)
         return super().__new__(cls)
 
@@ -132,10 +133,10 @@ def check_pipeline_parallel(num_layers: int, stages: int) -> None:
         ValueError: it cannot; the message names the numbers that fit.
     """
     if not 1 <= stages <= num_layers:
-        mistake = (
-            f"{num_layers} layers cannot be divided among {stages} stages, each of which needs one"
+        raise ValueError(
+            f"{num_layers} layers cannot be divided among {stages} stages, each of which needs "
+            f"one; pipeline_parallel_size may be 1 to {num_layers}"
         )
-        raise ValueError(f"{mistake}; pipeline_parallel_size may be 1 to {num_layers}")
 
 
 @functools.cache

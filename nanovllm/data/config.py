@@ -306,19 +306,15 @@ class EngineConfig(Flags):
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("eplb_config does nothing without enable_eplb")
         if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
-            mistake = (
-                "data_parallel_size above 1 cannot be combined with distributed_executor_backend "
-                f"{backend!r}"
-            )
             raise ValueError(
-                f"{mistake}: do not set it, or start several engines and divide the requests"
+                "data_parallel_size above 1 cannot be combined with distributed_executor_backend "
+                f"{backend!r}: do not set it, or start several engines and divide the requests"
             )
         if budget is not None and budget < self.max_num_seqs:
-            mistake = (
+            raise ValueError(
                 f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
-                f"({self.max_num_seqs})"
+                f"({self.max_num_seqs}): every running request needs one token per step"
             )
-            raise ValueError(f"{mistake}: every running request needs one token per step")
 
     def check_limits(self, model_max_len: int, num_kv_blocks: int | None) -> None:
         """Check the longest request against the model and, once its size is known, the pool.
@@ -354,8 +350,10 @@ class EngineConfig(Flags):
         longest = min(given or model_max_len, room)
         is_whole = not self.enable_chunked_prefill and (given or num_kv_blocks)
         if is_whole and budget is not None and budget < longest:
-            mistake = f"max_num_batched_tokens ({budget}) must be at least the longest request"
-            raise ValueError(f"{mistake} ({longest} tokens): raise it, or enable chunked prefill")
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least the longest request "
+                f"({longest} tokens): raise it, or enable chunked prefill"
+            )
 
     def settle(self, model_max_len: int, num_kv_blocks: int, on_gpu: bool = False) -> None:
         """Fill in what depends on the model, on the device and on the size of the pool:
@@ -393,11 +391,10 @@ class EngineConfig(Flags):
             int(self.swap_space * 2**30) // bytes_per_block if self.preemption_mode == "swap" else 0
         )
         if num_host_blocks == 0 and self.preemption_mode == "swap":
-            mistake = (
+            raise ValueError(
                 f"swap_space ({self.swap_space} GiB) is smaller than one KV block of "
-                f"{bytes_per_block} bytes"
+                f"{bytes_per_block} bytes: raise it, or use preemption_mode 'recompute'"
             )
-            raise ValueError(f"{mistake}: raise it, or use preemption_mode 'recompute'")
         return num_host_blocks
 
     def trace_settings(self, num_blocks: int) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def token_count(text: str) -> int:
         )
     number, unit = match.groups()
     return round(
-        float(number) * (1000 if unit.islower() else 1024) ** " kmgt".index(unit.lower() or " ")
+        float(number) * (1000.0 if unit.islower() else 1024.0) ** " kmgt".index(unit.lower() or " ")
     )
 
 

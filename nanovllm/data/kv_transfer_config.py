@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, check_fields
+
+if TYPE_CHECKING:
+    from nanovllm.data.config import EngineConfig
 
 
 @dataclass
@@ -44,7 +47,7 @@ class KVTransferConfig(Keywords):
         self.engine_id = self.engine_id or uuid.uuid4().hex
 
     @classmethod
-    def of(cls, config: Any) -> KVTransferConfig:
+    def of(cls, config: EngineConfig) -> KVTransferConfig:
         """What the flags of an `EngineConfig` ask for.
 
         Raises:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, Positive, check_fields
+
+if TYPE_CHECKING:
+    from nanovllm.data.config import EngineConfig
 
 # vLLM's limit, too: of drafts in one step.
 DraftCount = Annotated[int, Meta(ge=1, le=128)]
@@ -76,7 +79,7 @@ class SpeculativeConfig(Keywords):
             )
 
     @classmethod
-    def of(cls, config: Any) -> SpeculativeConfig:
+    def of(cls, config: EngineConfig) -> SpeculativeConfig:
         """What the flag of an `EngineConfig` asks for.
 
         Raises:
@@ -84,16 +87,18 @@ class SpeculativeConfig(Keywords):
                 not go with another setting.
         """
         try:
-            speculative = cls(**msgspec.json.decode(config.speculative_config, type=dict[str, Any]))
+            speculative = cls(
+                **msgspec.json.decode(config.speculative_config or "{}", type=dict[str, Any])
+            )
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(
                 f'speculative_config must be JSON such as {{"method": "ngram"}}: {error}'
             ) from error
         if speculative.method != "ngram" and config.pipeline_parallel_size > 1:
-            mistake = (
-                f"speculative_config: method {speculative.method!r} needs all layers on one stage"
+            raise ValueError(
+                f"speculative_config: method {speculative.method!r} needs all layers on one "
+                "stage; use pipeline_parallel_size 1 or method 'ngram'"
             )
-            raise ValueError(f"{mistake}; use pipeline_parallel_size 1 or method 'ngram'")
         if config.enable_expert_parallel and speculative.method != "ngram":
             raise ValueError(
                 "speculative_config: with enable_expert_parallel only method 'ngram' drafts"

@@ -200,8 +200,9 @@ class ExpertDispatcher:
         out = torch.zeros(handle.num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
         # Rank by rank, each of which returns a token once: in a single call, the order of a GPU's
         # additions would be random.
-        for tokens, rows in zip(
-            handle.tokens.split(handle.sent), back.split(handle.sent), strict=True
-        ):
+        by_rank = zip(
+            torch.split(handle.tokens, handle.sent), torch.split(back, handle.sent), strict=True
+        )
+        for tokens, rows in by_rank:
             out[tokens] += rows.float()
         return out.to(y.dtype)

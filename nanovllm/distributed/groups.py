@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.shared_collectives import SharedCollectives
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class GroupCoordinator:
         self.rank_in_group = ranks.index(rank)
         self.is_first = rank == ranks[0]
         self.is_last = rank == ranks[-1]
-        self.shared: Any = None
+        self.shared: SharedCollectives | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
 

@@ -20,13 +20,15 @@ import itertools
 import os
 import pathlib
 import queue
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import cast
 
 import psutil
 
@@ -210,7 +212,7 @@ class Mouth(threading.Thread):
 
     def __init__(
         self,
-        send: Callable[[Any], None],
+        send: Callable[[object], None],
         activities: Callable[[], dict[int, Activity]] = dict,
         patience: float = 0.0,
     ) -> None:
@@ -218,18 +220,18 @@ class Mouth(threading.Thread):
         self._send = send
         self._activities = activities
         self._patience = patience
-        self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._detector: HangDetector | None = HangDetector()
         self.start()
 
-    def say(self, message: Callable[[], Any]) -> None:
+    def say(self, message: Callable[[], object]) -> None:
         """Queue a message; the function waits for it and returns it. If it fails, the message is a
         `Complaint`."""
         self._messages.put(message)
 
-    def answer(self, order: int, wait: Callable[[], Any]) -> None:
+    def answer(self, order: int, wait: Callable[[], object]) -> None:
         """Queue the answer to an order; `wait` waits for it and returns it."""
         self.say(lambda: (order, wait()))
 
@@ -267,7 +269,7 @@ class Mouth(threading.Thread):
                 beaten = time.monotonic()
                 is_heard = self._speak(self._activities())
 
-    def _speak(self, message: Any) -> bool:
+    def _speak(self, message: object) -> bool:
         """Send a message; False if the parent is gone."""
         try:
             with self._lock:
@@ -299,13 +301,17 @@ class Peer:
     """
 
     def __init__(
-        self, name: str, where: str = "", connection: Any = None, process: Any = None
+        self,
+        name: str,
+        where: str = "",
+        connection: Connection | None = None,
+        process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.name = name
         self.where = where if process is None else f"process {process.pid}"
-        self.connection = connection
+        self.connection = cast(Connection, connection)  # None in tests that send nothing
         self.process = process
-        self.pid = process and process.pid
+        self.pid = process.pid if process is not None else None
         self.complaint: Complaint | None = None
         self.heard = time.monotonic()
         self.activities: dict[int, Activity] = {}
@@ -315,7 +321,7 @@ class Peer:
     def __str__(self) -> str:
         return f"{self.name}, {self.where}"
 
-    def take(self, message: Any) -> None:
+    def take(self, message: object) -> None:
         """Take in a message."""
         self.heard = time.monotonic()
         self._run_delay = None

@@ -145,7 +145,7 @@ def move_experts(weights: Sequence[Tensor], moves: list[Move], group: GroupCoord
     )
     slots = [move.target_slot for move in coming]
     for part, new in zip(
-        flat, received.split([part.shape[1] for part in flat], dim=1), strict=True
+        flat, torch.split(received, [part.shape[1] for part in flat], dim=1), strict=True
     ):
         part[slots] = new
     return len(moves) * rows.shape[1] * rows.element_size()

@@ -46,7 +46,12 @@ class ProcessGroupCoordinator(GroupCoordinator):
     """
 
     def __init__(
-        self, name: str, ranks: list[int], rank: int, device_group: Any, cpu_group: Any
+        self,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        device_group: dist.ProcessGroup,
+        cpu_group: dist.ProcessGroup,
     ) -> None:
         super().__init__(name, ranks, rank)
         self.device_group = device_group
@@ -209,7 +214,10 @@ def initialize_groups(
             _groups[kind] = GroupCoordinator(kind, ranks, rank)
             continue
         # Every rank takes part in making every group, and gets its own.
-        own = [dist.new_subgroups_by_enumeration(groups, limit, backend)[0] for backend in backends]
+        own = [
+            dist.new_subgroups_by_enumeration(groups, limit, backend)[0]  # type: ignore[no-untyped-call]
+            for backend in backends
+        ]
         group = _groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, own[-1], own[0])
         if device.type == "cpu" and not disable_custom_all_reduce:
             group.share_memory(timeout)

@@ -37,7 +37,7 @@ def start_process(
     words: Sequence[str],
     environment: Mapping[str, str],
     wrapper: Sequence[str] = (),
-    log: IO[Any] | None = None,
+    log: IO[bytes] | IO[str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start Python with these arguments, and a connection to it. The number of its socket is the
     last argument.
@@ -85,7 +85,7 @@ def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped a process of this machine, such as SIGSTOP or Ctrl-Z. A
     debugger's stop does not count."""
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False
 
 

@@ -53,9 +53,8 @@ class AsyncEngine(FrontEnd):
 
         async def main():
             engine = await AsyncEngine.start(EngineConfig("smollm2-135m"))
-            async for output in engine.generate("The capital of France is",
-                SamplingParams(temperature=0), "request-1"): print(output.outputs[0].text, end="",
-                flush=True)
+            async for output in engine.generate("Paris is", SamplingParams(temperature=0), "1"):
+                print(output.outputs[0].text, end="", flush=True)
             await engine.shutdown()
 
         asyncio.run(main())

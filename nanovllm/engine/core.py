@@ -54,8 +54,6 @@ class EngineCore:
         trace: records every step; by default a file if `config.trace` names one.
     """
 
-    _in_flight: Any = ()  # steps whose results have not come back; lecture 23 fills it
-
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
         folder = resolve_model(config.model, config.revision)
@@ -100,12 +98,9 @@ class EngineCore:
         if self.config.kv_transfer is None:
             return NoConnector()
         if self.config.in_lock_step:
-            mistake = (
-                "kv_role and kv_connector cannot be combined with experts that several engines "
-                "share"
-            )
             raise ValueError(
-                f"{mistake}: do not set enable_expert_parallel, or use data_parallel_size 1"
+                "kv_role and kv_connector cannot be combined with experts that several engines "
+                "share: do not set enable_expert_parallel, or use data_parallel_size 1"
             )
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
         return create(
@@ -117,8 +112,10 @@ class EngineCore:
 
     def _reset(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool; no step is in flight."""
-        caching = self.config.enable_prefix_caching
-        self.manager = KVCacheManager(num_blocks, self.config.block_size, caching, num_host_blocks)
+        config = self.config
+        self.manager = KVCacheManager(
+            num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+        )
         self.scheduler = Scheduler(self.config, self.manager, self.connector)
         self._in_flight: deque[StepInFlight] = deque()
 

@@ -3,6 +3,7 @@ several."""
 
 import logging
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from typing import Any
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.life_signs import Complaint, Mouth, Peer, Watch
-from nanovllm.distributed.standstill import CollectiveError
+from nanovllm.distributed.standstill import Activity, CollectiveError
 from nanovllm.engine.client import EngineClient
 
 
@@ -24,13 +25,15 @@ class DataRank(Peer, EngineClient):
         process: further arguments of `EngineClient`.
     """
 
+    process: subprocess.Popen[bytes]
+
     def __init__(self, config: EngineConfig, *process: Any) -> None:
         EngineClient.__init__(self, config, *process)
         self.rank = config.data_parallel_rank or 0
         name = (
             "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"
         )
-        Peer.__init__(self, name, "", self.connection, self.process)
+        Peer.__init__(self, name, connection=self.connection, process=self.process)
         self._watch = Watch([self])
 
     @property
@@ -76,12 +79,10 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
         return environments
     count = torch.cuda.device_count()
     if count < size * ranks:
-        mistake = (
-            f"data_parallel_size {size} x {ranks} ranks per engine need {size * ranks} GPUs, but "
-            "this machine"
-        )
         raise ValueError(
-            f"{mistake} has {count}: use data_parallel_size {max(1, count // ranks)}, or device cpu"
+            f"data_parallel_size {size} x {ranks} ranks per engine need {size * ranks} GPUs, but "
+            f"this machine has {count}: use data_parallel_size {max(1, count // ranks)}, or "
+            "device cpu"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices = visible.split(",")
@@ -93,7 +94,7 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
 def start_heart(connection: Connection, config: EngineConfig) -> None:
     """In the engine's process: send heartbeats, and report if the calling thread hangs in a
     step."""
-    activities: Callable[[], dict[int, Any]] = dict
+    activities: Callable[[], dict[int, Activity]] = dict
     if config.data_parallel_rank is not None:
         activities = life_signs.heard_activities.copy
         if config.world_size == 1:  # else its ranks have processes of their own

@@ -4,7 +4,7 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
@@ -38,7 +38,7 @@ class Executor:
     sources: Sequence[Any] = ()
     transfer_has_ended: bool = False
 
-    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+    def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of the `Worker` on every rank; returns the results by rank.
 
         Raises:
@@ -153,4 +153,4 @@ def create_executor(
     backend = choose_backend(config)
     if backend != "uni" or config.enable_expert_parallel:
         load("nanovllm.executor.grid:check_grid", several)(config, model_config)
-    return load(EXECUTORS[backend], several)(config, model_config, folder)
+    return cast(Executor, load(EXECUTORS[backend], several)(config, model_config, folder))

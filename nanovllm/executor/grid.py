@@ -58,12 +58,16 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"
     if backend == "external_launcher":
         if data > 1:
-            mistake = "data_parallel_size above 1 does not work under torchrun"
-            raise ValueError(f"{mistake}: start the engine without torchrun")
+            raise ValueError(
+                "data_parallel_size above 1 does not work under torchrun: start the engine "
+                "without torchrun"
+            )
         processes = int(os.environ.get("WORLD_SIZE", here))
         if processes != here:
-            mistake = f"{asked}, but torchrun has started WORLD_SIZE = {processes} processes"
-            raise ValueError(f"{mistake}: start {here}, or change the sizes")
+            raise ValueError(
+                f"{asked}, but torchrun has started WORLD_SIZE = {processes} processes: start "
+                f"{here}, or change the sizes"
+            )
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
         return
@@ -71,5 +75,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
 
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and here > devices:
-        mistake = f"{asked}, {here} of them here, but this machine has {devices} GPUs"
-        raise ValueError(f"{mistake}: lower the sizes, or use several machines or device cpu")
+        raise ValueError(
+            f"{asked}, {here} of them here, but this machine has {devices} GPUs: lower the sizes, "
+            "or use several machines or device cpu"
+        )

@@ -23,10 +23,12 @@ from nanovllm.executor.worker import run_worker
 try:
     import ray
 except ImportError as error:
-    mistake = "distributed_executor_backend 'ray' needs Ray, which is not installed"
-    raise ValueError(f"{mistake}: pip install 'nanovllm[ray]'") from error
+    raise ValueError(
+        "distributed_executor_backend 'ray' needs Ray, which is not installed: "
+        "pip install 'nanovllm[ray]'"
+    ) from error
 from ray._private import ray_constants
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # How long to wait until a cluster has room for all ranks; a cluster that grows on demand has to
@@ -53,14 +55,13 @@ class RankActor:
 
     def open_meeting_place(self) -> str:
         """On rank 0: the address where the ranks meet. It listens on one address only."""
-        address = ray.util.get_node_ip_address()
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
-            self._store = dist.TCPStore(
-                address,
-                port,
-                None,
-                True,
+            self._store = dist.TCPStore(  # type: ignore[attr-defined,unused-ignore]
+                host_name=address,
+                port=port,
+                is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=listener.detach(),
@@ -70,11 +71,10 @@ class RankActor:
     def run(self, rank: int, invitation: tuple[str, int, str], threads: int) -> None:
         """Connect to the executor, and run the rank from beginning to end."""
         torch.set_num_threads(threads or torch.get_num_threads())
-        address = ray.util.get_node_ip_address()
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         use_network_of(address)
-        with connect(
-            invitation, address, rank=rank
-        ) as connection:  # Ray shows each actor one GPU, as its first
+        # Ray shows each actor one GPU, as its first.
+        with connect(invitation, address, rank=rank) as connection:
             run_worker(connection.recv(), connection)
 
 
@@ -85,7 +85,7 @@ class RayRank(RemoteRank):
         run: the call of `RankActor.run`, to ask how it ended.
     """
 
-    run: Any = None
+    run: "ray.ObjectRef[None]"
 
     def end(self) -> str:
         """How the actor has ended, in Ray's words; "" while it lives."""
@@ -106,23 +106,20 @@ def start_ray(num_cpus: int, folder: str) -> None:
     os.environ.update(OWN_RAY | os.environ)
     # The same as the variable says, which this process has read already when it imported Ray.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    options: dict[str, Any] = {
-        "include_dashboard": False,
-        "log_to_driver": False,
-        "configure_logging": False,
-    }
-    options |= {
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "_node_ip_address": "127.0.0.1",
-        "_temp_dir": folder,
-    }
     for is_last in (False, True):
         try:
-            ray.init(num_cpus=num_cpus, **options)
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=folder,
+            )
             return
-        except (
-            Exception
-        ) as error:  # Ray has no class for this error, and leaves the processes that it has started
+        # Ray has no class for this error, and leaves the processes that it has started.
+        except Exception as error:
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.Error):  # it has ended meanwhile
                     if any(folder in word for word in child.cmdline()):
@@ -133,7 +130,7 @@ def start_ray(num_cpus: int, folder: str) -> None:
                 raise ExecutorError(f"Ray could not start: {error}") from error
 
 
-def find_room(num_ranks: int, with_gpu: bool) -> Any:
+def find_room(num_ranks: int, with_gpu: bool) -> PlacementGroup:
     """Reserve a CPU, and with `with_gpu` a GPU, for each rank, on as few machines as possible;
     returns the placement group.
 
@@ -141,23 +138,22 @@ def find_room(num_ranks: int, with_gpu: bool) -> Any:
         ValueError: the cluster does not have enough of them, or they are in use.
     """
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if with_gpu else {})
-    there = ray.cluster_resources()
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
     for kind in bundle:
         if there.get(kind, 0) < num_ranks:
-            mistake = (
-                f"{num_ranks} ranks need {num_ranks} {kind}s, but Ray's cluster has "
-                f"{there.get(kind, 0):g}"
-            )
             raise ValueError(
-                f"{mistake}: lower tensor_parallel_size x pipeline_parallel_size, or add machines"
+                f"{num_ranks} ranks need {num_ranks} {kind}s, but Ray's cluster has "
+                f"{there.get(kind, 0):g}: lower tensor_parallel_size x pipeline_parallel_size, or "
+                "add machines"
             )
-    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    group: PlacementGroup = placement_group([bundle] * num_ranks, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
-        mistake = (
-            f"Ray's cluster could not place {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds"
+        available = ray.available_resources()  # type: ignore[no-untyped-call]
+        raise ValueError(
+            f"Ray's cluster could not place {num_ranks} ranks within {PLACEMENT_SECONDS:g} "
+            f"seconds; available: {available}"
         )
-        raise ValueError(f"{mistake}; available: {ray.available_resources()}")
     return group
 
 
@@ -178,7 +174,8 @@ class RayExecutor(RemoteExecutor):
             self._join_cluster()
         device = self.config.device
         if device == "auto":
-            device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+            resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            device = "cuda" if resources.get("GPU") else "cpu"
         setup.config = dataclasses.replace(self.config, device=device)
         group = find_room(size, device == "cuda")
         # Its actors end with it. If Ray has ended already, there is nothing to give back.
@@ -188,7 +185,8 @@ class RayExecutor(RemoteExecutor):
         actor_class: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(RankActor)
         places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(size)]
         actors = [actor_class.options(scheduling_strategy=place).remote() for place in places]
-        reception = Reception(ray.util.get_node_ip_address())
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        reception = Reception(address)
         try:
             setup.init_method = ray.get(actors[0].open_meeting_place.remote())
             ray.get([actor.__ray_ready__.remote() for actor in actors])

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import pathlib
 import pickle
+import subprocess
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import wait
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn, cast
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -43,7 +44,8 @@ class RemoteRank(Peer):
     stages.
 
     Args:
-        peer: see `Peer`.
+        connection, where, process: see `Peer`.
+        pid: of its process, if that runs on this machine and another program has started it.
 
     Attributes:
         local_rank: its number on its machine.
@@ -52,16 +54,24 @@ class RemoteRank(Peer):
     """
 
     def __init__(
-        self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any
+        self,
+        rank: int,
+        grid: Grid,
+        *,
+        connection: Connection | None = None,
+        where: str = "",
+        process: subprocess.Popen[bytes] | None = None,
+        local_rank: int = 0,
+        pid: int | None = None,
     ) -> None:
         stage, tensor = divmod(rank, grid.tensor)
         place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
-        super().__init__(f"rank {rank}{place}", **peer)
+        super().__init__(f"rank {rank}{place}", where, connection, process)
         self.local_rank = local_rank
         self.pid = self.pid or pid
         self.answers: dict[int, Any] = {}
 
-    def take(self, message: Any) -> None:
+    def take(self, message: object) -> None:
         """Take in a message, which may be an answer."""
         super().take(message)
         if isinstance(message, tuple):  # the number of an order, and the answer
@@ -166,14 +176,16 @@ class RemoteExecutor(WatchedProcesses, Executor):
         """Start a rank on this machine."""
         process, connection = start_process(["-c", self.program], environment)
         self.ranks.append(
-            RemoteRank(rank, self.grid, local_rank, connection=connection, process=process)
+            RemoteRank(
+                rank, self.grid, connection=connection, process=process, local_rank=local_rank
+            )
         )
 
     def _kill(self) -> None:
         """End all ranks, whatever they do. Their connections are closed."""
         raise NotImplementedError
 
-    def _order(self, name: str, *arguments: Any) -> int:
+    def _order(self, name: str, *arguments: object) -> int:
         """Send all ranks an order; returns its number."""
         self._check()
         order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
@@ -222,7 +234,7 @@ class RemoteExecutor(WatchedProcesses, Executor):
         rank.answers = {number: other for number, other in rank.answers.items() if number > order}
         return answer
 
-    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+    def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
         """See `Executor`."""
         number = self._order(method, *arguments)
         return [self._answer(rank, number) for rank in self.ranks]
@@ -245,8 +257,8 @@ class RemoteExecutor(WatchedProcesses, Executor):
 
         def gather() -> ModelRunnerOutput:
             if not has_transfers:
-                return self._answer(self.ranks[output_rank], number)
-            results = [self._answer(rank, number) for rank in self.ranks]
+                return cast(ModelRunnerOutput, self._answer(self.ranks[output_rank], number))
+            results: list[ModelRunnerOutput] = [self._answer(rank, number) for rank in self.ranks]
             # A KV transfer has ended once it has ended on every rank.
             results[output_rank].connector_output = self._transfers.add(
                 [r.connector_output for r in results]

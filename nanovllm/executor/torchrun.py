@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import psutil
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
@@ -47,12 +48,9 @@ class Launch:
             self.rank, self.local_rank, self.local_world_size, self.world_size = numbers
             self.address = os.environ["MASTER_ADDR"]
         except KeyError as error:
-            mistake = (
-                f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is "
-                "not in the"
-            )
             raise ValueError(
-                f"{mistake} environment: start with torchrun --nproc-per-node N, or use 'mp'"
+                f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is "
+                "not in the environment: start with torchrun --nproc-per-node N, or use 'mp'"
             ) from None
 
     def join_network(self) -> str:
@@ -65,7 +63,7 @@ class Launch:
         )[0]
         with socket.socket(found[0], found[1]) as probe:
             probe.connect(found[4])  # sends nothing
-            ours = probe.getsockname()[0]
+            ours: str = probe.getsockname()[0]
         if ours.startswith("127.") and not is_alone:  # as a host's own name does on some systems
             logger.warning(
                 "--master-addr %s is a loopback address here (%s), which ranks on other machines "
@@ -79,10 +77,10 @@ class Launch:
         return ours
 
 
-def open_store() -> dist.Store:
+def open_store() -> Store:
     """The store that torchrun's ranks share; each restart has its own keys."""
-    store, _, _ = next(dist.rendezvous("env://"))
-    return dist.PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, _, _ = next(rendezvous("env://"))
+    return PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class TorchrunExecutor(RemoteExecutor):
@@ -140,8 +138,9 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
-    card = {"rank": launch.rank, "local_rank": launch.local_rank, "pid": pid}
-    connection = connect(invitation, socket.gethostname(), **card)
+    connection = connect(
+        invitation, socket.gethostname(), rank=launch.rank, local_rank=launch.local_rank, pid=pid
+    )
     was_shut_down = False
     with contextlib.suppress(
         EOFError, OSError

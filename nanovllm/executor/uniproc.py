@@ -137,7 +137,7 @@ class InProcessExecutor(Executor):
         self._ends: Any = None  # a mailbox, once this rank has KV transfers
         self._take_memory()
 
-    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+    def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
         """See `Executor`."""
         return [getattr(self.worker, method)(*arguments)]
 

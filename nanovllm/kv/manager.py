@@ -209,8 +209,10 @@ class KVCacheManager:
             hashes = self.block_hashes(live[request_id])[: computed // self.block_size]
             for i, block_id in enumerate(table):
                 if self.pool.block_hashes[block_id] not in (None, *hashes[i : i + 1]):
-                    mistake = f"block {block_id} has a hash that does not match the tokens of"
-                    raise InvariantError(f"{mistake} {request_id}")
+                    raise InvariantError(
+                        f"block {block_id} has a hash that does not match the tokens of "
+                        f"{request_id}"
+                    )
             # From the first block that is not full on, a request writes; full blocks are read only.
             for block_id in table[computed // self.block_size :]:
                 if self.pool.ref_counts[block_id] != 1:

@@ -7,8 +7,10 @@ Phrases of level `error` must not occur at all in the texts of `REWRITTEN`.
 
     python -m tests.english             the number of occurrences of each phrase
     python -m tests.english FILE ...    every occurrence in these files
-    python -m tests.english --check     exit with 1 if a count exceeds the stored one (part of
-    `make lint`) python -m tests.english --store     lower the stored counts to the present ones
+    python -m tests.english --check     exit with 1 if a count exceeds the stored one
+    python -m tests.english --store     lower the stored counts to the present ones
+
+`make lint` runs the check.
 """
 
 from __future__ import annotations

@@ -22,9 +22,7 @@ LIMIT = 200
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(
-        "smollm2-135m", dtype="float32", max_model_len=320, max_num_seqs=256, num_kv_blocks=4000
-    )
+    return LLM("smollm2-135m", max_model_len=320, max_num_seqs=256, num_kv_blocks=4000)
 
 
 def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
 
 
 def reading_time(cells: Iterable[tuple[str, str]]) -> str:
-    """How long a lecture takes: 150 words of text or 15 lines of code a minute, and 25 minutes for
+    """How long a lecture takes: 150 words of text or 18 lines of code a minute, and 25 minutes for
     an exercise.
 
     Args:
@@ -138,7 +138,7 @@ def reading_time(cells: Iterable[tuple[str, str]]) -> str:
         for wanted in ("markdown", "code")
     )
     reading = (
-        len(text.split()) / 150 + len([line for line in code.split("\n") if line.strip()]) / 15
+        len(text.split()) / 150 + len([line for line in code.split("\n") if line.strip()]) / 18
     )
     alone, whole = (
         15 * round(minutes / 15) for minutes in (reading, reading + 25 * code.count("Exercise("))

@@ -59,15 +59,14 @@ class LastBuilt:
         """Return a module's source with its own edits and with those of its lecture.
 
         Returns:
-            None if both have changed the same lines, or if it is not known what they were before.
+            None if both have changed the same lines. The module as it is if it is not known what
+            either of them was before.
         """
-        if self.has(path, built):
+        before = self._texts.get(path) or self._committed(path)
+        if before is None or self.has(path, built):
             return current
         if self.has(path, current):
             return built
-        before = self._texts.get(path) or self._committed(path)
-        if before is None:
-            return None
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("module", "before", "lecture")]
             for file, text in zip(files, (current, before, built), strict=True):
@@ -79,9 +78,16 @@ class LastBuilt:
                 return None
 
     def _committed(self, path: str) -> str | None:
-        """Return a module's text in the last commit; None without git, or if the commit does not
-        have the module."""
-        command = ["git", "-C", str(self._root), "show", f"HEAD:./{path}"]
+        """Return a module's text in the last commit; None without git, if the commit does not have
+        the module, or if neither the module nor a lecture has changed since: then a difference
+        between them was committed, too."""
+        text = self._git(["show", f"HEAD:./{path}"])
+        changed = self._git(["diff", "--name-only", "HEAD", "--", path, "notebooks"])
+        return text if changed else None
+
+    def _git(self, arguments: list[str]) -> str | None:
+        """Return the output of a command; None if it fails, or there is no git."""
+        command = ["git", "-C", str(self._root), *arguments]
         try:
             return subprocess.run(command, capture_output=True, check=True).stdout.decode()
         except (OSError, subprocess.CalledProcessError):

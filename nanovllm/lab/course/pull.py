@@ -85,19 +85,12 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
     for file, content in data.items():
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     notes += [f"{name}: changed cell {number}" for name, number in sorted(edits.changes)]
-    for path, text in polished.items():
+    for path, text in {**current, **polished}.items():
         if on_disk[path] != text:
             (root / path).write_text(text, encoding="utf-8")
-            what = (
-                "sorted and formatted"
-                if on_disk[path] == current[path]
-                else "has the lecture's edits, too"
-            )
+            is_merged = on_disk[path] != current[path]
+            what = "has the lecture's edits, too" if is_merged else "sorted and formatted"
             notes.append(f"{path}: {what}")
-    for path, text in current.items():
-        if path not in polished and on_disk[path] != text:
-            (root / path).write_text(text, encoding="utf-8")
-            notes.append(f"{path}: has the lecture's edits")
     LastBuilt(root).store({**current, **polished})
     return notes
 

@@ -48,7 +48,7 @@ def built(root: Path, *cells: str, module: str = "pool") -> str:
     """The text of the module that one lecture of these cells builds, below its docstring."""
     make_course(root, lecture=[TITLE, f"#| default_exp {module}\n{SUMMARY}", *cells])
     (item,) = build(root, read_lectures(root))
-    return item.text.partition('build`.\n"""\n')[2].lstrip("\n")
+    return item.text.partition('edit it there.\n"""\n')[2].lstrip("\n")
 
 
 def export(code: str) -> str:
@@ -437,8 +437,8 @@ def test_a_later_lecture_continues_a_module(tmp_path: Path, names: list[str]) ->
     (item,) = [
         item for item in build(tmp_path, read_lectures(tmp_path, names)) if item.name == "pool"
     ]
-    head, _, text = item.text.partition('build`.\n"""\n')
-    assert "Built by notebooks/11_paged.ipynb and 23: edit it there" in head
+    head, _, text = item.text.partition('edit it there.\n"""\n')
+    assert "Built by notebooks/11_paged.ipynb and 23:" in head
     assert text.lstrip("\n") == expected('''
         import math
 

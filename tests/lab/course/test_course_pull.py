@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 import textwrap
 from pathlib import Path
@@ -366,6 +367,15 @@ def test_edits_of_the_same_line_are_not_lost(
     complaint = capsys.readouterr().err
     assert "  nanovllm/pool.py\n" in complaint and "both changed the same lines" in complaint
     assert before == (course.notebook.read_bytes(), course.module.read_bytes())
+
+
+def test_an_edit_that_was_committed_before_the_pull_is_carried(course: Course) -> None:
+    course.edit("LIMIT = 3", "LIMIT = 5")
+    git = ["git", "-C", str(course.root), "-c", "user.name=a", "-c", "user.email=a@localhost"]
+    for arguments in (["init", "-q"], ["add", "nanovllm", "notebooks"], ["commit", "-qm", "Pool"]):
+        subprocess.run([*git, *arguments], check=True)
+    (course.root / "build/course_modules.json").unlink()
+    assert "LIMIT = 5" in course.changed_cells()[3]
 
 
 NAMES = st.sampled_from(["alpha", "beta", "gamma", "delta"])

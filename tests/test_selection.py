@@ -1,0 +1,93 @@
+"""What a run may leave out."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import selection
+from tests.house import ROOMS
+
+
+@pytest.fixture
+def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An own record, on a machine that is not CI's."""
+    path = tmp_path / "build" / "passed.json"
+    monkeypatch.setattr(selection, "RECORD", path)
+    monkeypatch.delenv("CI", raising=False)
+    return path
+
+
+def names(every: bool = False) -> list[str]:
+    return [path.name for path in selection.lectures(every)]
+
+
+def run(notebook: str, num_cells: int, failed: bool = False) -> None:
+    """Report a run of a lecture to the plugin, with its last cell failed or not."""
+    plugin = selection.PassedLectures()
+    for number in range(num_cells):
+        is_last = number == num_cells - 1
+        report: Any = SimpleNamespace(
+            nodeid=f"notebooks/{notebook}::Cell {number}",
+            when="call",
+            failed=failed and is_last,
+            skipped=False,
+        )
+        plugin.pytest_runtest_logreport(report)
+    plugin.pytest_sessionfinish(int(failed))
+
+
+def test_packages_above_a_package() -> None:
+    assert selection.packages_above(["cli"]) == ["cli"]
+    assert selection.packages_above(["data"]) == ROOMS
+    above = selection.packages_above(["scheduler"])
+    assert {"scheduler", "engine", "server", "cli"} <= set(above)
+    assert not {"data", "kv", "text", "ops"} & set(above)
+    assert "tests/engine" in selection.test_paths(["scheduler"])
+    assert "tests/ops" not in selection.test_paths(["scheduler"])
+    with pytest.raises(SystemExit, match="no package 'schedular'"):
+        selection.packages_above(["schedular"])
+
+
+def test_a_lecture_that_passed_is_left_out_until_something_changes(
+    record: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lecture = "21_process_groups.ipynb"
+    cells = selection._num_cells(selection.NOTEBOOKS / lecture)
+    assert lecture in names()
+    run(lecture, cells)
+    assert lecture not in names() and len(names()) == len(names(every=True)) - 1
+    assert lecture in names(every=True)
+    monkeypatch.setenv("CI", "true")
+    assert lecture in names()
+    monkeypatch.delenv("CI")
+    run(lecture, cells, failed=True)
+    assert lecture in names(), "it passed before, and has failed now"
+    run(lecture, cells - 1)
+    assert lecture in names(), "a cell did not run"
+    run(lecture, cells)
+    stored = json.loads(record.read_text())
+    record.write_text(json.dumps({**stored, lecture: "of another module"}))
+    assert lecture in names()
+
+
+def test_a_digest_covers_modules_and_what_they_load(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = selection.NOTEBOOKS / "24_expert_parallel.ipynb"
+    modules, scripts = selection._imported("import nanovllm\nfrom figures_parallel import arrow")
+    assert "engine.llm" in modules, "nanovllm/__init__.py names it in a string"
+    assert {path.name for path in scripts} >= {"figures_parallel.py"}
+    digest = selection.lecture_digest.__wrapped__
+    changed = tmp_path / "moe.py"
+    changed.write_text("# edited\n")
+    monkeypatch.setattr(selection, "ROOT", pathlib.Path("/"))
+    monkeypatch.setattr(selection, "ENVIRONMENT", ())
+    before = digest(notebook)
+    assert before == digest(notebook)
+    monkeypatch.setitem(selection.FILES, "distributed.expert_parallel", changed)
+    assert digest(notebook) != before
