@@ -44,7 +44,8 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
     low = max(math.floor(pair_that_turns(scaling.get("beta_fast") or 32)), 0)
     high = min(math.ceil(pair_that_turns(scaling.get("beta_slow") or 1)), dim - 1)
     slow = ((torch.arange(dim // 2, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies * (1 - slow) + frequencies / scaling["factor"] * slow
+    factor: float = scaling["factor"]
+    return frequencies * (1 - slow) + frequencies / factor * slow
 
 
 def yarn_mscale(factor: float, weight: float) -> float:

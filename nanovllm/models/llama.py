@@ -7,7 +7,7 @@ Built by notebooks/10_first_tokens.ipynb and 23: edit it there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
@@ -42,14 +42,17 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     )
     frequencies: Tensor = 1.0 / config.rope_theta**exponents
     scaling: dict[str, Any] = config.rope_scaling
+    factor: float = scaling.get("factor", 1.0)
     if scaling["rope_type"] == "linear":
-        return frequencies / scaling["factor"]
+        return frequencies / factor
     if scaling["rope_type"] == "llama3":
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, as it is; 0: slow, divided
-        return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
+        length: int = scaling["original_max_position_embeddings"]
+        turns = length * frequencies / (2 * math.pi)
+        # 1: fast, as it is; 0: slow, divided
+        keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / factor
     return frequencies
 
 
@@ -157,6 +160,7 @@ class LlamaModel(nn.Module):
         aux_hidden_states: see `collect_hidden_states`.
     """
 
+    __call__: Callable[..., Tensor]
     fused: Sequence[Any] = ()
     aux_hidden_state_layers: tuple[int, ...] = ()
 

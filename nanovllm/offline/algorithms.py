@@ -130,7 +130,8 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """
     damped = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
 
 
 def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ def clip_outliers(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
     output then errs least: at one of ten limits, from the largest absolute value down to just above
     half of it. What the cut numbers lose, all others gain by finer steps."""
     size = form.group_size or weight.shape[1]
-    grouped = weight.unflatten(1, (-1, size))
+    grouped: Tensor = weight.unflatten(1, (-1, size))
     own = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, len(hessian), size)])
     largest = grouped.abs().amax(-1, keepdim=True)
     best = grouped
