@@ -16,7 +16,7 @@ from nanovllm.distributed.pipeline_parallel import Elsewhere
 from nanovllm.models.llama import DecoderLayer
 from nanovllm.ops.native import call, kernel_of
 
-# : What the C++ code computes. A layer with a module of another file, such as a lecture or a model
+#: What the C++ code computes. A layer with a module of another file, such as a lecture or a model
 # with experts, runs as it is.
 FILES = (
     "models.llama",
@@ -26,7 +26,7 @@ FILES = (
     "layers.quantization",
 )
 MODULES = {f"nanovllm.{name}" for name in FILES}
-# : A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
+#: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
 # norms of queries and keys.
 NORMS = ["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"]
 MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
