@@ -25,7 +25,7 @@ class PlannedPart:
     Attributes:
         title: its name in the report.
         function: module of this package and function, which is imported when the part begins.
-        seconds: after so many it is killed.
+        seconds: the time limit, after which it is killed.
         arguments: of the function.
     """
 
