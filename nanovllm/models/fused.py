@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.quantization import QuantizedWeight
     from nanovllm.models.eagle import EagleModel
 
-# : What the C++ code computes. A layer with a module of another file, such as a lecture or a model
+#: What the C++ code computes. A layer with a module of another file, such as a lecture or a model
 # with experts, runs as it is.
 FILES = (
     "models.llama",
@@ -30,7 +30,7 @@ FILES = (
     "layers.quantization.weight",
 )
 MODULES = {f"nanovllm.{name}" for name in FILES}
-# : A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
+#: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
 # norms of queries and keys.
 NORMS = ["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"]
 MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
