@@ -69,7 +69,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         41,
         [
             "checkpoint/quantization.py",
-            "layers/quantization.py",
+            "layers/quantization/*",
             "ops/*quantized*",
             "offline/algorithms.py",
             "offline/command.py",

@@ -1,6 +1,6 @@
-"""Replaces the matrices of a model by quantized ones, and says where a checkpoint's tensors go.
+"""Replaces the matrices of a model by quantized ones, and finds places for a checkpoint's tensors.
 
-weight        one quantized matrix, in the place of a layer's weight
+weight        one quantized matrix, in place of a layer's weight
 storage       what the formats of checkpoints have in common
 awq, gptq, compressed_tensors
               the tensors of each format
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["W8A8", "W8A16", "QuantizedWeight", "Scheme", "quantize_layers"]
 
-# The classes that read a method's checkpoints; the tensors of a layer say which of them reads it.
+# The classes that read a method's checkpoints: the first whose marker is stored reads a layer.
 FORMATS: dict[str, tuple[type[StoredMatrix], ...]] = {
     "awq": (AWQMatrix,),
     "gptq": (GPTQMatrix,),
@@ -131,7 +131,7 @@ def _scheme(
 
 
 def _online_scheme(method: str, inputs: int) -> Scheme:
-    """How a matrix with so many inputs is quantized while it is loaded."""
+    """How a matrix is quantized while it is loaded."""
     if method == "w8a8":
         return W8A8
     group_size = next((size for size in GROUP_SIZES if inputs % size == 0), 0)

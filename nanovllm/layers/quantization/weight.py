@@ -1,4 +1,4 @@
-"""One quantized matrix of a layer: integers and scales in the place of a weight.
+"""One quantized matrix of a layer: integers and scales instead of a weight.
 
 Layers do not know of it: they hand their weight to `ops.linear`, and slice it where a rank keeps a
 part of it."""
