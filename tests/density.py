@@ -26,7 +26,8 @@ MANY_POSITIONS = 6
 MANY_RESULTS = 4
 
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
-# `lab`.
+# `lab`. The stored count of statements was raised once, from 17,968, by issue 33: base classes,
+# records with names, and a module per format of quantized checkpoints are more statements.
 BOUNDS = {
     "Any, engine": 120,
     "calls with a splatted tuple or six positions": 10,
