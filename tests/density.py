@@ -26,7 +26,8 @@ MANY_POSITIONS = 6
 MANY_RESULTS = 4
 
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
-# `lab`.
+# `lab`. The stored count of statements was raised once, from 17,968, by issue 33: base classes,
+# records with names, and a module per format of quantized checkpoints are more statements.
 BOUNDS = {
     "Any, engine": 120,
     "calls with a splatted tuple or six positions": 10,
@@ -137,7 +138,9 @@ def _kind_of(node: ast.AST) -> str | None:
         case ast.IfExp() if any(isinstance(part, ast.IfExp) for part in ast.iter_child_nodes(node)):
             return "nested conditional expressions"
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            return _kind_of_function(node)
+            # To split a kernel of Triton's would change the code that is compiled.
+            is_kernel = any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+            return None if is_kernel else _kind_of_function(node)
         case _:
             return None
 

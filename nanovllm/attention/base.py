@@ -7,11 +7,12 @@ Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -58,14 +59,29 @@ class Rotary(NamedTuple):
     cos_sin: Tensor
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """Writes new keys and values into the cache of one layer and attends over it.
 
-    A backend with `fuses_rotary = True` takes a further argument `rotary`, a `Rotary` or None, and
-    rotates q and k while it writes. For all other backends, `attend` rotates them first."""
+    Attributes:
+        name: of the backend, for messages.
+        fuses_rotary: `forward` takes a further argument `rotary`, a `Rotary` or None, and rotates q
+            and k while it writes. For all other backends, `attend` rotates them first.
+        supports_graphs: a CUDA graph may record decode steps, since `forward` reads no length on
+            the host (lecture 40).
+        compiles_kernels: kernels are compiled on first use, in the variants that `step_kinds`
+            lists.
+        kv_dtype: of a quantized cache (lecture 41); None for the model's dtype.
+        scale_bytes: added to each row of a quantized cache.
+    """
 
     name: str
+    fuses_rotary = False
+    supports_graphs = False
+    compiles_kernels = False
+    kv_dtype: torch.dtype | None = None
+    scale_bytes = 0
 
+    @abstractmethod
     def forward(
         self,
         q: Tensor,
@@ -94,6 +110,26 @@ class AttentionBackend(Protocol):
             `[num_tokens, num_heads, head_dim]`, in q's dtype.
         """
 
+    def step_kinds(
+        self, num_heads: int, kv_cache: Tensor, max_num_seqs: int, max_num_tokens: int
+    ) -> list[tuple[int, int, int]]:
+        """List steps that together make a backend compile every kernel that a step of up to
+        `max_num_seqs` sequences and `max_num_tokens` tokens can need.
+
+        Args:
+            kv_cache: of any layer.
+
+        Returns:
+            Number of sequences, `max_query_len` and `max_seq_len` of each kind.
+        """
+        return []
+
+    def compiled_functions(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Addresses of the C++ functions that write to the cache and attend, for layers that run in
+        one call (models/fused.py): 0 for those of an unquantized cache; None if the backend does
+        not run in C++, or not with activations of this dtype."""
+        return None
+
 
 def kv_cache_shape(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int
@@ -102,6 +138,13 @@ def kv_cache_shape(
     piece. Within a block, each head's rows are contiguous, so that a kernel that serves one head
     reads them in one stream."""
     return (num_blocks, 2, num_kv_heads, block_size, head_dim)
+
+
+class SavesLayers(Protocol):
+    """Receives each layer's cache after its attention."""
+
+    def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
+        """Save what this step has written to a layer's cache, or do nothing."""
 
 
 @dataclass
@@ -117,7 +160,7 @@ class ForwardContext:
     backend: AttentionBackend
     kv_caches: list[Tensor] | dict[int, Tensor]
     metadata: AttentionMetadata
-    connector: Any = None
+    connector: SavesLayers | None = None
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
@@ -151,6 +194,13 @@ def get_forward_context() -> ForwardContext:
     return context
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Arguments of `AttentionBackend.forward` that not every model passes."""
+
+    sliding_window: int
+    soft_cap: float
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -158,19 +208,22 @@ def attend(
     layer: int,
     scale: float,
     rotary: Rotary | None = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Attention as a model calls it: the model names its layer, and the forward context supplies
     cache and metadata. Shapes and options as in `AttentionBackend.forward`. With `rotary`, q and k
     are not rotated yet, and may be overwritten. A connector may save the layer then."""
     context = get_forward_context()
-    if getattr(context.backend, "fuses_rotary", False):
-        options["rotary"] = rotary
-    elif rotary is not None:
-        q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
+    backend = context.backend
     kv_cache = context.kv_caches[layer]
+    if rotary is not None and not backend.fuses_rotary:
+        q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
+    # An argument of backends with `fuses_rotary` alone.
+    fused: dict[str, Any] = {"rotary": rotary} if backend.fuses_rotary else {}
     connector = context.connector
-    out = context.backend.forward(q, k, v, kv_cache, context.metadata, scale, **options)
+    out = backend.forward(
+        q, k, v, kv_cache, metadata=context.metadata, scale=scale, **options, **fused
+    )
     if connector is not None:
         connector.save_kv_layer(layer, kv_cache)
     return out
@@ -215,7 +268,10 @@ def get_backend(
                 obstacle,
             )
         name = "triton" if obstacle is None else "torch"
-    return load(f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}")()
+    kind: type[AttentionBackend] = load(
+        f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}"
+    )
+    return kind()
 
 
 def backend_name(backend: AttentionBackend, given: str = "auto") -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.ops.attention import attend_dense
 
 
@@ -160,7 +160,8 @@ def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
 def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
     """The same result from expanded keys and values: torch's fused attention, some heads at a time,
     so that neither the scores nor the keys and values of all heads exist at once."""
-    (query_len, num_heads, _), seq_len = q.shape, len(rows)
+    query_len, num_heads, _ = q.shape
+    seq_len = len(rows)
     shape = LatentShape.of(q, rows, up)
     at_once = max(1, EXPANDED_AT_ONCE // (seq_len * (shape.nope + shape.rope + shape.v)))
     mask = None if query_len == seq_len else _lower_right(query_len, seq_len, q.device)
@@ -233,7 +234,7 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
     return groups
 
 
-class TorchLatentBackend:
+class TorchLatentBackend(AttentionBackend):
     """Attends prompts and chunks one sequence at a time, in whichever way takes fewer operations,
     and decodes of similar length in two batched products."""
 
@@ -242,7 +243,8 @@ class TorchLatentBackend:
     # whether `decode` reads no length on the host, and takes short pieces of prompts, too
     decodes_pieces = False
 
-    def forward(
+    # A latent and its matrix take the places of keys and values; there is no window and no cap.
+    def forward(  # type: ignore[override]
         self,
         q: Tensor,
         latent: Tensor,
@@ -268,16 +270,31 @@ class TorchLatentBackend:
         """
         self.write(latent, kv_cache, metadata.slot_mapping)
         shape = LatentShape.of(q, latent, up)
-        if (
-            self.decodes_pieces and metadata.max_query_len == 1
-        ):  # no length is read, so that a CUDA graph can record it
-            where = metadata.block_tables, metadata.seq_lens
-            q = absorb(q, up, shape.rope)
-            return unabsorb(
-                self.decode(q, kv_cache, *where, shape.rank, scale, metadata.query_start_loc),
-                up,
-                shape.v,
+        if self.decodes_pieces and metadata.max_query_len == 1:
+            # No length is read, so that a CUDA graph can record it.
+            averages = self.decode(
+                absorb(q, up, shape.rope),
+                kv_cache,
+                block_tables=metadata.block_tables,
+                seq_lens=metadata.seq_lens,
+                rank=shape.rank,
+                scale=scale,
+                query_start_loc=metadata.query_start_loc,
             )
+            return unabsorb(averages, up, shape.v)
+        return self._attend_each(q, up, kv_cache, metadata, shape=shape, scale=scale)
+
+    def _attend_each(
+        self,
+        q: Tensor,
+        up: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        shape: LatentShape,
+        scale: float,
+    ) -> Tensor:
+        """Attend for one sequence after another, and for all decodes together."""
         seq_lens = metadata.seq_lens.tolist()
         out = q.new_zeros(len(q), shape.num_heads, shape.v)
         tokens: list[tuple[int, int, int]] = []  # row of q, sequence, and length up to itself
@@ -293,9 +310,13 @@ class TorchLatentBackend:
                 tokens += [(first + i, s, seq_lens[s] - count + 1 + i) for i in range(count)]
         if tokens:
             row, seq, length = torch.tensor(tokens, dtype=torch.int32).to(q.device).unbind(1)
-            where = metadata.block_tables[seq], length.contiguous()
             averages = self.decode(
-                absorb(q[row], up, shape.rope), kv_cache, *where, shape.rank, scale
+                absorb(q[row], up, shape.rope),
+                kv_cache,
+                block_tables=metadata.block_tables[seq],
+                seq_lens=length.contiguous(),
+                rank=shape.rank,
+                scale=scale,
             )
             out[row] = unabsorb(averages, up, shape.v)
         return out
@@ -316,6 +337,6 @@ class TorchLatentBackend:
         out = q.new_empty(*q.shape[:2], rank)
         for group in alike(seq_lens.tolist(), GATHERED_AT_ONCE // kv_cache.shape[2]):
             out[group] = decode_absorbed(
-                q[group], kv_cache, block_tables[group], seq_lens[group], rank, scale
+                q[group], kv_cache, block_tables[group], seq_lens[group], rank=rank, scale=scale
             )
         return out

@@ -151,9 +151,8 @@ def choose_latent_splits(num_queries: int, num_heads: int, tiles: Tiles, hardwar
     of 16 heads is as large as 28 rows of the cache, and is written and read."""
     programs = num_queries * triton.cdiv(num_heads, tiles.rows)
     at_once = 1 if tiles.rows >= 64 else 2
-    return min(
-        triton.next_power_of_2(at_once * hardware.num_processors // programs + 1), MAX_SPLITS
-    )
+    splits: int = triton.next_power_of_2(at_once * hardware.num_processors // programs + 1)
+    return min(splits, MAX_SPLITS)
 
 
 class TritonLatentBackend(TorchLatentBackend):
@@ -165,7 +164,9 @@ class TritonLatentBackend(TorchLatentBackend):
     """
 
     name = "triton"
-    supports_graphs = decodes_pieces = True
+    supports_graphs = True
+    compiles_kernels = True
+    decodes_pieces = True
 
     def __init__(self, hardware: Hardware | None = None) -> None:
         self.hardware = hardware
@@ -210,7 +211,8 @@ class TritonLatentBackend(TorchLatentBackend):
         Returns:
             `[num_queries, num_heads, rank]`.
         """
-        (num_queries, num_heads, width), q = q.shape, q.contiguous()
+        num_queries, num_heads, width = q.shape
+        q = q.contiguous()
         hardware = self.hardware or Hardware.of(q.device)
         tiles = choose_latent_tiles(num_heads, width, q.dtype, hardware)
         splits = choose_latent_splits(num_queries, num_heads, tiles, hardware)
@@ -235,8 +237,8 @@ class TritonLatentBackend(TorchLatentBackend):
             latent_attention_kernel,
             arguments,
             out,
-            triton.cdiv(num_heads, tiles.rows),
-            tiles,
-            splits,
+            num_groups=triton.cdiv(num_heads, tiles.rows),
+            tiles=tiles,
+            splits=splits,
         )
         return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -18,6 +18,10 @@ from nanovllm.attention.torch import TorchBackend
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.ops import quantized_cache
+
+if TYPE_CHECKING:
+    from nanovllm.attention.triton import TritonBackend
+    from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -32,14 +36,19 @@ class QuantizedBackend(TorchBackend):
         self.name = f"{backend.name}, quantized"
         self.kv_dtype = kv_dtype
         self.operators = quantized_cache
+        self._compiled: dict[torch.dtype, tuple[int, int]] = {}
         if backend.name == "cpu":
             with contextlib.suppress(MissingPartError):
                 load("nanovllm.ops.native:is_available", "compiled operators")
                 self.operators = importlib.import_module("nanovllm.ops.native_quantized_cache")
-                self.compiled = self.operators.compiled(kv_dtype)
+                self._compiled = self.operators.compiled(kv_dtype)
+
+    def compiled_functions(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        """See the base class."""
+        return self._compiled.get(dtype)
 
 
-def create(backend: Any, config: EngineConfig, latent: bool) -> AttentionBackend:
+def create(backend: AttentionBackend, config: EngineConfig, latent: bool) -> AttentionBackend:
     """The backend that computes what `backend` does over a cache in 8 bits.
 
     Args:
@@ -56,7 +65,8 @@ def create(backend: Any, config: EngineConfig, latent: bool) -> AttentionBackend
         )
     kv_dtype = FORMATS[config.kv_cache_dtype.partition("_")[0]]
     if backend.name == "triton":
-        return load("nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton")(
-            backend, kv_dtype
+        kind: type[QuantizedTritonBackend] = load(
+            "nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton"
         )
+        return kind(cast("TritonBackend", backend), kv_dtype)
     return QuantizedBackend(backend, kv_dtype)

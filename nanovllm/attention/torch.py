@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.ops import reference
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Writes, then attends, with the operators of a module; see `AttentionBackend` for shapes."""
 
     name = "torch"
@@ -35,8 +36,17 @@ class TorchBackend:
         """First every token is written, then every token reads. So a sequence may share a page that
         another sequence fills in this very step."""
         self.operators.write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
-        batch = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
-        return self.operators.paged_attention(q, kv_cache, *batch, scale, sliding_window, soft_cap)
+        out: Tensor = self.operators.paged_attention(
+            q,
+            kv_cache,
+            block_tables=metadata.block_tables,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
+        return out
 
 
 class CpuBackend(TorchBackend):
@@ -46,3 +56,7 @@ class CpuBackend(TorchBackend):
 
     name = "cpu"
     operators = ops
+
+    def compiled_functions(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        """See the base class."""
+        return 0, 0

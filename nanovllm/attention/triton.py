@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from nanovllm.attention.base import AttentionMetadata, Rotary
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Rotary
 from nanovllm.attention.triton_kernels import (
     combine_kernel,
     decode_attention_kernel,
@@ -105,7 +106,8 @@ def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
     last round, which is not full, matters little; at most MAX_SPLITS. Depends on nothing that
     changes while a CUDA graph is replayed."""
     wanted = -(-16 * hardware.num_processors // (num_seqs * num_kv_heads))
-    return min(triton.next_power_of_2(wanted), MAX_SPLITS)
+    splits: int = triton.next_power_of_2(wanted)
+    return min(splits, MAX_SPLITS)
 
 
 class Tiles(NamedTuple):
@@ -149,17 +151,17 @@ def choose_tiles(
     and gfx942; `nanovllm kernels` shows it."""
     channels = triton.next_power_of_2(head_dim)
     amd = hardware.warp_size == 64
-    if (
-        dtype == torch.float32
-    ):  # there is no exact matrix instruction: everything goes through registers
-        return (
-            Tiles(16, 64, 4, 3)
-            if channels <= 64
-            else Tiles(16, 16, 4, 3)
-            if amd
-            else Tiles(16, 32, 8, 3)
-        )
-    rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
+    if dtype == torch.float32:
+        # There is no exact matrix instruction: everything goes through registers.
+        if channels <= 64:
+            return Tiles(16, 64, 4, 3)
+        return Tiles(16, 16, 4, 3) if amd else Tiles(16, 32, 8, 3)
+    if max_rows <= 16:
+        rows = 16
+    elif max_rows <= 64 or channels > 128:
+        rows = 64
+    else:
+        rows = 128
     if amd:
         return Tiles(rows, max(32, 4096 // channels), 4, 2)
     if (
@@ -187,28 +189,28 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     hardware: Hardware | None = None,
-    widen: Any = None,
+    widen: JITFunction[Any] | None = None,
 ) -> Tensor:
     """Attention over keys and values that are in the cache already; see `AttentionBackend.forward`.
+    `widen` makes keys and values of a quantized cache (attention/triton_quantized.py).
 
     Reads no length from the device: launches depend on the numbers of tokens and sequences, and on
     `max_query_len` and `max_seq_len` of the metadata, which are known on the host."""
     hardware = hardware or Hardware.of(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    (num_tokens, num_heads, head_dim), num_seqs, num_kv_heads = (
-        q.shape,
-        len(metadata.seq_lens),
-        kv_cache.shape[2],
-    )
+    num_heads, head_dim = q.shape[1:]
+    num_seqs = len(metadata.seq_lens)
+    num_kv_heads = kv_cache.shape[2]
     group = num_heads // num_kv_heads
+    # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
     arguments = {
         "q_ptr": q,
         "cache_ptr": kv_cache,
         "table_ptr": metadata.block_tables,
         "seq_len_ptr": metadata.seq_lens,
         "query_start_ptr": metadata.query_start_loc,
-        "score_scale": scale * LOG2_E,
-        "cap_scale": 0.0,
+        "score_scale": (soft_cap or scale) * LOG2_E,
+        "cap_scale": 2 * LOG2_E * scale / soft_cap if soft_cap else 0.0,
         "window": sliding_window,
         "q_stride": q.stride(0),
         "table_stride": metadata.block_tables.stride(0),
@@ -223,8 +225,6 @@ def paged_attention(
         "CAPPED": soft_cap > 0,
         "WIDEN": widen,
     }
-    if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
-        arguments |= {"score_scale": soft_cap * LOG2_E, "cap_scale": 2 * LOG2_E * scale / soft_cap}
     # In a mixed batch, too, several programs share a decode over a long context.
     split_decodes = metadata.max_query_len == 1 or (
         num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT
@@ -233,36 +233,55 @@ def paged_attention(
         tiles = choose_tiles(group, head_dim, q.dtype, hardware)
         tiles = tiles._replace(rows=max(tiles.rows, triton.next_power_of_2(group)))
         splits = choose_splits(num_seqs, num_kv_heads, hardware)
-        attend_decodes(decode_attention_kernel, arguments, out, num_kv_heads, tiles, splits)
+        attend_decodes(
+            decode_attention_kernel,
+            arguments,
+            out,
+            num_groups=num_kv_heads,
+            tiles=tiles,
+            splits=splits,
+        )
     if metadata.max_query_len > 1:
-        tiles = choose_tiles(
-            metadata.max_query_len * group,
-            head_dim,
-            q.dtype,
-            hardware,
-            0 if widen else num_kv_heads,
-        )
-        rows = max(tiles.rows, triton.next_power_of_2(group))
-        # A quantized tile needs registers in which it is widened.
-        tile_tokens = rows // group
-        keys = min(tiles.keys, 128 if widen is None else 64)
-        mixed_attention_kernel[(num_tokens // tile_tokens + num_seqs, num_kv_heads)](
-            **arguments,
-            out_ptr=out,
-            num_seqs=num_seqs,
-            TILE_ROWS=rows,
-            TILE_TOKENS=tile_tokens,
-            TILE_KEYS=keys,
-            SKIP_DECODES=split_decodes,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **FUSED,
-        )
+        rows = metadata.max_query_len * group
+        heads = 0 if widen else num_kv_heads
+        tiles = choose_tiles(rows, head_dim, q.dtype, hardware, heads)
+        _attend_mixed(arguments, out, num_kv_heads, tiles, skip_decodes=split_decodes)
     return out
 
 
+def _attend_mixed(
+    arguments: dict[str, Any], out: Tensor, num_kv_heads: int, tiles: Tiles, *, skip_decodes: bool
+) -> None:
+    """Attend for a mixed batch, or for its sequences with several new tokens."""
+    num_seqs = len(arguments["seq_len_ptr"])
+    num_tokens = len(out)
+    group = arguments["GROUP"]
+    rows = max(tiles.rows, triton.next_power_of_2(group))
+    tile_tokens = rows // group
+    # A quantized tile needs registers in which it is widened.
+    keys = min(tiles.keys, 128 if arguments["WIDEN"] is None else 64)
+    mixed_attention_kernel[(num_tokens // tile_tokens + num_seqs, num_kv_heads)](
+        **arguments,
+        out_ptr=out,
+        num_seqs=num_seqs,
+        TILE_ROWS=rows,
+        TILE_TOKENS=tile_tokens,
+        TILE_KEYS=keys,
+        SKIP_DECODES=skip_decodes,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **FUSED,
+    )
+
+
 def attend_decodes(
-    kernel: Any, arguments: dict[str, Any], out: Tensor, num_groups: int, tiles: Tiles, splits: int
+    kernel: JITFunction[Any],
+    arguments: dict[str, Any],
+    out: Tensor,
+    *,
+    num_groups: int,
+    tiles: Tiles,
+    splits: int,
 ) -> None:
     """Attend for the sequences with one new token.
 
@@ -305,7 +324,7 @@ def attend_decodes(
         )
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Reads the pages in place, on the GPU; see `AttentionBackend` for shapes.
 
     Args:
@@ -315,6 +334,7 @@ class TritonBackend:
     name = "triton"
     fuses_rotary = True
     supports_graphs = True
+    compiles_kernels = True
 
     def __init__(self, hardware: Hardware | None = None) -> None:
         self.hardware = hardware
@@ -361,7 +381,13 @@ class TritonBackend:
         rotary: Rotary | None = None,
     ) -> Tensor:
         """See `AttentionBackend.forward`; with `rotary`, q and k are rotated while k is written."""
-        write_kv_cache(q, k, v, kv_cache, metadata.slot_mapping, rotary)
+        write_kv_cache(q, k, v, kv_cache, metadata.slot_mapping, rotary=rotary)
         return paged_attention(
-            q, kv_cache, metadata, scale, sliding_window, soft_cap, self.hardware
+            q,
+            kv_cache,
+            metadata,
+            scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            hardware=self.hardware,
         )

@@ -152,5 +152,13 @@ class QuantizedTritonBackend(TritonBackend):
     ) -> Tensor:
         """See `AttentionBackend.forward`."""
         write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
-        options = scale, sliding_window, soft_cap, self.hardware, widen
-        return paged_attention(q, as_bytes(kv_cache), metadata, *options)
+        return paged_attention(
+            q,
+            as_bytes(kv_cache),
+            metadata,
+            scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            hardware=self.hardware,
+            widen=widen,
+        )

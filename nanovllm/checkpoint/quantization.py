@@ -2,7 +2,7 @@
 is read.
 
 Which layers are quantized, with how many bits and in which groups, is what the tensors' names and
-shapes say (layers/quantization.py)."""
+shapes say (layers/quantization)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Built by notebooks/23_pipeline_parallel.ipynb: edit it there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, cast
 
 from torch import nn
 
@@ -44,9 +44,12 @@ class Elsewhere(nn.Module):
     their names of the checkpoint (layer 17 is `layers.17` on every stage)."""
 
 
-def if_here(here: bool, build: Callable[..., nn.Module], *arguments: Any) -> Any:
+M = TypeVar("M", bound=nn.Module)
+
+
+def if_here(here: bool, build: Callable[..., M], *arguments: object) -> M:
     """The module `build(*arguments)`, or a placeholder if another stage has it."""
-    return build(*arguments) if here else Elsewhere()
+    return build(*arguments) if here else cast(M, Elsewhere())
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:

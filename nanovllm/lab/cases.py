@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, Rotary, kv_cache_shape
 
-# : Largest relative error of a row, ‖out - expected‖ / ‖expected‖. A 16-bit kernel rounds its
+#: Largest relative error of a row, ‖out - expected‖ / ‖expected‖. A 16-bit kernel rounds its
 # weights and its output.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 # Scores that the oracle holds at once.

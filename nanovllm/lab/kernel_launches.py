@@ -108,7 +108,7 @@ def launch_attention(case: Case, target: Target) -> None:
     with torch.device("meta"):
         # Over 2^31 bytes, as on a real GPU: on AMD, Triton addresses smaller tensors differently.
         num_blocks = 2**32 // (NUM_KV_HEADS * case.block_size * case.head_dim)
-        width = case.head_dim + getattr(backend, "scale_bytes", 0)
+        width = case.head_dim + backend.scale_bytes
         shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, case.block_size, width)
         kv_cache = torch.empty(shape, dtype=case.kv_dtype or dtype)
         cos_sin = torch.empty(131072, case.head_dim, dtype=torch.float32)

@@ -6,7 +6,7 @@ Built by notebooks/10_first_tokens.ipynb: edit it there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,34 @@ from torch import Tensor, nn
 from nanovllm import ops
 
 
-class Layer(nn.Module):
+class Packable(nn.Module):
+    """A module with matrices that this machine may multiply faster if they are rearranged.
+
+    Attributes:
+        packable: they may be rearranged, since nothing but a product uses them.
+    """
+
+    packable = True
+    __call__: Callable[..., Tensor]
+
+    def pack(self) -> None:
+        """Rearrange the matrices; see `ops.pack_weight`."""
+        raise NotImplementedError
+
+
+class Layer(Packable):
     """A layer with weights of its own: mostly one, and perhaps a bias."""
 
     parts: tuple[
         str, ...
     ] = ()  # names of the checkpoint's layers whose matrices are stacked in this one
     weight: nn.Parameter
-    packable = False  # whether the weight may be rearranged, since nothing but a product uses it
+    packable = False
+
+    @property
+    def matrices(self) -> Packable:
+        """The module that has the layer's matrices: itself, or the experts of a mixture."""
+        return self
 
     def place(self, kind: str, part: int = 0) -> Place:
         """Where a tensor of the checkpoint belongs.

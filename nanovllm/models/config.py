@@ -152,12 +152,8 @@ class ModelConfig:
         latent = traits.get("latent", False)
         same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
         same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
-        optional = [
-            "rms_norm_eps",
-            "tie_word_embeddings",
-            "mlp_bias",
-            *(["q_lora_rank"] if latent else []),
-        ]
+        optional = ["rms_norm_eps", "tie_word_embeddings", "mlp_bias"]
+        optional += ["q_lora_rank"] if latent else []
         config = cls(
             architecture=architecture,
             num_layers=num_layers,
@@ -181,9 +177,7 @@ class ModelConfig:
             if "moe" in traits
             else None,
             rope_interleave=latent and raw.get("rope_interleave", True),
-            eos_token_ids=list(
-                dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))
-            ),
+            eos_token_ids=_eos_token_ids(raw, generation),
             generation_defaults=_sampling_defaults(generation),
             quantization=load(QUANTIZATION, "quantization").from_dict(raw)
             if raw.get("quantization_config")
@@ -278,6 +272,11 @@ def _windows(raw: dict[str, Any], architecture: str) -> list[int]:
         return [0 if layer % 2 else window for layer in range(num_layers)]
     first = raw.get("max_window_layers", 0) if "max_window_layers" in keys else 0
     return [window if layer >= first else 0 for layer in range(num_layers)]
+
+
+def _eos_token_ids(raw: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    """The tokens that end an output, of both files, each once."""
+    return list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", [])))
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:

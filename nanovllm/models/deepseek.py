@@ -33,7 +33,7 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
     factor is interpolated linearly by number."""
     scaling = config.rope_scaling
     dim = config.head_dim
-    frequencies = config.rope_theta ** -(
+    frequencies: Tensor = config.rope_theta ** -(
         torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     )
 
@@ -44,7 +44,8 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
     low = max(math.floor(pair_that_turns(scaling.get("beta_fast") or 32)), 0)
     high = min(math.ceil(pair_that_turns(scaling.get("beta_slow") or 1)), dim - 1)
     slow = ((torch.arange(dim // 2, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies * (1 - slow) + frequencies / scaling["factor"] * slow
+    factor: float = scaling["factor"]
+    return frequencies * (1 - slow) + frequencies / factor * slow
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
@@ -117,7 +118,8 @@ class LatentAttention(nn.Module):
         q_rope = self._in_halves(q[:, :, self.nope :])
         k_rope = self._in_halves(latent[:, None, self.rank :])
         q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
-        q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
+        q[:, :, self.nope :] = q_rope
+        latent[:, self.rank :] = k_rope[:, 0]
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
         up = self.kv_b_proj.weight.view(-1, self.head_rows, self.rank)
         return self.o_proj(attend(q, latent, up, self.layer, self.scale).flatten(1))
@@ -125,11 +127,10 @@ class LatentAttention(nn.Module):
     def _in_halves(self, x: Tensor) -> Tensor:
         """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope`
         expects. q·k does not change, since both are put in the same order."""
-        return (
-            x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-            if self.interleaved
-            else x.contiguous()
-        )
+        if not self.interleaved:
+            return x.contiguous()
+        pairs: Tensor = x.unflatten(-1, (-1, 2))
+        return pairs.transpose(-1, -2).flatten(-2)
 
 
 class DeepseekDecoderLayer(MoEDecoderLayer):

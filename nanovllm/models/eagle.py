@@ -11,9 +11,10 @@ next ones, and leaves the rest to the target's output head."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,10 @@ from nanovllm.layers.tensor_parallel import (
 )
 from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
-from nanovllm.models.loader import load_weights
-from nanovllm.ops.device import weight_memory
+from nanovllm.models.loader import allocate_weights, load_weights
+
+if TYPE_CHECKING:
+    from nanovllm.models.fused import FusedLayers
 
 # What config.json calls a head with the layer of this architecture. Some files name the target's
 # architecture.
@@ -145,12 +148,16 @@ class EagleConfig:
         vocab_size = (
             fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
         )
-        norm_first = fields.get("norm_before_residual", False)
-        embedding, head, bias = (
-            name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias")
+        return cls(
+            layer=layer,
+            draft_vocab_size=vocab_size,
+            aux_layers=aux_layers,
+            norm_before_residual=fields.get("norm_before_residual", False),
+            has_embedding="embed_tokens.weight" in tensors,
+            # The target's head would score other tokens.
+            has_head="lm_head.weight" in tensors or vocab_size != layer.vocab_size,
+            fc_bias="fc.bias" in tensors,
         )
-        head = head or vocab_size != layer.vocab_size  # the target's would score other tokens
-        return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
 
 
 class EagleAttention(SelfAttention):
@@ -159,8 +166,13 @@ class EagleAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
-        sizes = config.head_dim, config.num_heads, config.num_kv_heads
-        self.qkv_proj = QKVParallelLinear(2 * config.hidden_size, *sizes, config.qkv_bias)
+        self.qkv_proj = QKVParallelLinear(
+            2 * config.hidden_size,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            bias=config.qkv_bias,
+        )
 
 
 class EagleLayer(nn.Module):
@@ -169,13 +181,14 @@ class EagleLayer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         layer = config.layer
-        size = (config.layer.hidden_size, config.layer.rms_norm_eps)
+        hidden = layer.hidden_size
+        eps = layer.rms_norm_eps
         if config.aux_layers:
-            self.input_layernorm = RMSNorm(*size)
-            self.hidden_norm = RMSNorm(*size)
+            self.input_layernorm = RMSNorm(hidden, eps)
+            self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = EagleAttention(layer) if config.aux_layers else SelfAttention(layer, 0)
-        self.post_attention_layernorm = RMSNorm(*size)
-        self.mlp = MLP(layer.hidden_size, layer.intermediate_size, layer.mlp_bias)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = MLP(hidden, layer.intermediate_size, layer.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward`, for inputs that are normalised already."""
@@ -198,7 +211,7 @@ class EagleModel(nn.Module):
         fused: what runs in the place of the layer, where a CPU can (models/fused.py).
     """
 
-    fused: Any = None
+    fused: FusedLayers | None = None
     pack_weights: Any = LlamaForCausalLM.pack_weights
     draft_to_target: Tensor
     cos_sin: Tensor
@@ -214,8 +227,8 @@ class EagleModel(nn.Module):
         self.fc = Linear(hidden * (len(config.aux_layers) or 2), hidden, config.fc_bias)
         self.midlayer = EagleLayer(config)
         # The target's modules are called, and are no part of this one.
-        self.embed: Any = target.model.embed_tokens.forward
-        self.score: Any = target.compute_logits
+        self.embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
+        self.score: Callable[[Tensor], Tensor] = target.compute_logits
         if config.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden)
             self.embed = self.embed_tokens.forward
@@ -323,24 +336,14 @@ def load_draft_model(
     """
     raw, tensors = read_head(Path(folder))
     config = EagleConfig.of(raw, tensors, target.config.num_layers)
-    targets = target.config
-    for what, its, has in (
-        ("hidden size", config.layer.hidden_size, targets.hidden_size),
-        (
-            "target's hidden size",
-            raw.get("target_hidden_size") or targets.hidden_size,
-            targets.hidden_size,
-        ),
-        ("vocabulary", config.layer.vocab_size, targets.vocab_size),
-    ):
-        if its != has:
-            raise UnsupportedModelError(
-                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use "
-                "a head that was trained for this model"
-            )
+    _check_fit(folder, config, raw.get("target_hidden_size"), target.config)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
     ids = torch.arange(len(offsets), device="cpu") + offsets
-    if len(ids) != config.draft_vocab_size or ids.min() < 0 or ids.max() >= targets.vocab_size:
+    if (
+        len(ids) != config.draft_vocab_size
+        or ids.min() < 0
+        or ids.max() >= target.config.vocab_size
+    ):
         raise ModelFileError(
             f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of "
             "the model"
@@ -357,14 +360,30 @@ def load_draft_model(
             model, quantization, tensors.items()
         )
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
-    take = weight_memory(device)
-    model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
+    allocate_weights(model, dtype, device)
     model.register_buffer(
         "cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False
     )
     model.register_buffer("draft_to_target", ids.to(device), persistent=False)
     load_weights(model, tensors.items())  # type: ignore[arg-type]
     return model.eval()
+
+
+def _check_fit(
+    folder: Path, config: EagleConfig, target_hidden_size: int | None, target: ModelConfig
+) -> None:
+    """Raise an error if a head has other sizes than a target."""
+    hidden = target.hidden_size
+    for what, its, has in (
+        ("hidden size", config.layer.hidden_size, hidden),
+        ("target's hidden size", target_hidden_size or hidden, hidden),
+        ("vocabulary", config.layer.vocab_size, target.vocab_size),
+    ):
+        if its != has:
+            raise UnsupportedModelError(
+                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use "
+                "a head that was trained for this model"
+            )
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,39 +5,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanovllm.attention.base import Rotary, get_forward_context
+from nanovllm.attention.base import AttentionMetadata, Rotary, get_forward_context
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.distributed.pipeline_parallel import Elsewhere
-from nanovllm.models.llama import DecoderLayer
+from nanovllm.models.llama import DecoderLayer, LlamaForCausalLM
 from nanovllm.ops.native import call, kernel_of
 
-# : What the C++ code computes. A layer with a module of another file, such as a lecture or a model
+if TYPE_CHECKING:
+    from nanovllm.layers.quantization import QuantizedWeight
+    from nanovllm.models.eagle import EagleModel
+
+#: What the C++ code computes. A layer with a module of another file, such as a lecture or a model
 # with experts, runs as it is.
 FILES = (
     "models.llama",
     "models.eagle",
     "layers.basic",
     "layers.tensor_parallel",
-    "layers.quantization",
+    "layers.quantization.weight",
 )
 MODULES = {f"nanovllm.{name}" for name in FILES}
-# : A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
+#: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
 # norms of queries and keys.
 NORMS = ["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"]
 MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
-def fuse_layers(model: Any) -> None:
+def fuse_layers(model: LlamaForCausalLM | EagleModel) -> None:
     """Let the layers of a model with packed weights run in one call, if this machine and these
     layers can. Otherwise, and where a hook or a connector follows the layers of a step, they run
     one by one."""
-    if (head := getattr(model, "midlayer", None)) is not None:  # a model that drafts
-        model.fused = _fuse([head])
+    if not isinstance(model, LlamaForCausalLM):  # a model that drafts
+        model.fused = _fuse([model.midlayer])
         return
     layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     if (fused := _fuse(layers)) is not None:
@@ -51,7 +55,7 @@ def _fuse(layers: Sequence[Any]) -> FusedLayers | None:
     )
 
 
-def _fits(layer: Any) -> bool:
+def _fits(layer: nn.Module) -> bool:
     if (
         not {
             name
@@ -61,17 +65,16 @@ def _fits(layer: Any) -> bool:
         <= MODULES
     ):
         return False
-    return all(_weight(layer.get_submodule(name).weight)[1] for name in MATRICES)
+    return all(_weight(layer, name)[1] for name in MATRICES)
 
 
-def _weight(weight: Any) -> tuple[int, int]:
-    """The addresses of the function that multiplies by a weight (null: `linear_packed`) and of what
-    this function reads, null unless the weight is packed for compiled operators."""
-    return (
-        (0, weight.data_ptr() * (weight.ndim == 4))
-        if isinstance(weight, Tensor)
-        else weight.compiled()
-    )
+def _weight(layer: nn.Module, name: str) -> tuple[int, int]:
+    """The addresses of the function that multiplies by a module's weight (null: `linear_packed`)
+    and of what this function reads, null unless the weight is packed for compiled operators."""
+    weight = layer.get_submodule(name).weight
+    if isinstance(weight, Tensor):
+        return 0, weight.data_ptr() * (weight.ndim == 4)
+    return cast("QuantizedWeight", weight).compiled()
 
 
 class FusedLayers:
@@ -94,22 +97,20 @@ class FusedLayers:
                 layer, DecoderLayer
             )  # a draft head's first norms are outside of its layer
             for name in MATRICES:
-                row += [*_weight(layer.get_submodule(name).weight), found.get(f"{name}.bias", 0)]
+                row += [*_weight(layer, name), found.get(f"{name}.bias", 0)]
             # The addresses of the cache and of its functions are known when there is one.
             rows.append([*row, 0, 0, 0, layer.self_attn.options["sliding_window"]])
         self.addresses = torch.tensor(rows)
         self.numbers = [layer.self_attn.layer for layer in layers]
-        self.functions: Any = None  # whose addresses these are, and the caches'
-        self.caches: list[Any] = [None] * len(layers)
+        # Whose addresses these are.
+        self.functions: tuple[int, int] | None = None
+        self.caches: list[Tensor] = []
 
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         context = get_forward_context()
-        attention = self.self_attn
         batch = context.metadata
         backend = context.backend
-        functions = (
-            (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
-        )
+        functions = backend.compiled_functions(x.dtype)
         if functions is None or context.connector is not None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
@@ -121,6 +122,19 @@ class FusedLayers:
             self.addresses[:, -4:-1] = torch.tensor(
                 [[*functions, cache.data_ptr()] for cache in caches]
             )
+        return self._run(x, residual, rotary, batch, caches[0])
+
+    def _run(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: Rotary,
+        batch: AttentionMetadata,
+        kv_cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Call the C++ function, whose arguments are in the order of `decoder_layers` in
+        ops/cpu_layers.cpp."""
+        attention = self.self_attn
         x = x.clone()  # a pipeline's buffer, perhaps
         tables = batch.block_tables
         lengths = batch.seq_lens
@@ -136,16 +150,16 @@ class FusedLayers:
         )
         heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
         width = self.layers[0].mlp.down_proj.shard.size
-        num_blocks, _, _, block_size, _ = caches[0].shape
+        num_blocks, _, _, block_size, _ = kv_cache.shape
         cache_sizes = (
             block_size,
             num_blocks,
-            caches[0].stride(0),
+            kv_cache.stride(0),
             tables.shape[1],
             tables.stride(0),
         )
         sizes = (
-            len(caches),
+            len(self.caches),
             *x.shape,
             residual.shape[1],
             *heads,

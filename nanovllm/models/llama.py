@@ -7,7 +7,7 @@ Built by notebooks/10_first_tokens.ipynb and 23: edit it there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.attention.base import Rotary, attend
+from nanovllm.attention.base import AttentionOptions, Rotary, attend
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
-from nanovllm.distributed.pipeline_parallel import if_here, is_elsewhere, layers_here
-from nanovllm.layers.basic import Layer, Place, RMSNorm
+from nanovllm.distributed.pipeline_parallel import Elsewhere, if_here, is_elsewhere, layers_here
+from nanovllm.layers.basic import Layer, Packable, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -40,16 +40,19 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     )
-    frequencies = 1.0 / config.rope_theta**exponents
+    frequencies: Tensor = 1.0 / config.rope_theta**exponents
     scaling: dict[str, Any] = config.rope_scaling
+    factor: float = scaling.get("factor", 1.0)
     if scaling["rope_type"] == "linear":
-        return frequencies / scaling["factor"]
+        return frequencies / factor
     if scaling["rope_type"] == "llama3":
         low = scaling["low_freq_factor"]
         high = scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, as it is; 0: slow, divided
-        return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
+        length: int = scaling["original_max_position_embeddings"]
+        turns = length * frequencies / (2 * math.pi)
+        # 1: fast, as it is; 0: slow, divided
+        keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / factor
     return frequencies
 
 
@@ -76,7 +79,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.scale = config.attention_scale or config.head_dim**-0.5
-        self.options: dict[str, Any] = {
+        self.options: AttentionOptions = {
             "sliding_window": config.layer_windows[layer] if config.layer_windows else 0
         }
         if config.attention_soft_cap:
@@ -102,7 +105,7 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        out = attend(q, k, v, self.layer, self.scale, rotary, **self.options)
+        out = attend(q, k, v, self.layer, self.scale, rotary=rotary, **self.options)
         return self.o_proj(out.flatten(1))
 
 
@@ -157,6 +160,7 @@ class LlamaModel(nn.Module):
         aux_hidden_states: see `collect_hidden_states`.
     """
 
+    __call__: Callable[..., Tensor]
     fused: Sequence[Any] = ()
     aux_hidden_state_layers: tuple[int, ...] = ()
 
@@ -268,7 +272,8 @@ class LlamaForCausalLM(nn.Module):
         """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that
         holds no part of a tensor that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
-        embedding = getattr(self.model.embed_tokens, "weight", None)
+        embed_tokens = self.model.embed_tokens
+        embedding = None if isinstance(embed_tokens, Elsewhere) else embed_tokens.weight
         for path, module in self.named_modules():
             if isinstance(module, Layer) and not (
                 path == "lm_head" and module.weight is embedding
@@ -289,6 +294,6 @@ class LlamaForCausalLM(nn.Module):
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be
         loaded, since a packed matrix has no rows to copy to."""
         for module in self.modules():
-            if getattr(module, "packable", False):
-                module.pack()  # type: ignore[operator]
+            if isinstance(module, Packable) and module.packable:
+                module.pack()
         self.tie_weights()

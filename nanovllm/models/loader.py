@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.checkpoint.headers import check_memory
 from nanovllm.checkpoint.weights import (
@@ -124,9 +124,17 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM:
     entry = SUPPORTED_ARCHITECTURES[config.architecture].get(
         "class", "nanovllm.models.llama:LlamaForCausalLM"
     )
-    model_class = load(entry, f"architecture {config.architecture}")
+    model_class: type[LlamaForCausalLM] = load(entry, f"architecture {config.architecture}")
     with torch.device("meta"):
         return model_class(config, 1)
+
+
+def allocate_weights(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give the tensors of a model on the meta device memory, without values. A layer may mark a
+    parameter with a dtype that it keeps, as `kept_dtype`."""
+    # As `to_empty`, but without the half second that torch needs for its imports there.
+    take = weight_memory(device)
+    model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
 
 
 @torch.inference_mode()
@@ -161,10 +169,7 @@ def load_model(
         # A mismatch raises an error before memory is allocated.
         load_weights(model, stored_tensors(config, folder, only_shapes=True))
     check_memory(model, dtype, device, positions * config.head_dim)
-    # A layer may keep the dtype of a parameter. As `to_empty`, but without the half second that
-    # torch needs for its imports there.
-    take = weight_memory(device)
-    model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
+    allocate_weights(model, dtype, device)
     model.tie_weights()  # `_apply` gave each name memory of its own
     # Always float32: in bfloat16, large neighbouring positions would share an angle.
     table = model.rotary_table(config, positions)

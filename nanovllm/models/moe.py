@@ -18,7 +18,7 @@ from nanovllm import ops
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
 from nanovllm.distributed.load_balance import EPLBConfig, LoadBalancer
-from nanovllm.layers.basic import Layer, Place
+from nanovllm.layers.basic import Layer, Packable, Place
 from nanovllm.layers.tensor_parallel import Shard
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM
@@ -79,7 +79,7 @@ class Router(Layer):
         return select_experts(logits, self.config, self.e_score_correction_bias)
 
 
-class Experts(nn.Module):
+class Experts(Packable):
     """The MLPs of some experts: down(silu(gate(x)) * up(x)) each.
 
     Args:
@@ -91,8 +91,6 @@ class Experts(nn.Module):
         w13: `[num_slots, 2 * intermediate_size, hidden_size]`, gate on up.
         w2: `[num_slots, hidden_size, intermediate_size]`, down.
     """
-
-    packable = True
 
     def __init__(
         self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator
@@ -227,6 +225,11 @@ class MoE(Layer):
             out = out + self.shared_experts(mine)
         out = F.pad(out, (0, 0, 0, share - len(mine)))  # the last share may be shorter, or empty
         return self.tp.all_gather(out, dim=0)[: len(x)]
+
+    @property
+    def matrices(self) -> Packable:
+        """See the base class."""
+        return self.experts
 
     def expert_weights(self) -> list[Tensor]:
         """The tensors whose row i belongs to slot i of this rank, as bytes. These rows move with an

@@ -50,13 +50,13 @@ class Grid(NamedTuple):
     def round(self, weight: Tensor) -> Tensor:
         """The nearest integers q; a scale and a zero belong to as many neighbouring inputs as the
         shapes say."""
-        grouped = weight.unflatten(1, (self.scales.shape[1], -1))
+        grouped: Tensor = weight.unflatten(1, (self.scales.shape[1], -1))
         q = (grouped / self.scales[..., None]).round() + self.zeros[..., None]
         return q.clamp(self.low, self.high).flatten(1)
 
     def dequantize(self, q: Tensor) -> Tensor:
         """The matrix that the integers stand for, in float32."""
-        grouped = q.unflatten(1, (self.scales.shape[1], -1))
+        grouped: Tensor = q.unflatten(1, (self.scales.shape[1], -1))
         return ((grouped - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
 
 
@@ -130,7 +130,8 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """
     damped = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
 
 
 def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,8 @@ def gptq(
             reached, for weights that have been changed.
         damping: see `inverse_factor`.
     """
-    weight, size = weight.float(), form.group_size or weight.shape[1]
+    weight = weight.float()
+    size = form.group_size or weight.shape[1]
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(len(hessian))
     factor = inverse_factor(hessian[order][:, order], damping)
     grid = form.grid(weight)
@@ -181,10 +183,8 @@ def gptq(
         block = slice(start, start + (form.group_size or BLOCK_SIZE))
         if not act_order and start % size == 0:
             here = form.grid(left[:, start : start + size])
-            grid.scales[:, start // size], grid.zeros[:, start // size] = (
-                here.scales[:, 0],
-                here.zeros[:, 0],
-            )
+            grid.scales[:, start // size] = here.scales[:, 0]
+            grid.zeros[:, start // size] = here.zeros[:, 0]
         q[:, block], errors = gptq_block(
             left[:, block], factor[block, block], grid.columns(order[block] // size)
         )
@@ -224,7 +224,7 @@ def clip_outliers(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
     output then errs least: at one of ten limits, from the largest absolute value down to just above
     half of it. What the cut numbers lose, all others gain by finer steps."""
     size = form.group_size or weight.shape[1]
-    grouped = weight.unflatten(1, (-1, size))
+    grouped: Tensor = weight.unflatten(1, (-1, size))
     own = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, len(hessian), size)])
     largest = grouped.abs().amax(-1, keepdim=True)
     best = grouped

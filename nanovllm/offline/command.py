@@ -51,7 +51,8 @@ class Recipe(Flags):
         super().__post_init__()
         eight = self.scheme == "w8a8"
         file = self.calibration
-        self.method = ("rtn" if eight else "gptq") if self.method == "auto" else self.method
+        if self.method == "auto":
+            self.method = "rtn" if eight else "gptq"
         for wrong, what in (
             (
                 eight and self.method == "awq",

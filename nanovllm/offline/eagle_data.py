@@ -237,8 +237,14 @@ def target_states(
         slots = torch.arange(len(group))[:, None] * width * BLOCK_SIZE + within
         real = within < sizes[:, None]
         starts = F.pad(sizes.cumsum(0), (1, 0)).int()
-        vectors: Any = [tensor.to(device) for tensor in (starts, sizes.int(), tables, slots[real])]
-        metadata = AttentionMetadata(*vectors, *[int(sizes.max())] * 2)
+        metadata = AttentionMetadata(
+            query_start_loc=starts.to(device),
+            seq_lens=sizes.int().to(device),
+            block_tables=tables.to(device),
+            slot_mapping=slots[real].to(device),
+            max_query_len=int(sizes.max()),
+            max_seq_len=int(sizes.max()),
+        )
         token_ids = samples.token_ids[first : first + int(sizes.sum())].to(device)
         with forward_context(ForwardContext(backend, caches, metadata)):
             hidden = target(token_ids, within.expand(len(group), -1)[real].to(device))

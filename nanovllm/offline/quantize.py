@@ -82,11 +82,9 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
         if (name := model.checkpoint_name(old))
     }
     dtype = source[min(names)][1].dtype
-    form = (
-        W8
-        if recipe.scheme == "w8a8"
-        else Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
-    )
+    form = W8
+    if recipe.scheme == "w4a16":
+        form = Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
     calibrator = Calibrator(model, recipe.method, form)
     if recipe.method != "rtn":
         token_ids = torch.tensor(samples(folder, recipe, config.max_position_embeddings))
@@ -103,24 +101,29 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
             )
         else:
             tensors[old] = calibrator.changed.get(name, tensor).to(tensor.dtype)
-    origin = {
-        "model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder,
-        "settings": recipe.words(),
-    }
     raw = read_json(folder / "config.json") | {
         "quantization_config": settings_of(recipe),
-        "quantized_from": origin,
+        "quantized_from": {
+            "model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder,
+            "settings": recipe.words(),
+        },
+        "tie_word_embeddings": config.tie_word_embeddings and not recipe.quantize_head,
     }
-    raw["tie_word_embeddings"] = config.tie_word_embeddings and not recipe.quantize_head
+    _write_or_remove(folder, out, tensors, raw)
+    return out
+
+
+def _write_or_remove(
+    folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]
+) -> None:
+    """Write a checkpoint as `_write` does. If that fails, remove the folder: half a checkpoint is
+    of no use, and would be in the way of the next attempt."""
     try:
         with writing(out):
-            _write(folder, out, tensors, raw)
-    except (
-        BaseException
-    ):  # Ctrl-C, too: half a checkpoint is of no use, and would be in the way of the next attempt
+            _write(folder, out, tensors, config)
+    except BaseException:  # Ctrl-C, too
         shutil.rmtree(out, ignore_errors=True)
         raise
-    return out
 
 
 def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
@@ -157,11 +160,7 @@ def matrices_of(model: LlamaForCausalLM, recipe: Recipe) -> set[str]:
         )
         raise UnsupportedModelError(f"{mistake}: use method rtn")
     for path, layer in model.named_modules():
-        if (
-            isinstance(layer, Layer)
-            and path != "lm_head"
-            and getattr(layer, "experts", layer).packable
-        ):
+        if isinstance(layer, Layer) and path != "lm_head" and layer.matrices.packable:
             shapes |= {
                 name: place.shape for name, place in layer.places(path) if name.endswith(".weight")
             }
@@ -202,7 +201,12 @@ def calibrate(
     blocks = torch.arange(count + 1, dtype=torch.int32)  # each sample has one, a large one
     lengths = torch.full((count,), length, dtype=torch.int32)
     metadata = AttentionMetadata(
-        blocks * length, lengths, blocks[:-1, None], positions, length, length
+        query_start_loc=blocks * length,
+        seq_lens=lengths,
+        block_tables=blocks[:-1, None],
+        slot_mapping=positions,
+        max_query_len=length,
+        max_seq_len=length,
     )
     # Once a layer has attended, its KV is not needed any more: all layers share one cache.
     cache = torch.zeros(kv_cache_shape(count, config.num_kv_heads, length, config.head_dim))
@@ -232,7 +236,7 @@ class Calibrator:
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, method: str, form: Format, done: Callable[[], Any] = int
+        self, model: LlamaForCausalLM, method: str, form: Format, done: Callable[[], object] = int
     ) -> None:
         self.model = model
         self.method = method
@@ -241,7 +245,7 @@ class Calibrator:
         self.found = dict[str, Quantized]()
         self.changed = dict[str, Tensor]()
 
-    def quantize(self, path: str, layer: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    def quantize(self, path: str, layer: Linear, arguments: tuple[Tensor]) -> tuple[Tensor]:
         """Quantize the matrices of a layer, before it computes.
 
         Args:
@@ -289,7 +293,8 @@ class Calibrator:
             self.found[f"{block_path}.mlp.up_proj.weight"].grid.scales.div_(factors[:, None])
             return
         block = self.model.get_submodule(block_path)
-        name = next(name for name in NORMS[kind] if hasattr(block, name))
+        children = dict(block.named_children())
+        name = next(name for name in NORMS[kind] if name in children)
         offset = float(
             self.model.config.architecture == "Gemma2ForCausalLM"
         )  # its norms multiply by 1 + weight

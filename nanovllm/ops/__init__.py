@@ -162,7 +162,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """
     if not isinstance(weight, Tensor):
         return weight.rows(token_ids)
-    return getattr(_kernels(weight.device), "embedding", reference.embedding)(token_ids, weight)
+    return _kernels(weight.device).embedding(token_ids, weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -203,7 +203,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def widen(x: Tensor) -> Tensor:
     """In float32. `x` is `[rows, width]`; the tensor itself if it is of float32."""
-    return getattr(_kernels(x.device), "widen", Tensor.float)(x)
+    return _kernels(x.device).widen(x)
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -254,5 +254,12 @@ def paged_attention(
         IndexError: a sequence needs a block that its table or the cache does not have.
     """
     return _kernels(q.device).paged_attention(
-        q, kv_cache, block_tables, seq_lens, query_start_loc, scale, sliding_window, soft_cap
+        q,
+        kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )

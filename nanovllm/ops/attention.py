@@ -132,5 +132,7 @@ def paged_attention(
         if rows.start < rows.stop:
             first = max(0, seq_len - len(q[rows]) - sliding_window + 1) if sliding_window else 0
             keys, values = gather(kv_cache, block_tables[s], seq_len, first)
-            out[rows] = attend_dense(q[rows], keys, values, scale, sliding_window, soft_cap)
+            out[rows] = attend_dense(
+                q[rows], keys, values, scale, sliding_window=sliding_window, soft_cap=soft_cap
+            )
     return out

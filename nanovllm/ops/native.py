@@ -137,7 +137,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
     out = torch.empty_like(x)
     groups, stride = (x.shape[1], x.stride(0)) if heads else (1, width)
-    call(kernel, (x, weight, out), x.numel() // (groups * width), groups, width, stride, eps)
+    sizes = (x.numel() // (groups * width), groups, width, stride)
+    call(kernel, (x, weight, out), *sizes, eps)
     return out
 
 
@@ -298,10 +299,16 @@ def paged_attention(
         fits and _heads_are_dense(q) and _blocks_are_dense(kv_cache) and block_tables.stride(1) == 1
     )
     fits = fits and block_tables.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
-    options = scale, sliding_window, soft_cap
     if (kernel := _kernel_for("paged_attention", fits, q, kv_cache)) is None:
         return reference.paged_attention(
-            q, kv_cache, block_tables, seq_lens, query_start_loc, *options
+            q,
+            kv_cache,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
     out = torch.empty_like(q)
     tensors = q, kv_cache, out, block_tables, seq_lens.contiguous(), query_start_loc.contiguous()
@@ -314,8 +321,10 @@ def paged_attention(
         q.stride(0),
         num_blocks,
         kv_cache.stride(0),
+        block_tables.shape[1],
+        block_tables.stride(0),
     )
-    if not call(kernel, tensors, *sizes, block_tables.shape[1], block_tables.stride(0), *options):
+    if not call(kernel, tensors, *sizes, scale, sliding_window, soft_cap):
         raise IndexError(
             "seq_lens, query_start_loc and block_tables do not agree with each other or the cache"
         )

@@ -90,8 +90,6 @@ def paged_attention(
 ) -> Tensor:
     _, num_heads, head_dim = q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape
-    batch = (block_tables, seq_lens, query_start_loc)
-    options = (scale, sliding_window, soft_cap)
     kernel = _kernel("paged_attention", kv_cache.dtype, q.dtype)
     fits = (
         native._heads_are_dense(q)
@@ -99,7 +97,16 @@ def paged_attention(
         and block_tables.stride(1) == 1
     )
     if kernel is None or not fits or head_dim % native.HEAD_ALIGNMENT:
-        return quantized_cache.paged_attention(q, kv_cache, *batch, *options)
+        return quantized_cache.paged_attention(
+            q,
+            kv_cache,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
     out = torch.empty_like(q)
     sizes = (
         len(seq_lens),
@@ -110,11 +117,11 @@ def paged_attention(
         q.stride(0),
         num_blocks,
         kv_cache.stride(0),
+        block_tables.shape[1],
+        block_tables.stride(0),
     )
     tensors = q, kv_cache, out, block_tables, seq_lens.contiguous(), query_start_loc.contiguous()
-    if not native.call(
-        kernel, tensors, *sizes, block_tables.shape[1], block_tables.stride(0), *options
-    ):
+    if not native.call(kernel, tensors, *sizes, scale, sliding_window, soft_cap):
         raise IndexError(
             "seq_lens, query_start_loc and block_tables do not agree with each other or the cache"
         )

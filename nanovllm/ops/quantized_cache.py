@@ -82,7 +82,14 @@ def paged_attention(
     soft_cap: float = 0.0,
 ) -> Tensor:
     """As `ops.paged_attention`, over a cache as the module describes it."""
-    batch = block_tables, seq_lens, query_start_loc
     return attention.paged_attention(
-        q, kv_cache, *batch, scale, sliding_window, soft_cap, gather_kv
+        q,
+        kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        gather=gather_kv,
     )

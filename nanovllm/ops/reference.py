@@ -48,6 +48,10 @@ def unpack_weight(packed: Tensor) -> Tensor:
     return packed.unflatten(3, (16, width // 16)).permute(0, 3, 1, 2, 4).reshape(groups * 16, -1)
 
 
+def widen(x: Tensor) -> Tensor:
+    return x.float()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, unpack_weight(weight) if weight.ndim == 4 else weight, bias)
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from nanovllm.data.parts import load
 from nanovllm.ops import reference, triton_interpreter
-from nanovllm.ops.reference import argmax, linear, pack_weight, paged_attention, write_kv_cache  # noqa: F401
+from nanovllm.ops.reference import (  # noqa: F401
+    argmax,
+    embedding,
+    linear,
+    pack_weight,
+    paged_attention,
+    widen,
+    write_kv_cache,
+)
 from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():

@@ -5,6 +5,8 @@ Only the GPU knows how many rows an expert gets, and to read the numbers the hos
 wait. So the grid has the largest size that may be needed, and each program computes from the counts
 which expert and rows it serves, if any (a grouped GEMM, as in CUTLASS and in vLLM's fused_moe)."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,21 +16,31 @@ from nanovllm.ops import reference
 from nanovllm.ops.triton import covers
 
 
-def choose_grouped_tiles(
-    rows_per_expert: float, dtype: torch.dtype
-) -> tuple[int, int, int, int, int]:
-    """Choose rows, outputs and inputs of a tile, warps of a program, and stages of its pipeline.
-    Few rows per expert wait for its weights: they get 16 rows, the minimum of a matrix instruction.
+class GroupedTiles(NamedTuple):
+    """Sizes of a launch: rows, outputs and inputs of a tile, warps of a program, and stages of its
+    pipeline."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> GroupedTiles:
+    """Choose the sizes of a launch. Few rows per expert wait for its weights: they get 16 rows, the
+    minimum of a matrix instruction.
 
     On average half the rows of an expert's last tile are wasted, so a tile should have far fewer
     rows than an expert gets."""
-    if (
-        dtype == torch.float32
-    ):  # there is no exact matrix instruction: everything goes through registers
-        return 16, 64, 32, 4, 3
+    # In float32 there is no exact matrix instruction: everything goes through registers.
+    if dtype == torch.float32:
+        return GroupedTiles(rows=16, outputs=64, inputs=32, num_warps=4, num_stages=3)
     if rows_per_expert <= 32:
-        return 16, 64, 128, 4, 4
-    return (64, 128, 64, 4, 3) if rows_per_expert <= 256 else (128, 128, 64, 8, 3)
+        return GroupedTiles(rows=16, outputs=64, inputs=128, num_warps=4, num_stages=4)
+    if rows_per_expert <= 256:
+        return GroupedTiles(rows=64, outputs=128, inputs=64, num_warps=4, num_stages=3)
+    return GroupedTiles(rows=128, outputs=128, inputs=64, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -98,12 +110,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return reference.grouped_linear(x, weight, counts)
     out = x.new_empty(num_rows, num_outputs)
     if out.numel() > 0:
-        rows, outputs, inputs, num_warps, num_stages = choose_grouped_tiles(
-            num_rows / num_experts, x.dtype
-        )
+        tiles = choose_grouped_tiles(num_rows / num_experts, x.dtype)
         # Each expert with rows may have one tile that is not full.
-        most = (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
-        grouped_linear_kernel[(most, triton.cdiv(num_outputs, outputs))](
+        most = (num_rows + min(num_experts, num_rows) * (tiles.rows - 1)) // tiles.rows
+        grouped_linear_kernel[(most, triton.cdiv(num_outputs, tiles.outputs))](
             x,
             weight,
             counts,
@@ -114,11 +124,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
             num_outputs,
             num_inputs,
             EXPERTS_P2=triton.next_power_of_2(num_experts),
-            TILE_ROWS=rows,
-            TILE_OUTPUTS=outputs,
-            TILE_INPUTS=inputs,
-            num_warps=num_warps,
-            num_stages=num_stages,
+            TILE_ROWS=tiles.rows,
+            TILE_OUTPUTS=tiles.outputs,
+            TILE_INPUTS=tiles.inputs,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
             enable_fp_fusion=True,
         )
     return out

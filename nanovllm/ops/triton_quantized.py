@@ -19,6 +19,8 @@ tile is always the same, and W8A8 adds integers, which is exact."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,13 +36,26 @@ PARTS = 4
 FEW_PROGRAMS = 264
 
 
-def choose_tiles(num_tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Choose tokens and outputs of a tile, warps of a program, and stages of its pipeline. In
-    float32 there is no exact matrix
-    instruction: everything goes through registers, and a small tile has enough of them."""
-    if dtype == torch.float32 or num_tokens <= 16:
-        return 16, 32 if dtype == torch.float32 else 64, 4, 4
-    return (64, 64, 4, 4) if num_tokens <= 64 else (128, 128, 8, 3)
+class Tiles(NamedTuple):
+    """Sizes of a launch: tokens and outputs of a tile, warps of a program, and stages of its
+    pipeline."""
+
+    tokens: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(num_tokens: int, dtype: torch.dtype) -> Tiles:
+    """Choose the sizes of a launch. In float32 there is no exact matrix instruction: everything
+    goes through registers, and a small tile has enough of them."""
+    if dtype == torch.float32:
+        return Tiles(tokens=16, outputs=32, num_warps=4, num_stages=4)
+    if num_tokens <= 16:
+        return Tiles(tokens=16, outputs=64, num_warps=4, num_stages=4)
+    if num_tokens <= 64:
+        return Tiles(tokens=64, outputs=64, num_warps=4, num_stages=4)
+    return Tiles(tokens=128, outputs=128, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -174,13 +189,26 @@ def _fits(x: Tensor, values: Tensor, scales: Tensor, *others: Tensor | None) -> 
 
 
 def _multiply(
-    x: Tensor, values: Tensor, scales: Tensor, out: Tensor, *others: Tensor | None
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    *,
+    dtype: torch.dtype,
+    row_scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of tensors that fit, into `out`; the others are the scales of x's rows, zeros and
-    bias."""
-    (tokens, inputs), (outputs, groups), (row_scales, zeros, bias) = x.shape, scales.shape, others
-    rows, tile, num_warps, num_stages = choose_tiles(tokens, x.dtype)
-    grid = triton.cdiv(tokens, rows), triton.cdiv(outputs, tile)
+    """The product of tensors that fit.
+
+    Args:
+        dtype: of the result.
+        row_scales: of x, if it is quantized.
+    """
+    tokens, inputs = x.shape
+    outputs, groups = scales.shape
+    out = x.new_empty(tokens, outputs, dtype=dtype)
+    tiles = choose_tiles(tokens, x.dtype)
+    grid = triton.cdiv(tokens, tiles.tokens), triton.cdiv(outputs, tiles.outputs)
     width, parts = (32, PARTS) if row_scales is None else (64, 1)
     shares = parts if grid[0] * grid[1] < FEW_PROGRAMS else 1
     sums = out if shares == 1 else out.new_empty(shares, tokens, outputs, dtype=torch.float32)
@@ -200,11 +228,11 @@ def _multiply(
         triton.cdiv(inputs, 2 * width * parts) * 2 * width,
         4 if values.ndim == 3 else 8,
         parts // shares,
-        rows,
-        tile,
+        tiles.tokens,
+        tiles.outputs,
         width,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         enable_fp_fusion=False,
     )
     if shares > 1:
@@ -222,7 +250,7 @@ def linear_w4a16(
     bias: Tensor | None = None,
 ) -> Tensor:
     if _fits(x, nibbles, scales, zeros, bias):
-        return _multiply(x, nibbles, scales, x.new_empty(len(x), len(scales)), None, zeros, bias)
+        return _multiply(x, nibbles, scales, dtype=x.dtype, zeros=zeros, bias=bias)
     return reference.linear_w4a16(
         x, _unpacked(nibbles) if nibbles.ndim == 3 else nibbles, scales, zeros, bias
     )
@@ -248,13 +276,12 @@ def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None =
     if not _fits(x, values, scales, bias):
         return reference.linear_w8a8(x, values, scales, bias)
     quantized, row_scales = quantize_rows(x)
-    return _multiply(
-        quantized, values, scales, x.new_empty(len(x), len(scales)), row_scales, None, bias
-    )
+    return _multiply(quantized, values, scales, dtype=x.dtype, row_scales=row_scales, bias=bias)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    (tokens, width), block = x.shape, triton.next_power_of_2(x.shape[1])
+    tokens, width = x.shape
+    block = triton.next_power_of_2(width)
     if not covers(x) or tokens == 0 or block > 32768:  # a program holds a row in registers
         return reference.quantize_rows(x)
     out = x.new_empty(x.shape, dtype=torch.int8)

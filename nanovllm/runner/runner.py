@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import (
+    AttentionBackend,
     AttentionMetadata,
     ForwardContext,
     forward_context,
@@ -68,12 +69,12 @@ class ModelRunner:
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim = model_config.head_dim
         latent = model_config.kv_lora_rank > 0
-        self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent)
+        self.backend = get_backend(config.attention_backend, self.device, head_dim, latent)
         if config.kv_cache_dtype != "auto":
             self.backend = load("nanovllm.attention.quantized:create", "kv_cache_dtype")(
                 self.backend, config, latent
             )
-        self.kv_dtype = getattr(self.backend, "kv_dtype", self.dtype)
+        self.kv_dtype = self.backend.kv_dtype or self.dtype
         max_positions = config.max_model_len or model_config.max_position_embeddings
         with out_of_memory(
             "the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"
@@ -119,7 +120,7 @@ class ModelRunner:
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
             self._make_buffers(config.token_budget, max_blocks)
-            if self.device.type != "cpu" and hasattr(self.backend, "step_kinds"):
+            if self.device.type != "cpu" and self.backend.compiles_kernels:
                 load("nanovllm.runner.cuda_graphs:warm_up", "Triton")(self)
             if self.make_graph is not None:
                 self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(
@@ -158,10 +159,7 @@ class ModelRunner:
         heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
         width = model.head_dim
         return kv_cache_shape(
-            num_blocks,
-            heads,
-            self.config.block_size,
-            width + getattr(self.backend, "scale_bytes", 0),
+            num_blocks, heads, self.config.block_size, width + self.backend.scale_bytes
         )
 
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
@@ -567,11 +565,11 @@ class ModelRunner:
 
 
 def graph_maker(
-    device: torch.device, backend: object, enforce_eager: bool
+    device: torch.device, backend: AttentionBackend, enforce_eager: bool
 ) -> Callable[[], Any] | None:
     """A function that makes an empty CUDA graph; None where each step launches its kernels one by
     one."""
-    if device.type != "cuda" or enforce_eager or not getattr(backend, "supports_graphs", False):
+    if device.type != "cuda" or enforce_eager or not backend.supports_graphs:
         return None
     return partial(
         load("nanovllm.runner.cuda_graphs:CudaGraph", "CUDA graphs"), torch.cuda.Stream(device)

@@ -18,7 +18,8 @@ from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import Samples
-from nanovllm.offline.train_eagle import LONGEST_DRAFT, Trainer, train_eagle
+from nanovllm.offline.eagle_trainer import LONGEST_DRAFT, Trainer
+from nanovllm.offline.train_eagle import train_eagle
 from tests.models.test_eagle import Drafter
 from tests.oracle import VARIANTS, make_checkpoint, reference_tokens
 

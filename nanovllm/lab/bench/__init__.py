@@ -352,9 +352,10 @@ def _command_line() -> str:
 
 def _prepare(arguments: argparse.Namespace) -> Suite:
     """What to measure, checked as far as that is possible before anything starts."""
+    from nanovllm.checkpoint.files import UnsupportedModelError
     from nanovllm.checkpoint.hub import resolve_model
     from nanovllm.lab.bench.suite import Suite
-    from nanovllm.models.config import ModelConfig, UnsupportedModelError
+    from nanovllm.models.config import ModelConfig
 
     names = list(dict.fromkeys(arguments.engine or ["nanovllm"]))
     workloads = choose_workloads(arguments)

@@ -29,7 +29,7 @@ from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import free_port, python_environment
 
 KINDS = ("offline", "server")
-# : How each can be used. (`generate` of transformers is a function, and a client that watches needs
+#: How each can be used. (`generate` of transformers is a function, and a client that watches needs
 # a server.)
 ENGINES = {
     "nanovllm": KINDS,
@@ -40,7 +40,7 @@ ENGINES = {
 }
 #: Those with environments of their own.
 PEERS = {"vllm": "vLLM", "llamacpp": "llama-cpp-python, and llama-server (or it is on the PATH)"}
-# : Requests at once in llama.cpp. llama-server computes neighbouring slots together, so it has as
+#: Requests at once in llama.cpp. llama-server computes neighbouring slots together, so it has as
 # many as W4 has clients.
 SLOTS = 32
 SERVER_SLOTS = 8

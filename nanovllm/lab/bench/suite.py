@@ -36,7 +36,7 @@ from nanovllm.models.config import ModelConfig
 WARM_UP = -1
 WARM_UP_REQUESTS = 4
 
-# : What engines are compared by: field of `Figures`, its title and factor, and whether more is
+#: What engines are compared by: field of `Figures`, its title and factor, and whether more is
 # better.
 COMPARED = (
     ("tokens_per_second", "tokens/s", 1, True),

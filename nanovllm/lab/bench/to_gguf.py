@@ -20,7 +20,7 @@ from nanovllm.text.tokenizer import Tokenizer
 #: llama.cpp's names of architectures and data types.
 ARCHITECTURES = dict(LlamaForCausalLM="LLAMA", Qwen2ForCausalLM="QWEN2", Qwen3ForCausalLM="QWEN3")
 _TYPES = dict(bfloat16="BF16", float16="F16", float32="F32")
-# : What it has for a scheme of `--quantization`: both store 32 weights of 8 or 4 bits with one
+#: What it has for a scheme of `--quantization`: both store 32 weights of 8 or 4 bits with one
 # scale, and round activations to 8 bits.
 _SCHEMES = dict(w8a8="Q8_0", w4a16="Q4_0", w4a8="Q4_0")
 

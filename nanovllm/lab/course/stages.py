@@ -1,7 +1,6 @@
 """The engine as it stands after a lecture: a package that generates and serves."""
 
 import shutil
-import tomllib
 from pathlib import Path
 
 from nanovllm.lab.course.build import build, find_lectures, read_lectures, write
@@ -10,13 +9,103 @@ from nanovllm.lab.course.notebook import PACKAGE, CourseError
 FIRST = 18  # the lecture that completes an engine
 SERVER = 90  # lectures from here on are about the way in, which every stage has
 
-# : What the package can do without: for each part the first lecture that builds or names it, and
-# patterns of its files.
+# The parts that the package can do without: for each, the first lecture that builds or names it,
+# and patterns of its files.
 PARTS: dict[str, tuple[int, list[str]]] = {
-    name: (part["lecture"], part["files"])
-    for name, part in tomllib.loads(
-        Path(__file__).with_name("parts.toml").read_text(encoding="utf-8")
-    ).items()
+    "KV on the move": (
+        31,
+        [
+            "kv_transfer/**/*",
+            "router/**/*",
+            "kv/connector.py",
+            "scheduler/transfers.py",
+            "data/kv_transfer_config.py",
+        ],
+    ),
+    "many processes": (
+        20,
+        [
+            "executor/multiprocess.py",
+            "executor/remote.py",
+            "executor/reception.py",
+            "executor/aggregator.py",
+            "executor/grid.py",
+            "executor/ray.py",
+            "executor/torchrun.py",
+            "executor/worker.py",
+            "engine/group.py",
+            "engine/data_rank.py",
+            "scheduler/data_parallel.py",
+            "distributed/process_groups.py",
+            "distributed/stage_link.py",
+            "distributed/shared_collectives.py",
+            "distributed/life_signs.py",
+            "distributed/standstill.py",
+            "distributed/shared_memory.*",
+        ],
+    ),
+    "experts, latent attention, Gemma 2": (
+        24,
+        [
+            "models/moe.py",
+            "models/moe_config.py",
+            "models/deepseek.py",
+            "models/gemma2.py",
+            "attention/latent*.py",
+            "ops/triton_grouped.py",
+            "distributed/expert_parallel.py",
+            "distributed/load_balance.py",
+        ],
+    ),
+    "Triton": (15, ["ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"]),
+    "CUDA graphs": (40, ["runner/cuda_graphs.py", "runner/gpu_memory.py"]),
+    "compiled operators": (10, ["ops/native.py", "ops/cpu_*"]),
+    "layers in one call": (40, ["models/fused.py"]),
+    "GGUF files": (
+        10,
+        ["checkpoint/gguf.py", "checkpoint/course_model.py", "checkpoint/pip_run.py"],
+    ),
+    "quantization": (
+        41,
+        [
+            "checkpoint/quantization.py",
+            "layers/quantization/*",
+            "ops/*quantized*",
+            "offline/algorithms.py",
+            "offline/command.py",
+            "offline/quantize.py",
+            "offline/text.py",
+            "attention/*quantized*",
+        ],
+    ),
+    "speculation": (
+        42,
+        [
+            "data/speculative_config.py",
+            "scheduler/speculation.py",
+            "runner/speculative/*",
+            "models/eagle.py",
+            "models/heads/*",
+            "offline/*eagle*",
+        ],
+    ),
+    "structured output": (
+        19,
+        [
+            "text/grammars.py",
+            "text/guides.py",
+            "text/schemas.py",
+            "runner/structured_output.py",
+            "server/tools.py",
+        ],
+    ),
+    "traces": (
+        13,
+        ["trace/**/*", "server/page.py", "server/web/*", "cli/trace.py", "cli/replay.py"],
+    ),
+    "chat in the terminal": (90, ["cli/chat.py"]),
+    "workshop": (89, ["lab/**/*"]),
+    "stages of a pipeline": (23, ["distributed/pipeline_parallel.py"]),
 }
 
 

@@ -70,7 +70,7 @@ class Drafter:
     def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
         """Of this model's layers, on this rank."""
         heads = num_kv_heads_of_rank(self.num_kv_heads, get_tp_group().world_size)
-        width = self.head_dim + getattr(self.runner.backend, "scale_bytes", 0)
+        width = self.head_dim + self.runner.backend.scale_bytes
         return [
             kv_cache_shape(num_blocks, heads, self.runner.config.block_size, width)
         ] * self.num_layers

@@ -156,7 +156,9 @@ def test_quantized_weights_give_the_tokens_of_plain_torch(
     calls = []
     multiply = triton_quantized._multiply
     monkeypatch.setattr(
-        triton_quantized, "_multiply", lambda *tensors: calls.append(kind) or multiply(*tensors)
+        triton_quantized,
+        "_multiply",
+        lambda *tensors, **options: calls.append(kind) or multiply(*tensors, **options),
     )
     assert generate(checkpoint, num_prompts=2, **options) == expected
     assert len(calls) >= OUTPUT_LEN * (2 * 4 + bool(options))  # two layers of four matrices

@@ -58,7 +58,8 @@ def test_groups_of_any_size(counts: list[int], dtype: torch.dtype) -> None:
 def test_tiles_that_groups_do_not_fill(
     tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_grouped, "choose_grouped_tiles", lambda rows, dtype: tiles)
+    chosen = triton_grouped.GroupedTiles(*tiles)
+    monkeypatch.setattr(triton_grouped, "choose_grouped_tiles", lambda rows, dtype: chosen)
     check([70, 0, 1, 64, 65], 130, 100, torch.bfloat16)
 
 

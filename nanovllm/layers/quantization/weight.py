@@ -1,0 +1,189 @@
+"""One quantized matrix of a layer: integers and scales instead of a weight.
+
+Layers do not know of it: they hand their weight to `ops.linear`, and slice it where a rank keeps a
+part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.layers.basic import Packable
+from nanovllm.ops import linear, pack_weight, quantized
+from nanovllm.ops.reference_quantized import round_to_nearest
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one matrix is quantized.
+
+    Attributes:
+        bits: of a weight.
+        group_size: neighbouring inputs with one scale; 0: all inputs.
+        has_zeros: each group has a zero point.
+        quantizes_inputs: multiply integers by integers (W8A8, W4A8).
+    """
+
+    bits: int
+    group_size: int = 0
+    has_zeros: bool = False
+    quantizes_inputs: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of the product."""
+        return f"w{self.bits}a{8 if self.quantizes_inputs else 16}"
+
+    def groups(self, inputs: int) -> int:
+        """Scales per row of a matrix with so many inputs."""
+        return inputs // (self.group_size or inputs)
+
+
+W8A16 = Scheme(8)
+W8A8 = Scheme(8, quantizes_inputs=True)
+
+
+class QuantizedWeight(Packable):
+    """A matrix, or one for each expert, as integers and scales. Slicing its first axis gives a
+    view, as with a tensor.
+
+    Attributes:
+        values: nibbles or 8-bit integers; see `ops.quantized` for this and `scales` and `zeros`.
+        shape: of the matrix that it stands for.
+        dtype: of the model's activations.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        scheme: Scheme,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.scheme = scheme
+        self.dtype = torch.get_default_dtype()
+        self.values, self.scales = (
+            nn.Parameter(tensor, requires_grad=False) for tensor in (values, scales)
+        )
+        self.zeros = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.addresses: Tensor | None = None  # see `compiled`
+        self._keep_dtypes()
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], scheme: Scheme, device: torch.device) -> QuantizedWeight:
+        """One whose numbers are still to be filled in."""
+        *outer, inputs = shape
+        width, kind = (inputs // 8, torch.int32) if scheme.bits == 4 else (inputs, torch.int8)
+        groups = scheme.groups(inputs)
+        zeros = (
+            torch.empty(*outer, groups, dtype=torch.uint8, device=device)
+            if scheme.has_zeros
+            else None
+        )
+        values = torch.empty(*outer, width, dtype=kind, device=device)
+        return cls(shape, scheme, values, torch.empty(*outer, groups, device=device), zeros)
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the matrix."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | slice) -> QuantizedWeight:
+        outer = [] if isinstance(index, int) else [len(range(*index.indices(len(self))))]
+        part = QuantizedWeight(
+            shape=(*outer, *self.shape[1:]),
+            scheme=self.scheme,
+            values=self.values[index],
+            scales=self.scales[index],
+            zeros=None if self.zeros is None else self.zeros[index],
+        )
+        part.dtype = self.dtype
+        return part
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
+        self.dtype = fn(torch.empty(0)).dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._keep_dtypes()  # the parameters are new ones, and a tied weight is visited twice
+        return self
+
+    def _keep_dtypes(self) -> None:
+        """Mark what does not take the model's dtype; see `load_model`."""
+        for tensor in (
+            self.values,
+            self.zeros,
+            self.scales if self.scheme.quantizes_inputs else None,
+        ):
+            if tensor is not None:
+                tensor.kept_dtype = tensor.dtype  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `ops.linear`."""
+        if self.values.is_floating_point():  # dequantized
+            return linear(x, self.values, bias)
+        zeros = [self.zeros] if self.scheme.bits == 4 else []
+        product: Callable[..., Tensor] = getattr(quantized, f"linear_{self.scheme.kind}")
+        return product(x, self.values, self.scales, *zeros, bias)
+
+    def compiled(self) -> tuple[int, int]:
+        """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives
+        their own."""
+        if self.values.is_floating_point():
+            return 0, self.values.data_ptr() * (self.values.ndim == 4)
+        if self.addresses is None:  # there may be several callers
+            self.function, self.addresses = quantized.compiled(
+                self.scheme.kind, self.dtype, *self.parameters()
+            )
+        return self.function, self.addresses.data_ptr()
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """See `ops.embedding`."""
+        return quantized.rows(token_ids, self.values, self.scales, self.zeros, self.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The matrix, of the model's dtype."""
+        return quantized.dequantize(self.values, self.scales, self.zeros, self.dtype)
+
+    def copy_(self, weight: Tensor) -> None:
+        """Fill it from a matrix, each weight rounded to the nearest value of its grid."""
+        if not weight.is_meta:
+            groups = self.scales.shape[-1]
+            dtype = self.scales.dtype
+            values, scales, _ = round_to_nearest(weight, self.scheme.bits, groups, dtype=dtype)
+            self.values.copy_(values)
+            self.scales.copy_(scales)
+
+    @torch.inference_mode()
+    def pack(self) -> None:
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix
+        is dequantized here once, not in each
+        step: it takes the memory of an unquantized one, and multiplies as fast."""
+        flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
+        # layouts have groups of 16 outputs, of one expert
+        values = flat[0]
+        fits = self.shape[-2] % 16 == 0
+        if fits and self.scheme.bits == 4:
+            flat = quantized.pack_nibbles(*flat)
+        elif fits and self.scheme.quantizes_inputs:
+            flat[0] = quantized.pack_values(values)
+        if flat[0] is values and values.device.type == "cpu" and not self.scheme.quantizes_inputs:
+            matrix = self.dequantize().flatten(0, -2)
+            flat[0] = pack_weight(matrix) if fits else matrix
+        for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
+            packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
+            place = getattr(self, name)
+            if (place.dtype, place.numel()) == (
+                packed.dtype,
+                packed.numel(),
+            ) and place.data_ptr() != packed.data_ptr():
+                packed = place.view(packed.shape).copy_(packed)
+            setattr(self, name, nn.Parameter(packed, requires_grad=False))
+        self.addresses = None
