@@ -6,6 +6,7 @@ import ast
 import functools
 import pathlib
 import re
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -38,12 +39,29 @@ def resolve(name: str) -> str | None:
     return None
 
 
-@functools.cache
-def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
-    """What a file imports from the package, anywhere in it: under TYPE_CHECKING, in functions, and
-    by a string that names a module (for which the second value is True)."""
+def is_type_checking(test: ast.expr) -> bool:
+    """Whether a condition is `TYPE_CHECKING` or `typing.TYPE_CHECKING`."""
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def nodes_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all nodes in it but the bodies of `if TYPE_CHECKING:`."""
+    yield node
+    if isinstance(node, ast.If) and is_type_checking(node.test):
+        children: Iterable[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from nodes_at_run_time(child)
+
+
+def imports_of(source: str, path: str) -> list[tuple[str, bool]]:
+    """Return what a module imports from the package at run time.
+
+    Imports in functions count, and so do strings that name a module, for which the second value is
+    True. Imports under `if TYPE_CHECKING:` do not count: they may point anywhere."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_at_run_time(ast.parse(source)):
         names, by_string = [], False
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -59,6 +77,12 @@ def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
             ):
                 found.append((module, by_string))
     return found
+
+
+@functools.cache
+def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
+    """Return what a file imports from the package at run time, as `imports_of` does."""
+    return imports_of(path.read_text(encoding="utf-8"), str(path))
 
 
 @functools.cache
@@ -104,6 +128,40 @@ def test_every_module_has_a_room() -> None:
 
 def test_an_import_goes_down_never_up() -> None:
     assert {edge for edge in edges(with_strings=True) if floor(edge[0]) < floor(edge[1])} == set()
+
+
+def test_imports_for_types_alone_may_point_anywhere() -> None:
+    source = """
+import typing
+from typing import TYPE_CHECKING
+
+from nanovllm.data.request import Request
+
+if TYPE_CHECKING:
+    import nanovllm.engine.core
+    from nanovllm.engine.llm import LLM
+else:
+    from nanovllm.data.outputs import RequestOutput
+
+if typing.TYPE_CHECKING:
+    from nanovllm.engine.group import EngineGroup
+
+
+def make(scheduler: "nanovllm.engine.process") -> "LLM":
+    from nanovllm.kv.manager import KVCacheManager
+
+    if not TYPE_CHECKING:
+        from nanovllm.engine.client import EngineClient
+    return load("nanovllm.kv.connector:Connector")
+"""
+    assert imports_of(source, "made_up.py") == [
+        ("data.request", False),
+        ("data.outputs", False),
+        ("engine.process", True),
+        ("kv.manager", False),
+        ("engine.client", False),
+        ("kv.connector", True),
+    ]
 
 
 def test_no_files_import_each_other() -> None:

@@ -156,7 +156,7 @@ class EngineClient:
         self._news = []
         return news
 
-    def trouble(self) -> str:
+    def poll(self) -> str:
         """Take in its reports. Returns why it has ended, or must be ended; "" while it works."""
         self.receive()
         if (end := how_it_ended(self.process)) and self.last_words is None:

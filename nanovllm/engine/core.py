@@ -40,8 +40,10 @@ class NoRecorder:
     """Takes the place of a `StepRecorder` while no reader wants records: all its methods do
     nothing."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments, **options: None
+    def flush(self, *arguments: object, **options: object) -> None:
+        """Do nothing, like all methods here."""
+
+    arrived = ended = begin = finish = start_over = ask_for_snapshot = unwatch = flush
 
 
 class EngineCore:
@@ -65,12 +67,12 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        self._open_books(num_blocks, num_host_blocks)
+        self._reset(num_blocks, num_host_blocks)
         settings = {"model": config.model_names[0]} | self.trace_settings
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
         self.trace = trace
-        self._recorder: Any = NoRecorder()
+        self._recorder: StepRecorder | NoRecorder = NoRecorder()
         if trace is not None:
             trace.settings |= settings
             self._recorder = self._record_to(trace)
@@ -113,7 +115,7 @@ class EngineCore:
             self.executor.collective_rpc("handshake_metadata"),
         )
 
-    def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
+    def _reset(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool; no step is in flight."""
         caching = self.config.enable_prefix_caching
         self.manager = KVCacheManager(num_blocks, self.config.block_size, caching, num_host_blocks)
@@ -136,36 +138,35 @@ class EngineCore:
         model = self.model_config
         assert config.max_model_len is not None
         peers = [self.connector.information] if config.kv_transfer is not None else []
-        sizes = config.max_model_len, config.max_request_tokens, model.vocab_size
         return EngineLimits(
-            *sizes,
-            model.eos_token_ids,
-            model.generation_defaults,
-            peers,
-            config.scheduling_policy,
-            config.structured_outputs.disable_any_whitespace,
+            max_model_len=config.max_model_len,
+            max_request_tokens=config.max_request_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            generation_defaults=model.generation_defaults,
+            kv_transfer=peers,
+            scheduling_policy=config.scheduling_policy,
+            disable_any_whitespace=config.structured_outputs.disable_any_whitespace,
         )
 
     @property
     def stats(self) -> EngineStats:
         """Queue lengths, memory and counters."""
         s = self.scheduler
-        num_waves = self.waves.ended if self.waves is not None else 0
-        queues = (
-            len(s.running),
-            len(s.waiting) + len(s.receiving),
-            len(s.swapped),
-            self.manager.pool.usage,
-        )
-        prefix_cache = s.num_queried_tokens, s.num_hit_tokens
-        transfers = (
-            len(s.receiving),
-            len(self.manager.held),
-            s.num_external_queried_tokens,
-            s.num_external_hit_tokens,
-        )
         stats = EngineStats(
-            *queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers
+            num_running=len(s.running),
+            num_waiting=len(s.waiting) + len(s.receiving),
+            num_swapped=len(s.swapped),
+            kv_cache_usage=self.manager.pool.usage,
+            num_preemptions=s.num_preemptions,
+            num_queried_tokens=s.num_queried_tokens,
+            num_hit_tokens=s.num_hit_tokens,
+            num_steps=self.num_steps,
+            num_waves=self.waves.ended if self.waves is not None else 0,
+            num_receiving=len(s.receiving),
+            num_held_requests=len(self.manager.held),
+            num_external_queried_tokens=s.num_external_queried_tokens,
+            num_external_hit_tokens=s.num_external_hit_tokens,
         )
         if s.speculation is not None:
             stats.spec_decoding = s.speculation.stats
@@ -221,7 +222,7 @@ class EngineCore:
         aborted = self.scheduler.abort_request(request_id)
         if aborted:
             self._recorder.ended(request_id, reason)
-        self._wind_up()
+        self._drain_if_idle()
         return aborted
 
     def step(self) -> list[EngineOutput]:
@@ -236,7 +237,7 @@ class EngineCore:
             return []
         with self._all_or_nothing():
             outputs = self._step()
-            self._wind_up()
+            self._drain_if_idle()
             return outputs
 
     def _step(self) -> list[EngineOutput]:
@@ -272,7 +273,7 @@ class EngineCore:
         """Seconds since the engine started. A trace is written in microseconds."""
         return round(time.perf_counter() - self._started, 6)
 
-    def _wind_up(self) -> None:
+    def _drain_if_idle(self) -> None:
         """When idle, drain steps in flight and flush the trace."""
         if not self.has_work:
             with self._all_or_nothing():
@@ -290,7 +291,7 @@ class EngineCore:
 
     def _start_over(self) -> None:
         lost = list(self.scheduler.requests)
-        self._open_books(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
+        self._reset(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
         self.executor.forget_requests()
         self.connector.forget_requests()
         self._recorder.start_over(self.scheduler, lost)
@@ -299,7 +300,7 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.manager.pool.reset_prefix_cache()
         self._recorder.ask_for_snapshot()
-        self._wind_up()
+        self._drain_if_idle()
 
     def close(self) -> None:
         """Finish the trace file, if there is one, and end ranks in other processes."""
@@ -411,7 +412,7 @@ class EngineCore:
         if isinstance(self._recorder, NoRecorder):
             self._recorder = self._record_to(None)
         self._recorder.watch(sink)
-        self._wind_up()
+        self._drain_if_idle()
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to `sink`. Without any other sink and without a trace, nothing is

@@ -52,9 +52,9 @@ class DataRank(Peer, EngineClient):
             self.reports.poll(int(1000 * timeout))
             self.receive()
 
-    def trouble(self) -> str:
+    def poll(self) -> str:
         """See `EngineClient`. A process that hangs must be ended, too."""
-        if reason := EngineClient.trouble(self):
+        if reason := EngineClient.poll(self):
             return reason
         verdict = self._watch.look(self._listen)
         return verdict.text if verdict is not None else ""

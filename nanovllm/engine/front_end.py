@@ -117,14 +117,14 @@ class FrontEnd:
         """
         while True:
             self._arrival.clear()
-            trouble = self._client.trouble()
+            reason = self._client.poll()
             if reports := self._client.take_reports():
                 return reports
-            if trouble:
+            if reason:
                 last = self._client.last_words
-                raise (
-                    EngineStartError if last is not None and last.user_error else EngineDeadError
-                )(trouble)
+                if last is not None and last.user_error:
+                    raise EngineStartError(reason)
+                raise EngineDeadError(reason)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._arrival.wait()

@@ -150,7 +150,7 @@ class Scheduler:
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
-            self._expect(plan, num_decoding)
+            self._mark_in_flight(plan, num_decoding)
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
@@ -473,7 +473,7 @@ class Scheduler:
 
     _steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
 
-    def _expect(self, plan: SchedulerOutput, first: int = 0) -> None:
+    def _mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
         """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the
         tokens that it samples as pending.
 
@@ -550,7 +550,9 @@ class Scheduler:
             name = request.request_id
             new = request.token_ids[num_sent:]
             plan.requests.append(
-                ScheduledRequest(name, start, 1, new, blocks, None, 0, 1, pending > 0)
+                ScheduledRequest(
+                    name, start, 1, new, blocks, samples=1, last_is_pending=pending > 0
+                )
             )
             request.num_computed_tokens = end
             request.num_sent_tokens = num_tokens

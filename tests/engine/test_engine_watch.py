@@ -73,9 +73,9 @@ def test_a_step_of_an_engine_may_compute_for_any_time(monkeypatch: pytest.Monkey
     client = started(monkeypatch, compute_for_long)
     client.expect_heartbeats()
     try:
-        troubles: list[str] = []
-        wait_until(lambda: troubles.append(client.trouble()) or troubles[-1])
-        assert troubles[-1].endswith("ended with exit code 0")
+        reasons: list[str] = []
+        wait_until(lambda: reasons.append(client.poll()) or reasons[-1])
+        assert reasons[-1].endswith("ended with exit code 0")
     finally:
         client.close()
 
@@ -87,7 +87,7 @@ def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
     client = started(monkeypatch, rest_until_told)
     born = client.heard
     try:
-        wait_until(lambda: client.trouble() or client.heard > born)  # its heart beats
+        wait_until(lambda: client.poll() or client.heard > born)  # its heart beats
         client.expect_heartbeats()
         command = [sys.executable, "-c", DEBUGGER, str(client.pid)]
         with subprocess.Popen(
@@ -98,11 +98,11 @@ def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
                 pytest.skip("a process may not trace another one here")
             held = time.monotonic()
             # Nothing is sent now. What was sent before has been taken in a second later.
-            wait_until(lambda: client.trouble() or client.heard > held + 1)
+            wait_until(lambda: client.poll() or client.heard > held + 1)
             debugger.communicate("\n")
         resumed = client.heard
-        wait_until(lambda: client.trouble() or client.heard > resumed)
-        assert not client.trouble()
+        wait_until(lambda: client.poll() or client.heard > resumed)
+        assert not client.poll()
         client.shutdown(30)
         assert client.process.returncode == 0
     finally:

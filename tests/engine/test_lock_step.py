@@ -91,7 +91,7 @@ def test_engines_learn_whether_any_of_them_has_requests(
     group, runner = Ring(others), ModelRunner.__new__(ModelRunner)
     runner.device = torch.device("cpu")
     monkeypatch.setitem(groups._groups, "dp", group)
-    ask = runner._ask_around(SchedulerOutput(unfinished=unfinished))
+    ask = runner._any_unfinished(SchedulerOutput(unfinished=unfinished))
     assert group.calls["all_reduce"] == 1, (
         "every rank joins in the step itself, before anyone waits for the result"
     )
@@ -115,7 +115,7 @@ def test_a_single_engine_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner.__new__(ModelRunner)
     runner.device = torch.device("cpu")
     for unfinished in (True, False):
-        assert runner._ask_around(SchedulerOutput(unfinished=unfinished))() is unfinished
+        assert runner._any_unfinished(SchedulerOutput(unfinished=unfinished))() is unfinished
 
 
 # ---------------------------------------------------------------- in the coordinator

@@ -25,7 +25,7 @@ from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import scheduler_of
 
-# -------------------------------------------------------------------------------- Scheduler._expect
+# ------------------------------------------------------------------------ Scheduler._mark_in_flight
 
 
 def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
@@ -43,7 +43,7 @@ def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
     plan.add(ScheduledRequest("r2", 3, 1, [], [], samples=True))
     earlier = SchedulerOutput()
     scheduler._steps_in_flight = (earlier,)
-    scheduler._expect(plan)
+    scheduler._mark_in_flight(plan)
     assert scheduler._steps_in_flight == (earlier, plan), "the oldest step comes first"
     assert [r.num_pending_tokens for r in (r0, r1, r2)] == [1, 0, 2], (
         "a step samples a token for r0 and r2"
@@ -58,7 +58,7 @@ def test_shares_that_are_counted_already_are_not_counted_again() -> None:
     plan = SchedulerOutput()
     for i in range(2):
         plan.add(ScheduledRequest(f"r{i}", 0, 4, [], [], samples=True))
-    scheduler._expect(plan, 1)
+    scheduler._mark_in_flight(plan, 1)
     assert scheduler._steps_in_flight == (plan,)
     assert [r.num_pending_tokens for r in scheduler.requests.values()] == [0, 1]
 
