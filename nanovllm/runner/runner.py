@@ -343,9 +343,7 @@ class ModelRunner:
         """
         if schedule.connector_metadata is None:
             return self._launch(schedule)
-        # Only the scheduler's half of a connector that moves KV has something to tell.
-        connector = cast("KVConnectorWorker", self.connector)
-        with connector.transfers(schedule.connector_metadata, schedule.empty) as output:
+        with self.connector.transfers(schedule.connector_metadata, schedule.empty) as output:
             wait = self._launch(schedule) if not schedule.empty else ModelRunnerOutput
         return lambda: replace(wait(), connector_output=output)
 
@@ -460,10 +458,10 @@ class ModelRunner:
         self.connector.forget_requests()
 
     @cached_property
-    def connector(self) -> KVConnectorWorker | NoConnector:
+    def connector(self) -> KVConnectorWorker:
         """This rank's half of the connector, which moves KV between engines; the default one moves
         none."""
-        return NoConnector()
+        return cast("KVConnectorWorker", NoConnector())
 
     def _start_prompt_logprobs(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor

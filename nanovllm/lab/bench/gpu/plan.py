@@ -57,12 +57,20 @@ def plan(dry_run: bool) -> list[Part]:
     for part in _PLAN["parts"]:
         words = part.get("arguments", [])
         proves = part["function"] == "proofs:prove"
-        rest = _HERE + part["function"], part["seconds"], not dry_run and not proves
         if part["title"] == "kernels":
             divided = [
                 (f"kernels {i + 1}/{shares}", [*words, f"{i}/{shares}"]) for i in range(shares)
             ]
         else:
             divided = [(part["title"], words)] * (not dry_run or "Llama-3.1-8B" not in words)
-        parts += [Part(title, rest[0], tuple(arguments), *rest[1:]) for title, arguments in divided]
+        parts += [
+            Part(
+                title=title,
+                function=_HERE + part["function"],
+                arguments=tuple(arguments),
+                seconds=part["seconds"],
+                alone=not dry_run and not proves,
+            )
+            for title, arguments in divided
+        ]
     return parts
