@@ -214,10 +214,7 @@ def initialize_groups(
             _groups[kind] = GroupCoordinator(kind, ranks, rank)
             continue
         # Every rank takes part in making every group, and gets its own.
-        own = [
-            dist.new_subgroups_by_enumeration(groups, limit, backend)[0]  # type: ignore[no-untyped-call]
-            for backend in backends
-        ]
+        own = [dist.new_subgroups_by_enumeration(groups, limit, backend)[0] for backend in backends]
         group = _groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, own[-1], own[0])
         if device.type == "cpu" and not disable_custom_all_reduce:
             group.share_memory(timeout)

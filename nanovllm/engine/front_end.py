@@ -122,9 +122,8 @@ class FrontEnd:
                 return reports
             if reason:
                 last = self._client.last_words
-                if last is not None and last.user_error:
-                    raise EngineStartError(reason)
-                raise EngineDeadError(reason)
+                is_users = last is not None and last.user_error
+                raise EngineStartError(reason) if is_users else EngineDeadError(reason)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._arrival.wait()

@@ -35,7 +35,7 @@ class Executor:
     on_gpu: bool
     num_blocks: int
     bytes_per_block: int
-    sources: Sequence[Any] = ()
+    sources: Sequence[object] = ()
     transfer_has_ended: bool = False
 
     def collective_rpc(self, method: str, *arguments: object) -> list[Any]:

@@ -174,8 +174,7 @@ class RayExecutor(RemoteExecutor):
             self._join_cluster()
         device = self.config.device
         if device == "auto":
-            resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            device = "cuda" if resources.get("GPU") else "cpu"
+            device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"  # type: ignore[no-untyped-call]
         setup.config = dataclasses.replace(self.config, device=device)
         group = find_room(size, device == "cuda")
         # Its actors end with it. If Ray has ended already, there is nothing to give back.
@@ -185,8 +184,7 @@ class RayExecutor(RemoteExecutor):
         actor_class: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(RankActor)
         places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(size)]
         actors = [actor_class.options(scheduling_strategy=place).remote() for place in places]
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        reception = Reception(address)
+        reception = Reception(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         try:
             setup.init_method = ray.get(actors[0].open_meeting_place.remote())
             ray.get([actor.__ray_ready__.remote() for actor in actors])

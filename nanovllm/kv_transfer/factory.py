@@ -33,6 +33,8 @@ CONNECTORS = {
 
 
 def _half(config: EngineConfig, half: int) -> Any:
+    """One half's class of the connector that the settings name: 0 for the scheduler's, 1 for a
+    rank's."""
     assert config.kv_transfer is not None
     name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
@@ -53,13 +55,15 @@ def create_scheduler_connector(
         ValueError: the connector does not exist (the message lists those that do), or its settings
             make no sense.
     """
-    return _half(config, 0)(config, kv_identity(config, model_config, folder), ranks)
+    half: type[KVConnectorScheduler] = _half(config, 0)
+    return half(config, kv_identity(config, model_config, folder), ranks)
 
 
 def cache_maker(config: EngineConfig) -> Callable[..., Tensor]:
     """The function that makes a layer's cache `(shape, dtype, device)` in memory that the connector
     can use."""
-    return _half(config, 1).empty_kv_cache
+    half: type[KVConnectorWorker] = _half(config, 1)
+    return half.empty_kv_cache
 
 
 def create_worker_connector(
@@ -92,7 +96,8 @@ def create_worker_connector(
         tp_rank=group.rank_in_group,
         tp_size=group.world_size,
     )
-    connector: KVConnectorWorker = _half(config, 1)(config, layout, kv_caches)
+    half: type[KVConnectorWorker] = _half(config, 1)
+    connector = half(config, layout, kv_caches)
     connector.model = model
     connector.backend = backend
     return connector

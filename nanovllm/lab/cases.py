@@ -80,14 +80,14 @@ class Problem:
             self.slots.append(slots.to(self.device))
             start = end
         self.metadata = AttentionMetadata(
-            torch.tensor(
+            query_start_loc=torch.tensor(
                 [0, *query_lens.cumsum(0).tolist()], dtype=torch.int32, device=self.device
             ),
-            seq_lens.int().to(self.device),
-            tables.to(self.device),
-            mapping.to(self.device),
-            int(query_lens.max()),
-            int(seq_lens.max()),
+            seq_lens=seq_lens.int().to(self.device),
+            block_tables=tables.to(self.device),
+            slot_mapping=mapping.to(self.device),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
         )
 
     def draw(self, *shape: int) -> Tensor:
@@ -185,9 +185,9 @@ def attention_case(
         options: of `Problem`.
     """
     problem = Problem(seed, sequences, **options)
-    block_size = problem.block_size
+    scale = head_dim**-0.5
     kv_cache = problem.cache(
-        *kv_cache_shape(problem.num_blocks, num_kv_heads, block_size, head_dim)
+        *kv_cache_shape(problem.num_blocks, num_kv_heads, problem.block_size, head_dim)
     )
     # Scores with a deviation of 3: some weights are large, so that the running maximum moves.
     q = 3 * problem.draw(problem.num_rows, num_heads, head_dim)
@@ -200,23 +200,38 @@ def attention_case(
     start = 0
     for (query_len, context_len), slots in zip(sequences, problem.slots, strict=True):
         end = start + query_len
-        slots = slots[:context_len]
         context = [problem.draw(context_len, num_kv_heads, head_dim) for _ in range(2)]
-        for i in range(2):
-            kv_cache[slots // block_size, i, :, slots % block_size] = context[i]
+        _write(kv_cache, slots[:context_len], context)
         rows = [q[start:end], k[start:end]]
         if cos_sin is not None:
             rows = [rotated(row, cos_sin[context_len : context_len + query_len]) for row in rows]
         keys = torch.cat([context[0], rows[1]])
         values = torch.cat([context[1], v[start:end]])
-        expected.append(oracle(rows[0], keys, values, head_dim**-0.5, sliding_window, soft_cap))
+        expected.append(
+            oracle(rows[0], keys, values, scale, sliding_window=sliding_window, soft_cap=soft_cap)
+        )
         expected_keys.append(rows[1])
         start = end
     rotation = None if cos_sin is None else Rotary(problem.positions.to(problem.device), cos_sin)
-    rest = head_dim**-0.5, sliding_window, soft_cap, rotation
     return AttentionCase(
-        q, k, v, kv_cache, problem.metadata, *rest, torch.cat(expected), torch.cat(expected_keys)
+        q=q,
+        k=k,
+        v=v,
+        kv_cache=kv_cache,
+        metadata=problem.metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        rotary=rotation,
+        expected=torch.cat(expected),
+        expected_keys=torch.cat(expected_keys),
     )
+
+
+def _write(kv_cache: Tensor, slots: Tensor, keys_and_values: Sequence[Tensor]) -> None:
+    """Write `[num_tokens, num_kv_heads, head_dim]` of keys, and as many values, into slots."""
+    block_size = kv_cache.shape[3]
+    kv_cache[slots // block_size, :, :, slots % block_size] = torch.stack([*keys_and_values], dim=1)
 
 
 def oracle(
@@ -305,7 +320,9 @@ class LatentCase:
         if anything is, and infinite if the backend wrote where it should not."""
         cache = self.kv_cache.clone()
         tokens = len(self.expected)
-        out = backend.forward(self.q, self.latent, self.up, cache, self.metadata, self.scale)
+        out = backend.forward(
+            self.q, self.latent, self.up, cache, metadata=self.metadata, scale=self.scale
+        )
         written = cache.flatten(0, 1)[self.metadata.slot_mapping[:tokens]]
         in_cache = error_in_cache(cache, self.metadata, written, self.latent[:tokens])
         return relative_error(out[:tokens], self.expected), in_cache
@@ -347,4 +364,12 @@ def latent_case(
         )
         expected.append(oracle(queries, keys, values, scale)[:, :, :v])
         start = end
-    return LatentCase(q, latent, up, kv_cache, problem.metadata, scale, torch.cat(expected))
+    return LatentCase(
+        q=q,
+        latent=latent,
+        up=up,
+        kv_cache=kv_cache,
+        metadata=problem.metadata,
+        scale=scale,
+        expected=torch.cat(expected),
+    )

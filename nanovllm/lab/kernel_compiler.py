@@ -123,8 +123,10 @@ def specialise(launch: Launch, target: Target) -> tuple[ASTSource, Any]:
     function = launch.function
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialisation, keywords = bind(*launch.arguments, **launch.options)
-    options, *source = function._pack_args(backend, launch.options, bound, specialisation, keywords)
-    return ASTSource(function, *source), options
+    options, signature, constants, attributes = function._pack_args(
+        backend, launch.options, bound, specialisation, keywords
+    )
+    return ASTSource(function, signature, constants, attributes), options
 
 
 def compile_launch(launch: Launch, target: str) -> dict[str, Any]:

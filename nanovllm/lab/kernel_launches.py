@@ -100,7 +100,6 @@ def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
 def launch_attention(case: Case, target: Target) -> None:
     """Run the Triton backend as a model would on the target."""
     backend = TritonBackend(_hardware(target))
-    options = (0.1, case.sliding_window, case.soft_cap)
     if case.kv_dtype is not None:
         backend = QuantizedTritonBackend(backend, case.kv_dtype)
     dtype = getattr(torch, case.dtype)
@@ -119,8 +118,18 @@ def launch_attention(case: Case, target: Target) -> None:
             q, k, v = heads.split([num_heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
             rotary = Rotary(torch.empty(batch.num_tokens, dtype=torch.int64), cos_sin)
             metadata = _metadata(batch, case.block_size)
-            rotation = [rotary] if backend.fuses_rotary else []
-            backend.forward(q, k, v, kv_cache, metadata, *options, *rotation)
+            rotation = {"rotary": rotary} if backend.fuses_rotary else {}
+            backend.forward(
+                q,
+                k,
+                v,
+                kv_cache,
+                metadata=metadata,
+                scale=0.1,
+                sliding_window=case.sliding_window,
+                soft_cap=case.soft_cap,
+                **rotation,
+            )
 
 
 def launch_latent_attention(dtype_name: str, target: Target) -> None:
@@ -145,7 +154,7 @@ def launch_latent_attention(dtype_name: str, target: Target) -> None:
             q = torch.empty(batch.num_seqs, num_heads, 128 + rope, dtype=dtype)
             up = torch.empty(num_heads, 128 + 128, rank, dtype=dtype)
             latent = torch.empty(batch.num_seqs, rank + rope, dtype=dtype)
-            backend.forward(q, latent, up, kv_cache, _metadata(batch, 16), 0.1)
+            backend.forward(q, latent, up, kv_cache, metadata=_metadata(batch, 16), scale=0.1)
 
 
 def _hardware(target: Target) -> Hardware:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanovllm import ops
 from nanovllm.attention.base import AttentionOptions, Rotary, attend
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
-from nanovllm.distributed.pipeline_parallel import Elsewhere, if_here, is_elsewhere, layers_here
+from nanovllm.distributed.pipeline_parallel import if_here, is_elsewhere, layers_here
 from nanovllm.layers.basic import Layer, Packable, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
     MergedColumnParallelLinear,
@@ -273,7 +273,7 @@ class LlamaForCausalLM(nn.Module):
         holds no part of a tensor that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
         embed_tokens = self.model.embed_tokens
-        embedding = None if isinstance(embed_tokens, Elsewhere) else embed_tokens.weight
+        embedding = getattr(embed_tokens, "weight", None)
         for path, module in self.named_modules():
             if isinstance(module, Layer) and not (
                 path == "lm_head" and module.weight is embedding

@@ -174,7 +174,7 @@ class Trainer:
         return total, right[0]
 
     def train(self, until: float, file: Path) -> None:
-        """Train for the recipe's epochs, from the batch on to which a checkpoint led.
+        """Train for the recipe's epochs, starting with the batch to which a checkpoint led.
 
         Args:
             until: in seconds of `time.monotonic`, when to stop in any case. The learning rate has

@@ -7,7 +7,7 @@ Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from nanovllm.data.schedule import ScheduledRequest
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.runner.device_copies import upload
 from nanovllm.runner.sampling import SamplingRow
+
+if TYPE_CHECKING:
+    from nanovllm.runner.structured_output import Matchers
 
 
 class RequestRows:
@@ -40,7 +43,8 @@ class RequestRows:
             [0] * max_num_seqs for _ in range(3)
         )
         self.params: dict[str, SamplingParams] = {}
-        self.matchers: dict[str, Any] = {}  # of requests with a grammar; see `structured_output`
+        # Of requests with a grammar; see `structured_output`.
+        self.matchers: Matchers = {}
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -141,6 +145,18 @@ class StepBuffer:
         if self.device is not self.host:
             self.first(count).copy_(self.host[:count], non_blocking=True)
         return self.first(count)
+
+
+class ModelInputs(NamedTuple):
+    """The tensors that the model reads in one step.
+
+    Attributes:
+        input_ids, positions: `[num_tokens]` int64, packed.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
 
 
 @dataclass

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from nanovllm.runner.batch import Batch
 
 if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
+
+    MemoryPool = torch.cuda._POOL_HANDLE  # the id of memory that graphs share
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class CudaGraph:
         self.stream = stream
         self.graph = torch.cuda.CUDAGraph()
 
-    def capture(self, work: Callable[[], Any], pool: Any) -> Any:
+    def capture(self, work: Callable[[], object], pool: MemoryPool | None) -> MemoryPool:
         """Record what `work` launches. The work is done once before, since CUDA cannot record while
         a Triton kernel is compiled, or while a library loads its kernels and allocates its
         workspace.
@@ -67,7 +69,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(self.stream)
         with torch.cuda.graph(self.graph, pool=pool, stream=self.stream):
             work()
-        return self.graph.pool()
+        memory: MemoryPool = self.graph.pool()
+        return memory
 
     def replay(self) -> None:
         """Launch all of it again, on the current stream."""
@@ -83,9 +86,10 @@ class DecodeGraphs:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.sizes = ladder(runner.config.max_decodes)
+        assert runner.make_graph is not None, "only then are graphs recorded"
         self._make_graph = runner.make_graph
-        self._pool = None
-        self._graphs: dict[int, Any] = {}
+        self._pool: MemoryPool | None = None
+        self._graphs: dict[int, CudaGraph] = {}
         most = self.sizes[-1]
         self._received = runner.blank(most)
         self._out = runner.blank_output(most)
@@ -98,7 +102,7 @@ class DecodeGraphs:
         self._graphs[size] = self._make_graph()
         self._pool = self._graphs[size].capture(partial(self.decode, runner, size), self._pool)
 
-    def decode(self, runner: ModelRunner, size: int) -> Any:
+    def decode(self, runner: ModelRunner, size: int) -> Tensor:
         """Run the model on the `size` requests in the buffers, one token each: this is what a graph
         records. So it reads and writes only buffers that never move, and its launches do not depend
         on any length."""

@@ -7,6 +7,7 @@ Built by notebooks/40_cuda_graphs.ipynb: edit it there.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -35,25 +36,43 @@ def free_memory(runner: ModelRunner) -> int:
     share = runner.config.gpu_memory_utilization
     gib = 2**30
     with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
-        total, in_use, weights, activations, graphs = profile_run(runner)
-    left = int(total * share) - in_use - activations - graphs
+        profile = profile_run(runner)
+    left = int(profile.total * share) - profile.in_use - profile.activations - profile.graphs
     logger.info(
         "GPU memory: %.2f GiB, of which %.0f %% may be used: weights %.2f GiB, activations %.2f "
         "GiB, graphs %.2f GiB, other %.2f GiB; that leaves %.2f GiB for the KV pool",
-        total / gib,
+        profile.total / gib,
         100 * share,
-        *(size / gib for size in (weights, activations, graphs, in_use - weights, left)),
+        profile.weights / gib,
+        profile.activations / gib,
+        profile.graphs / gib,
+        (profile.in_use - profile.weights) / gib,
+        left / gib,
     )
     return left
 
 
-def profile_run(runner: ModelRunner) -> tuple[int, int, int, int, int]:
-    """Run the largest step that there can be, record two graphs, and measure what that takes.
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes of a GPU's memory.
 
-    Returns: bytes of the GPU; in use between two steps (by weights, CUDA and its libraries, other
-        processes); allocated by torch before the first step (weights); allocated in addition while
-        the largest step runs; estimated for CUDA graphs.
+    Attributes:
+        total: all that the GPU has.
+        in_use: between two steps, by weights, CUDA and its libraries, and other processes.
+        weights: allocated by torch before the first step.
+        activations: allocated in addition while the largest step runs.
+        graphs: estimated for CUDA graphs.
     """
+
+    total: int
+    in_use: int
+    weights: int
+    activations: int
+    graphs: int
+
+
+def profile_run(runner: ModelRunner) -> MemoryProfile:
+    """Run the largest step that there can be, record two graphs, and measure what that takes."""
     device = runner.device
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
@@ -63,7 +82,9 @@ def profile_run(runner: ModelRunner) -> tuple[int, int, int, int, int]:
     activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     free, total = _free_and_total(device)
     graphs = graph_memory(runner) if runner.make_graph is not None else 0
-    return total, total - free, weights, activations, graphs
+    return MemoryProfile(
+        total=total, in_use=total - free, weights=weights, activations=activations, graphs=graphs
+    )
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:

@@ -8,6 +8,7 @@ Built by notebooks/17_model_runner.ipynb: edit it there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import psutil
@@ -77,7 +78,11 @@ def _check_host_memory(runner: ModelRunner, setting: str, num_bytes: int) -> Non
 def free_memory(runner: ModelRunner) -> int:
     """Bytes that the pool may take if the settings do not say how many."""
     if runner.device.type == "cuda":
-        return load("nanovllm.runner.gpu_memory:free_memory", "device 'cuda'")(runner)
+        measure: Callable[[ModelRunner], int] = load(
+            "nanovllm.runner.gpu_memory:free_memory", "device 'cuda'"
+        )
+        return measure(runner)
     # All ranks share the memory; on several machines, there is more than this.
     ranks = runner.config.world_size * runner.config.data_parallel_size
-    return min(psutil.virtual_memory().available // 4, 4 * 2**30) // ranks
+    available: int = psutil.virtual_memory().available
+    return min(available // 4, 4 * 2**30) // ranks

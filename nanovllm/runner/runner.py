@@ -11,11 +11,11 @@ import pathlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.attention.base import (
     AttentionBackend,
@@ -37,9 +37,19 @@ from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
-from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
+from nanovllm.runner.batch import Batch, ModelInputs, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.device_copies import start_fetch, upload
-from nanovllm.runner.sampling import Sampler, SamplingRow, start_logprobs
+from nanovllm.runner.sampling import SampleKey, Sampler, SamplingRow, start_logprobs
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.load_balance import LoadBalancer
+    from nanovllm.distributed.stage_link import StageLink
+    from nanovllm.kv.connector import KVConnectorWorker
+    from nanovllm.models.eagle import EagleModel
+    from nanovllm.models.llama import LlamaForCausalLM
+    from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs
+    from nanovllm.runner.speculative.speculator import Speculator
+    from nanovllm.runner.structured_output import StructuredOutputManager
 
 # Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the
 # vocabulary.
@@ -84,14 +94,14 @@ class ModelRunner:
                 model_config,
                 self.dtype,
                 self.device,
-                max_positions,
-                config.load_format,
-                config.seed,
+                max_positions=max_positions,
+                load_format=config.load_format,
+                seed=config.seed,
             )
             self.prepare_model(self.model)
         self.sampler = Sampler()
 
-    def prepare_model(self, model: Any) -> None:
+    def prepare_model(self, model: LlamaForCausalLM | EagleModel) -> None:
         """Arrange the weights, and let the layers run in one call if this machine can."""
         model.pack_weights()
         if not self.config.enforce_eager:
@@ -110,11 +120,9 @@ class ModelRunner:
         with out_of_memory(
             "the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"
         ):
-            make_cache = (
-                load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config)
-                if moves_kv
-                else zeros
-            )
+            make_cache = zeros
+            if moves_kv:
+                make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config)
             self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
@@ -132,7 +140,7 @@ class ModelRunner:
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
     def _make_caches(
-        self, num_blocks: int, device: torch.device, make_cache: Any = zeros
+        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] = zeros
     ) -> list[Tensor]:
         """One tensor per layer of this rank, and of the model that drafts, if there is one; none if
         `num_blocks` is 0."""
@@ -151,7 +159,7 @@ class ModelRunner:
         """Of one layer's cache on this rank, which has some of the KV heads."""
         model = self.model_config
         if model.kv_lora_rank:
-            shape = load(
+            shape: Callable[[int, int, int], tuple[int, ...]] = load(
                 "nanovllm.attention.latent:latent_cache_shape",
                 f"{model.architecture} (latent attention)",
             )
@@ -176,9 +184,9 @@ class ModelRunner:
         # The newest token of each request's row, as sampled: it may be needed before it has come to
         # the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._picks = StepBuffer(
-            (4, self.config.max_num_samples), torch.int64, self.device
-        )  # see `prepare_inputs`
+        # Rows: the last token of each request that is due, and its row in `self.rows`; the place of
+        # each pending token in the batch, and its request's row. See `prepare_inputs`.
+        self._picks = StepBuffer((4, self.config.max_num_samples), torch.int64, self.device)
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -228,17 +236,25 @@ class ModelRunner:
             self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
         if self._uploaded is not None:
             self._uploaded.record()
-        return Batch(rows, counts, due, *inputs, *picks[:2, : len(due)])
+        last_rows, due_rows = picks[:2, : len(due)]
+        return Batch(
+            rows=rows,
+            num_scheduled=counts,
+            due=due,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            metadata=inputs.metadata,
+            last_rows=last_rows,
+            due_rows=due_rows,
+        )
 
     def _sequences(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row and number of tokens of each sequence that attention sees: of each request; or, in a
         step of decodes and drafts that a CUDA graph can compute, of each token, which attends to
         those that the step writes before it."""
-        most = (
-            1 + (self.config.speculative.num_speculative_tokens or 0)
-            if self.config.speculative is not None
-            else 1
-        )
+        most = 1  # tokens of a request in such a step
+        if self.config.speculative is not None:
+            most += self.config.speculative.num_speculative_tokens or 0
         if (
             self.graphs is None
             or counts.max(initial=0) > most
@@ -266,8 +282,9 @@ class ModelRunner:
         """To how many sequences of one token each a step is padded, by its requests' numbers of
         tokens; 0: it stays as it is. A step without requests becomes one padding token, so that
         this rank joins its peers' collectives."""
-        decodes = self.graphs is not None and counts.max(initial=0) == 1
-        return self.graphs.size_for(len(counts)) if decodes else int(len(counts) == 0)
+        if self.graphs is not None and counts.max(initial=0) == 1:
+            return self.graphs.size_for(len(counts))
+        return int(len(counts) == 0)
 
     def _pad(self, first: int, end: int) -> None:
         """Make the rows `first : end` sequences of one padding token: it is not written, attends to
@@ -286,19 +303,20 @@ class ModelRunner:
         max_query_len: int,
         max_seq_len: int,
         upload: bool = False,
-    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Token ids, positions and metadata of a step: views of the device's buffers. With
-        `upload`, they are copied from the host's buffers; otherwise they stay as they are."""
+    ) -> ModelInputs:
+        """The inputs of a step: views of the device's buffers. With `upload`, they are copied from
+        the host's buffers; otherwise they stay as they are."""
         view = StepBuffer.upload if upload else StepBuffer.first
         metadata = AttentionMetadata(
-            view(self._query_start_loc, num_seqs + 1),
-            view(self._seq_lens, num_seqs),
-            view(self._block_tables, num_seqs),
-            view(self._slot_mapping, num_tokens),
-            max_query_len,
-            max_seq_len,
+            query_start_loc=view(self._query_start_loc, num_seqs + 1),
+            seq_lens=view(self._seq_lens, num_seqs),
+            block_tables=view(self._block_tables, num_seqs),
+            slot_mapping=view(self._slot_mapping, num_tokens),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
         )
-        return view(self._input_ids, num_tokens), view(self._positions, num_tokens), metadata
+        input_ids = view(self._input_ids, num_tokens)
+        return ModelInputs(input_ids, view(self._positions, num_tokens), metadata)
 
     # ---------------------------------------------------------------- one step
 
@@ -337,20 +355,20 @@ class ModelRunner:
         batch = self.prepare_inputs(schedule)
         rows = self._sampling_rows(schedule, batch)
         has_grammar = any(row.params.structured_outputs is not None for row in rows.values())
-        mask = (
-            self.structured_output.start(rows, self.rows.matchers)
-            if has_grammar
-            else lambda logits: {}
-        )
+        mask: Callable[[Tensor], dict[SampleKey, str]] = lambda logits: {}  # noqa: E731
+        if has_grammar:
+            mask = self.structured_output.start(rows, self.rows.matchers)
         hidden = self._forward(batch)
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)
         if hidden is None:
             return ModelRunnerOutput
         sampled = self._sample(batch, hidden, rows, mask)
-        output: Callable[[], ModelRunnerOutput] = lambda: ModelRunnerOutput(sampled())  # noqa: E731
         if self.speculator is not None:
             output = self.speculator.finish(schedule, batch, hidden, sampled)
+        else:
+            by_request = cast("Callable[[], dict[str, SampledToken]]", sampled)  # no drafts
+            output = lambda: ModelRunnerOutput(by_request())  # noqa: E731
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._any_unfinished(schedule)
         return lambda: replace(
@@ -360,15 +378,15 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if
         another stage of the pipeline goes on with what this one has computed."""
-        received = (
-            None if self.link is None else self.link.receive(int(batch.num_scheduled.sum()) or 1)
-        )
+        received = None
+        if self.link is not None:
+            received = self.link.receive(int(batch.num_scheduled.sum()) or 1)
         if self.graphs is not None and len(batch.rows) and batch.metadata.max_query_len == 1:
             out = self.graphs.replay(batch, received)
             self.connector.save_kv_layers()
         else:
             out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
-        if get_pp_group().is_last:
+        if self.link is None or get_pp_group().is_last:
             return out
         self.link.send(out)
         return None
@@ -382,19 +400,20 @@ class ModelRunner:
     ) -> Tensor:
         """Run the layers of this rank; returns hidden states, or what the next pipeline stage
         needs."""
-        caches = dict(
-            zip(self.layers, self.kv_caches, strict=False)
-        )  # without those of a model that drafts
-        connector = (
-            self.connector if self.config.kv_transfer is not None else None
-        )  # called for each layer
+        # Without the caches of a model that drafts.
+        caches = dict(zip(self.layers, self.kv_caches, strict=False))
+        # Called for each layer.
+        connector = self.connector if self.config.kv_transfer is not None else None
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
-            return self.model(input_ids, positions, received)
+            hidden: Tensor = self.model(input_ids, positions, received)
+            return hidden
 
-    def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[Any, SamplingRow]:
+    def _sampling_rows(
+        self, schedule: SchedulerOutput, batch: Batch
+    ) -> dict[SampleKey, SamplingRow]:
         """What the sampler has to know of the tokens that this step samples, if it is this rank
         that samples: by request, and by (request, number of drafts before the token)."""
-        rows: dict[Any, SamplingRow] = {}
+        rows: dict[SampleKey, SamplingRow] = {}
         eos_token_ids = self.model_config.eos_token_ids
         row_of = self.rows.row_of
         for i in dict.fromkeys(batch.due.tolist()) if get_pp_group().is_last else ():
@@ -413,9 +432,9 @@ class ModelRunner:
         self,
         batch: Batch,
         hidden: Tensor,
-        rows: dict[Any, SamplingRow],
-        mask: Callable[[Tensor], dict[str, str]],
-    ) -> Callable[[], dict[Any, SampledToken]]:
+        rows: dict[SampleKey, SamplingRow],
+        mask: Callable[[Tensor], dict[SampleKey, str]],
+    ) -> Callable[[], dict[SampleKey, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
         if not rows:
             return dict
@@ -437,10 +456,10 @@ class ModelRunner:
         self.connector.forget_requests()
 
     @cached_property
-    def connector(self) -> Any:
+    def connector(self) -> KVConnectorWorker:
         """This rank's half of the connector, which moves KV between engines; the default one moves
         none."""
-        return NoConnector()
+        return cast("KVConnectorWorker", NoConnector())
 
     def _start_prompt_logprobs(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
@@ -486,19 +505,21 @@ class ModelRunner:
     # ----------------------------------------------------- parts, each made when it is first needed
 
     @cached_property
-    def structured_output(self) -> Any:
+    def structured_output(self) -> StructuredOutputManager:
         """Computes what the requests' grammars allow; see `StructuredOutputManager.start`."""
-        create = load(
+        create: type[StructuredOutputManager] = load(
             "nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs"
         )
         return create(self.config, self.model_config, self.folder)
 
     @cached_property
-    def link(self) -> Any:
+    def link(self) -> StageLink | None:
         """The connection to the other stages of the pipeline; None if this rank has all layers."""
         if get_pp_group().world_size == 1:
             return None
-        create = load("nanovllm.distributed.stage_link:StageLink", "pipeline_parallel_size")
+        create: type[StageLink] = load(
+            "nanovllm.distributed.stage_link:StageLink", "pipeline_parallel_size"
+        )
         return create(self.model_config.hidden_size, self.dtype, self.device)
 
     def blank(self, num_tokens: int) -> Tensor | None:
@@ -513,13 +534,14 @@ class ModelRunner:
         )
 
     @cached_property
-    def balancer(self) -> Any:
+    def balancer(self) -> LoadBalancer | None:
         """Moves experts between ranks (lecture 24); None if it is not to."""
         if not self.config.enable_eplb:
             return None
-        return load("nanovllm.models.moe:load_balancer", "enable_eplb")(
-            self.model, self.config.eplb_config or "{}"
+        create: Callable[[nn.Module, str], LoadBalancer] = load(
+            "nanovllm.models.moe:load_balancer", "enable_eplb"
         )
+        return create(self.model, self.config.eplb_config or "{}")
 
     def _any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
         """Whether any of the engines in lock-step has requests; all engines get the same answer for
@@ -540,10 +562,10 @@ class ModelRunner:
         )
         return lambda: arrive() != [[0.0]]
 
-    graphs: Any = None  # `DecodeGraphs`, once they are recorded
+    graphs: DecodeGraphs | None = None  # once they are recorded
 
     @cached_property
-    def make_graph(self) -> Any:
+    def make_graph(self) -> Callable[[], CudaGraph] | None:
         """See `graph_maker`."""
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph
         # can hold that.
@@ -553,11 +575,14 @@ class ModelRunner:
         return graph_maker(self.device, self.backend, eager)
 
     @cached_property
-    def speculator(self) -> Any:
+    def speculator(self) -> Speculator | None:
         """Verifies drafts, and makes them; None without `config.speculative`."""
         if self.config.speculative is None:
             return None
-        return load("nanovllm.runner.speculative.speculator:Speculator", "speculative_config")(self)
+        create: type[Speculator] = load(
+            "nanovllm.runner.speculative.speculator:Speculator", "speculative_config"
+        )
+        return create(self)
 
     def _cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
         drafter = self.speculator.cache_shapes(num_blocks) if self.speculator is not None else []
@@ -566,7 +591,7 @@ class ModelRunner:
 
 def graph_maker(
     device: torch.device, backend: AttentionBackend, enforce_eager: bool
-) -> Callable[[], Any] | None:
+) -> Callable[[], CudaGraph] | None:
     """A function that makes an empty CUDA graph; None where each step launches its kernels one by
     one."""
     if device.type != "cuda" or enforce_eager or not backend.supports_graphs:

@@ -37,6 +37,10 @@ SMALLEST_FACTOR = 1e-5
 LARGEST_FACTOR = 1e5
 
 
+# A row of logits that is sampled: of a request, or of (request, number of drafts before the token).
+SampleKey = str | tuple[str, int]
+
+
 @dataclass
 class SamplingRow:
     """One request that samples in this step.

@@ -24,7 +24,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.structured_outputs import Form
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.device_copies import pick, upload
-from nanovllm.runner.sampling import SamplingRow, bad_word_ends
+from nanovllm.runner.sampling import SampleKey, SamplingRow, bad_word_ends
 from nanovllm.text.grammars import describe, form_of, new_matcher, token_trie
 from nanovllm.text.guides import Guide, TokenTable
 from nanovllm.text.tokenizer import Tokenizer
@@ -36,9 +36,8 @@ MAX_COMPILED = 16
 # How many of the likeliest tokens may come where the end has to be kept in sight.
 MAX_CANDIDATES = 32
 
-Matchers = dict[
-    str, tuple[Guide, int]
-]  # request id → matcher, and how many output tokens it has consumed
+# Request id → matcher, and how many output tokens it has consumed.
+Matchers = dict[SampleKey, tuple[Guide, int]]
 
 
 class StructuredOutputManager:
@@ -78,8 +77,8 @@ class StructuredOutputManager:
         return Guide(new_matcher(form.grammar, self.trie), self.table, form)
 
     def start(
-        self, rows: dict[str, SamplingRow], matchers: Matchers
-    ) -> Callable[[Tensor], dict[str, str]]:
+        self, rows: dict[SampleKey, SamplingRow], matchers: Matchers
+    ) -> Callable[[Tensor], dict[SampleKey, str]]:
         """Start to compute masks, in a thread.
 
         Args:
@@ -102,7 +101,7 @@ class StructuredOutputManager:
         }
         computed = self._thread.submit(self._masks, asking, matchers)
 
-        def apply(logits: Tensor) -> dict[str, str]:
+        def apply(logits: Tensor) -> dict[SampleKey, str]:
             masks, errors = computed.result()
             packed = upload(masks, torch.uint8, logits.device)
             bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -120,8 +119,8 @@ class StructuredOutputManager:
         return apply
 
     def _masks(
-        self, rows: dict[str, SamplingRow], matchers: Matchers
-    ) -> tuple[np.ndarray, dict[str, str]]:
+        self, rows: dict[SampleKey, SamplingRow], matchers: Matchers
+    ) -> tuple[np.ndarray, dict[SampleKey, str]]:
         """Compute the masks of requests with a grammar.
 
         A request without a matcher gets a copy (`deep_copy`) of the compiled one (`_compile`, of
@@ -139,7 +138,7 @@ class StructuredOutputManager:
             grammar allows. Such a request's row allows every token.
         """
         masks = np.full((len(rows), -(-self.trie.vocab_size // 32) * 4), 255, dtype=np.uint8)
-        errors = {}
+        errors: dict[SampleKey, str] = {}
         for i, (request_id, row) in enumerate(rows.items()):
             assert row.params.structured_outputs is not None
             if request_id not in matchers:

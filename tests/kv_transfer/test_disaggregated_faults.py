@@ -33,10 +33,11 @@ from nanovllm.kv_transfer.pd.control import (
     credentials,
     encode,
 )
-from nanovllm.kv_transfer.transport import base
-from nanovllm.kv_transfer.transport.base import Link, Rank
+from nanovllm.kv_transfer.transport import link
 from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect
+from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.local import LocalLink
+from nanovllm.kv_transfer.transport.rank import Rank
 from nanovllm.runner.runner import ModelRunner
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
@@ -314,7 +315,7 @@ def test_client_leaves(
     gate: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(base, "_GRACE", 0.2)
+    monkeypatch.setattr(link, "_GRACE", 0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
     opened = reach(fleet, way, stage, gate)
@@ -697,7 +698,7 @@ def test_push_to_nowhere(
 ) -> None:
     """Blocks that the consumer has not, or has not offered; ranks that are none. The order comes to
     its end, and gives all back."""
-    monkeypatch.setattr(base, "_GRACE", 0.2)
+    monkeypatch.setattr(link, "_GRACE", 0.2)
     producer, consumer = (
         engines("kv_producer", long_prefill_token_threshold=8),
         engines("kv_consumer"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanovllm.kv_transfer.layout import KVLayout
-from nanovllm.kv_transfer.transport import base
+from nanovllm.kv_transfer.transport import link
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, connect
 from nanovllm.kv_transfer.transport.messages import (
@@ -219,7 +219,7 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank]]:
-    monkeypatch.setattr(base, "_GRACE", 0.1)
+    monkeypatch.setattr(link, "_GRACE", 0.1)
     ranks = two_ranks(kind, layouts()[0], layouts()[0], timeout=2.0)
     yield ranks
     close(*ranks)

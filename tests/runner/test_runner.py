@@ -449,7 +449,13 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
     runner = BareRunner(config, "cuda")
 
     def with_use(in_use: int) -> int:
-        profile = (200 * size, in_use * size, 50 * size, 8 * size, 2 * size)
+        profile = gpu_memory.MemoryProfile(
+            total=200 * size,
+            in_use=in_use * size,
+            weights=50 * size,
+            activations=8 * size,
+            graphs=2 * size,
+        )
         monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: profile)
         return num_blocks_that_fit(runner)
 
@@ -473,7 +479,9 @@ def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
 
 def test_where_the_memory_went(monkeypatch, caplog) -> None:
     runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
-    profile = (100 * gib, 20 * gib, 16 * gib, 5 * gib, 1 * gib)
+    profile = gpu_memory.MemoryProfile(
+        total=100 * gib, in_use=20 * gib, weights=16 * gib, activations=5 * gib, graphs=1 * gib
+    )
     monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: profile)
     with caplog.at_level(logging.INFO):
         assert gpu_memory.free_memory(runner) == 24 * gib
@@ -562,10 +570,12 @@ def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
     assert shapes[:2] == [tokens, rows]
     assert not any(cache.any() for cache in runner.kv_caches), "the step wrote into the cache"
     graphs = 500 + 10 * (len(ladder(rows)) - 1) if rows > 1 else 500
-    assert profile == (10_000, 1000, 700, 1000 - 750, graphs)
+    assert profile == gpu_memory.MemoryProfile(
+        total=10_000, in_use=1000, weights=700, activations=1000 - 750, graphs=graphs
+    )
     runner.make_graph = None
     FakeMemory(monkeypatch, [9000])
-    assert gpu_memory.profile_run(runner)[-1] == 0
+    assert gpu_memory.profile_run(runner).graphs == 0
 
 
 def test_no_block_fits() -> None:

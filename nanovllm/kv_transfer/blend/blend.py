@@ -223,6 +223,27 @@ class _Prompt:
     block_table: Tensor
     max_rows: int
 
+    def place_chunks(
+        self, chunks: Sequence[tuple[int, Chunk]], num_computed_tokens: int, num_tokens: int
+    ) -> Tensor:
+        """Write the chunks into the blocks.
+
+        Returns:
+            `[num_tokens]` int64: each token's offset in its chunk; -1 for a token in no chunk.
+        """
+        offsets = torch.full((num_tokens,), -1)
+        for start, chunk in chunks:
+            place_chunk(
+                chunk,
+                start,
+                self.kv_caches,
+                self.block_table,
+                cos_sin=self.model.model.cos_sin,
+                first=num_computed_tokens,
+            )
+            offsets[start : start + len(chunk)] = torch.arange(len(chunk))
+        return offsets
+
     def compute(
         self, layers: range, positions: Tensor, x: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -297,16 +318,13 @@ def blend(
             all.
     """
     device = block_table.device
-    offsets = torch.full((len(token_ids),), -1)  # of each token in its chunk; -1: it is in none
-    for start, chunk in chunks:
-        place_chunk(chunk, start, kv_caches, block_table, model.model.cos_sin, num_computed_tokens)
-        offsets[start : start + len(chunk)] = torch.arange(len(chunk))
+    prompt = _Prompt(model, backend, kv_caches, block_table, max_rows or len(token_ids))
+    offsets = prompt.place_chunks(chunks, num_computed_tokens, len(token_ids))
     offsets[-1] = -1  # the last token's logits are needed
     offsets = offsets.to(device)
     first = min(max(num_computed_tokens, _num_exact(chunks)), len(token_ids) - 1)
     positions = torch.arange(first, len(token_ids), device=device)
     positions = positions[offsets[positions] < 0] if recompute_ratio == 0 else positions
-    prompt = _Prompt(model, backend, kv_caches, block_table, max_rows or len(token_ids))
     x = model.model.embed_tokens(torch.tensor(token_ids, device=device)[positions])
     residual = torch.zeros_like(x)
     layers = range(len(kv_caches))

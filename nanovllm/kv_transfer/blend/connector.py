@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
@@ -23,15 +24,8 @@ from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker, Tables
 from nanovllm.kv.manager import hash_block, hash_salt
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.text.tokenizer import Tokenizer
-
-_DEFAULTS: dict[str, Any] = dict(
-    blend_special_str="<file_sep>",
-    blend_recompute_ratio=0.15,
-    blend_check_layer=1,
-    blend_min_tokens=64,
-    blend_gib=1.0,
-)
 
 
 @dataclass
@@ -47,14 +41,16 @@ class Part:
 
 @dataclass
 class BlendJob:
-    """Fill a request's blocks with the keys and values of `token_ids`; the options are those of
-    `blend`."""
+    """Fill a request's blocks with the keys and values of `token_ids`; the last three are arguments
+    of `blend`."""
 
     request_id: str
     token_ids: list[int]
     block_ids: list[int]
     parts: list[Part]
-    options: dict[str, Any]
+    num_computed_tokens: int
+    recompute_ratio: float
+    check_layer: int
 
 
 @dataclass
@@ -85,7 +81,7 @@ class BlendScheduler(KVConnectorScheduler):
     """
 
     def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[int]
     ) -> None:
         super().__init__(config, identity, ranks)
         if config.pipeline_parallel_size > 1:
@@ -96,7 +92,15 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError(
                 "use another connector: kv_connector blend cannot rotate latent or quantized keys"
             )
-        separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
+        settings = self.kv_transfer.extras(
+            blend_special_str="<file_sep>",
+            blend_recompute_ratio=0.15,
+            blend_check_layer=1,
+            blend_min_tokens=64,
+            blend_gib=1.0,
+        )
+        ratio = settings["blend_recompute_ratio"]
+        check = settings["blend_check_layer"]
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             mistake = (
                 "blend_recompute_ratio must be from 0 to 1, and blend_check_layer one of the "
@@ -106,14 +110,13 @@ class BlendScheduler(KVConnectorScheduler):
                 f"{mistake} {identity['num_layers']} layers, counted from 0; got {ratio} and "
                 f"{check}"
             )
-        self._options = {
-            "recompute_ratio": ratio,
-            "check_layer": check,
-            "max_rows": config.token_budget,
-        }
-        self.min_tokens = max(1, min_tokens)
-        self.max_kept_tokens = int(gib * 2**30) // max(ranks)
-        self.separator = Tokenizer.of(config).encode(separator, add_special_tokens=False)
+        self._recompute_ratio: float = ratio
+        self._check_layer: int = check
+        self.min_tokens = max(1, settings["blend_min_tokens"])
+        self.max_kept_tokens = int(settings["blend_gib"] * 2**30) // max(ranks)
+        self.separator = Tokenizer.of(config).encode(
+            settings["blend_special_str"], add_special_tokens=False
+        )
         if not self.separator:
             raise ValueError(
                 "blend_special_str separates the parts of a prompt; it must not be empty"
@@ -165,9 +168,14 @@ class BlendScheduler(KVConnectorScheduler):
             part.may_be_saved = False
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
-        options = self._options | {"num_computed_tokens": before}
         self._jobs[request.request_id] = BlendJob(
-            request.request_id, token_ids, list(block_ids), reused, options
+            request_id=request.request_id,
+            token_ids=token_ids,
+            block_ids=list(block_ids),
+            parts=reused,
+            num_computed_tokens=before,
+            recompute_ratio=self._recompute_ratio,
+            check_layer=self._check_layer,
         )
         self._in_flight.add(request.request_id)
 
@@ -220,8 +228,10 @@ class BlendScheduler(KVConnectorScheduler):
 class BlendWorker(KVConnectorWorker):
     """Keeps the parts' keys and values of this rank's heads in host memory, and blends."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]
+    ) -> None:
+        super().__init__(config, layout, kv_caches)
         self.chunks: dict[bytes, Chunk] = {}
 
     def get_handshake_metadata(self) -> int:
@@ -241,11 +251,14 @@ class BlendWorker(KVConnectorWorker):
             blend(
                 self.model,
                 self.backend,
-                caches,
-                as_table(job.block_ids),
-                job.token_ids,
-                chunks,
-                **job.options,
+                kv_caches=caches,
+                block_table=as_table(job.block_ids),
+                token_ids=job.token_ids,
+                chunks=chunks,
+                recompute_ratio=job.recompute_ratio,
+                num_computed_tokens=job.num_computed_tokens,
+                check_layer=job.check_layer,
+                max_rows=self.config.token_budget,
             )
         for key in metadata.drops:
             del self.chunks[key]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.kv_transfer.pd.control import (
@@ -92,8 +93,8 @@ class ConsumerSide(Side):
         fetches: by transfer id.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
+        super().__init__(config, identity, ranks)
         self._block_size = self.config.block_size
         extra = self.kv_transfer.extra
         self.prefill_timeout = float(extra("prefill_timeout", PREFILL_TIMEOUT))
@@ -214,15 +215,15 @@ class ConsumerSide(Side):
         remote_id = params.remote_request_id or transfer_id
         remote_block_ids = (params.remote_block_ids or [])[first:]
         fetch = Fetch(
-            request.request_id,
-            transfer_id,
-            producer,
-            remote_id,
-            list(block_ids[first:]),
-            remote_block_ids,
+            request_id=request.request_id,
+            transfer_id=transfer_id,
+            producer=producer,
+            remote_id=remote_id,
+            local_block_ids=list(block_ids[first:]),
+            remote_block_ids=remote_block_ids,
+            deadline=time.monotonic() + self.prefill_timeout,
+            order=order,
         )
-        fetch.deadline = time.monotonic() + self.prefill_timeout
-        fetch.order = order
         self.fetches[transfer_id] = fetch
         self._move_if_ready(fetch)
 
@@ -319,7 +320,8 @@ class ConsumerSide(Side):
     def _received(self, fetch: Fetch, error: str) -> None:
         """All ranks have reported that a fetch has ended."""
         error = fetch.error or error
-        self._happens(fetch, "broken" if error else "pushed" if fetch.is_push else "read", error)
+        success = "pushed" if fetch.is_push else "read"
+        self._happens(fetch, "broken" if error else success, error)
 
     def _fetches_of(self, request: Request) -> list[Fetch]:
         return [fetch for fetch in self.fetches.values() if fetch.request_id == request.request_id]

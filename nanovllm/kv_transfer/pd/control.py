@@ -17,10 +17,12 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.activity import waiting_for_others
+from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.pd.plan import TransferMetadata
-from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
+from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect, secret
 
 logger = logging.getLogger(__name__)
@@ -374,8 +376,8 @@ class Side(KVConnectorScheduler):
         metadata: for the ranks, with the next step.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
+        super().__init__(config, identity, ranks)
         self.kv_transfer.extras(
             lease_seconds=0.0, min_remote_tokens=0, prefill_timeout=0.0, timeout=0.0
         )  # checks them

@@ -182,8 +182,14 @@ class DisaggregatedWorker(KVConnectorWorker):
         """
         if self.metadata is not None:
             for move in self.metadata.pushes:
-                blocks = move.local_block_ids, move.remote_block_ids
-                self.transport.push(move.transfer_id, move.peers, layer, *blocks, move.is_last)
+                self.transport.push(
+                    move.transfer_id,
+                    move.peers,
+                    layer=layer,
+                    local=move.local_block_ids,
+                    remote=move.remote_block_ids,
+                    is_last=move.is_last,
+                )
 
     def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See `KVConnectorWorker.get_finished`. The scheduler's half knows which transfers it

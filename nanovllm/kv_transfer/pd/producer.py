@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ from nanovllm.kv_transfer.pd.control import (
     Leases,
     Prefill,
     Prefilled,
+    Ranks,
     Released,
     Side,
     listen,
@@ -51,8 +53,8 @@ class ProducerSide(Side):
         leases: the blocks that are held for readers.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
+        super().__init__(config, identity, ranks)
         self.leases = Leases()
         self.lease_seconds = float(self.kv_transfer.extra("lease_seconds", 60.0))
         self.orders: dict[str, Order] = {}
@@ -165,9 +167,15 @@ class ProducerSide(Side):
             return
         blocks = slice(start // size, -(-end // size))
         order.num_pushed = end
-        moved = table[blocks], message.push[blocks]
-        is_last = end == len(message.token_ids)
-        self.metadata.pushes.append(Move(share.request_id, order.consumer.ranks, *moved, is_last))
+        self.metadata.pushes.append(
+            Move(
+                transfer_id=share.request_id,
+                peers=order.consumer.ranks,
+                local_block_ids=table[blocks],
+                remote_block_ids=message.push[blocks],
+                is_last=end == len(message.token_ids),
+            )
+        )
         self._in_flight.add(share.request_id)
 
     def is_sending(self, request: Request) -> bool:

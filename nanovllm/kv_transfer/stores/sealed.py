@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -24,6 +24,8 @@ _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ")
 HEADER_BYTES = _HEADER.size + 8
 
 Pair = tuple[bytes, memoryview]  # a key and the bytes of its entry
+Items = TypeVar("Items", bound=Sequence[object])
+T = TypeVar("T")
 
 
 def seal(key: bytes, payload: memoryview) -> bytes:
@@ -74,7 +76,7 @@ class SealedStore(KVStore):
         self._ask_again = 0.0
         self._quiet_until = 0.0
 
-    def _find(self, keys: Sequence[bytes]) -> list[Any]:
+    def _find(self, keys: Sequence[bytes]) -> Sequence[object]:
         """True for the keys that are there; they count as used, in this order."""
         raise NotImplementedError
 
@@ -128,7 +130,7 @@ class SealedStore(KVStore):
         self._ask(self._delete, [key])
         return False
 
-    def _ask(self, question: Callable[[Any], Any], items: Sequence[Any]) -> Any:
+    def _ask(self, question: Callable[[Items], T], items: Items) -> T | None:
         """The store's answer; None if it gives none, or gave none a moment ago, or if there is
         nothing to ask."""
         if items and time.monotonic() >= self._ask_again:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,14 @@ import numpy as np
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, Pair, SealedStore, seal, unpack
 
+Method = Callable[..., list[int]]  # of Mooncake's store: keys and more -> a code per key
+
 BUFFER_BYTES = 32 << 20  # passes at a time
 
 # Mooncake's return codes which say that the master does not answer.
 _NO_MASTER = range(-999, -899)
-_DEFAULTS: dict[
-    str, Any
-] = {  # in the order of the arguments of Mooncake's `setup`, except for the last two
+# In the order of the arguments of Mooncake's `setup`, except for the last two.
+_DEFAULTS: dict[str, str | int | bool] = {
     "local_hostname": "127.0.0.1",
     "metadata_server": "P2PHANDSHAKE",
     "global_segment_size": 1 << 30,
@@ -73,11 +74,12 @@ class RedisStore(SealedStore):
                 "allkeys-lru"
             )
 
-    def _find(self, keys: Sequence[bytes]) -> list[Any]:
+    def _find(self, keys: Sequence[bytes]) -> list[object]:
         with self._client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.touch(self._namespace + key)  # counts as a use, unlike EXISTS
-            return pipeline.execute()
+            found: list[object] = pipeline.execute()
+            return found
 
     def _send(self, pairs: Sequence[Pair]) -> int:
         self._client.mset(
@@ -189,7 +191,7 @@ class MooncakeStore(SealedStore):
         """Leave the store, together with this engine's segment."""
         self._store.close()
 
-    def _transfer(self, method: Any, keys: Sequence[bytes]) -> list[int]:
+    def _transfer(self, method: Method, keys: Sequence[bytes]) -> list[int]:
         """Move the first slots from or to the store; returns a code per key, negative for an
         error."""
         slots = self._slots[: len(keys)]
@@ -198,8 +200,8 @@ class MooncakeStore(SealedStore):
         )
 
     @staticmethod
-    def _call(method: Any, keys: Sequence[bytes], *arguments: Any) -> list[int]:
-        codes = method([key.hex() for key in keys], *arguments)
+    def _call(method: Method, keys: Sequence[bytes], *arguments: object) -> list[int]:
+        codes: list[int] = method([key.hex() for key in keys], *arguments)
         if any(code in _NO_MASTER for code in codes):
             raise ConnectionError("it does not answer")
         return codes

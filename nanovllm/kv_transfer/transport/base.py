@@ -10,14 +10,8 @@ that reads or pushes. A thread serves each end. The engine's own thread never wa
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import os
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -27,254 +21,16 @@ from torch import Tensor
 
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
-from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect
-from nanovllm.kv_transfer.transport.pieces import (
-    BlockIds,
-    Piece,
-    check_same,
-    common_piece,
-    pieces_from,
-    pieces_to,
-)
+from nanovllm.kv_transfer.transport.connection import Connection
+from nanovllm.kv_transfer.transport.handshake import Credentials, Listener
+from nanovllm.kv_transfer.transport.link import Link
+from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, pieces_from, pieces_to
+from nanovllm.kv_transfer.transport.rank import ComputedLayer, Rank
 from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
 
-logger = logging.getLogger(__name__)
-
 Caches = dict[int, Tensor]  # by layer
 Peers = Sequence[dict[str, Any]]  # the addresses of all ranks of an engine
-
-_MAX_LAYERS = 16  # per push: between two pushes a peer can refuse
-_GRACE = 5.0  # seconds that a push may be ahead
-_LOOK = 1.0  # seconds after which an idle thread checks whether its peer is still there
-_JOIN = 30.0  # seconds in which a thread whose connection is closed ends
-
-
-class Link:
-    """A connection to a rank of another engine, used by one thread at each end: the end that has
-    opened it reads and pushes.
-
-    Attributes:
-        theirs: what the other rank has said of itself and its cache.
-    """
-
-    def __init__(self, transport: Transport, connection: Connection) -> None:
-        self.transport = transport
-        self.connection = connection
-        self.theirs = messages.decode_hello(connection.hello)
-        check_same(transport.layout.fingerprint, self.theirs.layout.fingerprint)
-
-    def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        """Copy blocks of a piece from there to here.
-
-        Raises:
-            Refused: the other rank does not let us.
-            OSError, ValueError, msgspec.MsgspecError: it is gone, or breaks the protocol.
-        """
-
-    def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:
-        """Let the other rank read blocks of these layers."""
-
-    def receive(self, timeout: float | None = None) -> messages.Message:
-        """The other rank's next message."""
-        return messages.decode(self.connection.receive(timeout))
-
-    def receive_answer(self) -> None:
-        """Wait until the other rank grants a request, and answer what it asks meanwhile. A payload
-        has still to be received."""
-        while not isinstance(message := self.receive(self.transport.timeout), messages.Answer):
-            self.answer(message)
-        if message.error:
-            raise messages.Refused(f"{self.connection.peer} rejected the request: {message.error}")
-
-    def ask(self, request: messages.Message) -> None:
-        """Send a request, and wait until the other rank grants it."""
-        self.connection.send(messages.encode(request))
-        self.receive_answer()
-
-    def answer(self, request: messages.Message) -> None:
-        """Grant or refuse a request."""
-        try:
-            if isinstance(request, messages.Fetch):
-                layout = self.transport.layout
-                layout.check_blocks(request.block_ids)
-                if not 0 <= request.head < request.head + request.num_heads <= len(layout.heads):
-                    last = request.head + request.num_heads - 1
-                    raise messages.Refused(
-                        f"heads {request.head} to {last}, but this rank has {len(layout.heads)}"
-                    )
-                return self.serve_fetch(request, _layers(request, layout.layers))
-            if isinstance(request, messages.Push):
-                self._take(request)
-            elif isinstance(request, messages.GiveUp):
-                with self.transport.transfers.moving(request.transfer_id, self.theirs.id):
-                    raise messages.Refused(f"the peer has aborted the transfer: {request.error}")
-            else:
-                raise CorruptFrame(f"{self.connection.peer} sent a message that was not requested")
-            error = ""
-        except (messages.Refused, ValueError) as refusal:
-            error = str(refusal)
-        self.connection.send(messages.encode(messages.Answer(error)))
-
-    def _take(self, push: messages.Push) -> None:
-        """Read what the other rank offers."""
-        piece = common_piece(self.transport.layout, self.theirs.layout)
-        if piece is None or len(push.block_ids) != len(push.source_ids):
-            raise messages.Refused(
-                "these two ranks share no KV heads and layers, or do not have that many blocks"
-            )
-        piece = dataclasses.replace(piece, layers=_layers(push, piece.layers))
-        self.theirs.layout.check_blocks(push.source_ids)
-        transfers = self.transport.transfers
-        part = (piece.layers, push.block_ids, push.is_last)
-        transfers.is_known(
-            push.transfer_id, min(_GRACE, self.transport.timeout / 2)
-        )  # before our engine has been told
-        with transfers.moving(push.transfer_id, self.theirs.id, *part):
-            if push.block_ids:
-                self.read(piece, push.block_ids, push.source_ids)
-
-    def close(self) -> None:
-        """Release what the link holds; the connection is closed already."""
-
-
-def _layers(request: messages.Fetch | messages.Push, known: range) -> range:
-    """The layers that a peer asks for."""
-    if not known.start <= request.first_layer < request.end_layer <= known.stop:
-        raise messages.Refused(
-            f"layers {request.first_layer} to {request.end_layer - 1} of {known}"
-        )
-    return range(request.first_layer, request.end_layer)
-
-
-class Rank:
-    """A rank of another engine, from which this rank reads, and to which it pushes.
-
-    A thread of this object connects to the rank, and then does jobs, until one fails or the
-    connection is lost. A rank that is lost stays lost: to try again, make a new object.
-
-    Attributes:
-        error: why the rank is lost; empty while it is not.
-        pushes: layers to be pushed, in the order in which they were computed; see `Transport.push`.
-    """
-
-    link: Link  # while there is a connection
-
-    def __init__(self, transport: Transport, address: messages.Address) -> None:
-        self.transport = transport
-        self.address = address
-        self.error = ""
-        self.pushes: deque[
-            tuple[tuple[str, list[int], list[int]], int, Callable[[], object], bool]
-        ] = deque()
-        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._connection: Connection | None = None
-        self._thread = threading.Thread(
-            target=self._work, name=f"kv-{address.host}:{address.port}", daemon=True
-        )
-        self._thread.start()
-
-    def put(self, job: Callable[[], object]) -> None:
-        """Run a job after all that were put before. None runs once the rank is lost."""
-        self._jobs.put(job)
-        if self.error:
-            self.transport.lost(self.error, self)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rank is gone, as far as this can be known without waiting."""
-        connection = self._connection
-        return bool(self.error) or (connection is not None and connection.is_lost())
-
-    def _check(self) -> None:
-        if self.is_lost:
-            raise PeerLost("it has left")
-
-    def _work(self) -> None:
-        host = self.address.host
-        port = self.address.port
-        transport = self.transport
-        try:
-            connection = connect(host, port, transport.credentials)
-            with (
-                closing(connection),
-                closing(transport.link_class(transport, connection)) as self.link,
-            ):
-                if (self.link.theirs.id, self.link.theirs.layout) != (
-                    self.address.id,
-                    self.address.layout,
-                ):
-                    raise PeerLost(
-                        "another rank now has this address, or the rank has a different cache"
-                    )
-                self._connection = connection
-                while not self.error:
-                    try:
-                        job = self._jobs.get(timeout=_LOOK)
-                    except queue.Empty:
-                        self._check()
-                    else:
-                        job()
-        except Exception as error:
-            if not isinstance(error, OSError | ValueError | msgspec.MsgspecError):
-                logger.exception("an error in a transfer with the rank at %s:%d", host, port)
-            self.error = self.error or f"the rank at {host}:{port}: {error}"
-        self._connection = None
-        vars(self).pop("link", None)
-        transport.lost(self.error, self)
-
-    def close(self) -> None:
-        """End the thread. A running job fails, waiting jobs are dropped."""
-        self.error = self.error or "this end is closed"
-        if (
-            connection := self._connection
-        ):  # a thread that still connects runs no job, and will find that it is closed
-            connection.close()
-            self._jobs.put(lambda: None)
-            self._thread.join(_JOIN)
-
-    def _move(self, transfer_id: str, work: Callable[[], object], *part: Any) -> None:
-        """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is
-        cancelled.
-
-        Args:
-            part: see `Transfers.moving`.
-        """
-        try:
-            with self.transport.transfers.moving(transfer_id, self, *part):
-                work()
-                self._check()
-        except messages.Refused as error:
-            self.transport.cancel(transfer_id, str(error))
-
-    def read(self, transfer_id: str, piece: Piece, local: list[int], remote: list[int]) -> None:
-        """Read blocks of all layers of a piece."""
-        self._move(
-            transfer_id, lambda: self.link.read(piece, local, remote), piece.layers, local, True
-        )
-
-    def push(self) -> None:
-        """Push the next layers: those that were computed meanwhile go together."""
-        if not self.pushes:
-            return
-        parts, first, wait, is_last = self.pushes.popleft()
-        end = first + 1
-        while self.pushes and end - first < _MAX_LAYERS and self.pushes[0][:2] == (parts, end):
-            _, _, wait, is_last = self.pushes.popleft()
-            end += 1
-        transfer_id, local, remote = parts
-
-        def offer() -> None:
-            wait()
-            self.link.ask(messages.Push(transfer_id, first, end, remote, local, is_last))
-
-        self._move(transfer_id, offer, (), (), is_last)
-
-    def give_up(self, transfer_id: str, reason: str) -> None:
-        """Say that no more will be pushed."""
-        with suppress(messages.Refused):
-            self.link.ask(messages.GiveUp(transfer_id, reason))
 
 
 class Transport:
@@ -351,7 +107,10 @@ class Transport:
     def address(self) -> dict[str, Any]:
         """How other ranks reach this one: plain data."""
         host, port = self._listener.address
-        return msgspec.to_builtins(messages.Address(host, port, self.id, self.layout))
+        address: dict[str, Any] = msgspec.to_builtins(
+            messages.Address(host, port, self.id, self.layout)
+        )
+        return address
 
     # -------------------------------------------------------------- what the engine asks for
 
@@ -423,7 +182,14 @@ class Transport:
         for rank, layers in self._pushes.get(transfer_id, {}).items():
             if layer in layers:
                 rank.pushes.append(
-                    ((transfer_id, local, remote), layer, wait, is_last and layer == layers[-1])
+                    ComputedLayer(
+                        transfer_id=transfer_id,
+                        local=local,
+                        remote=remote,
+                        layer=layer,
+                        wait=wait,
+                        is_last=is_last and layer == layers[-1],
+                    )
                 )
                 rank.put(rank.push)
 
@@ -476,7 +242,8 @@ class Transport:
         already can."""
         if self.device.type != "cuda":
             return lambda: None
-        return torch.cuda.current_stream(self.device).record_event().synchronize
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        return event.synchronize
 
     # -------------------------------------------------------------- plans
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
-from nanovllm.kv_transfer.transport.base import Link, Transport
+from nanovllm.kv_transfer.transport.base import Transport
+from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.messages import Answer, Fetch, encode
 from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece
 from nanovllm.ops.native_library import BuildError, load_library
@@ -106,28 +107,39 @@ class LocalLink(Link):
         """See `Link.read`."""
         if self._caches:
             return self._copy(piece, local_ids, remote_ids)
-        self.connection.send(encode(Fetch(*piece.remote_part, list(remote_ids))))
+        self.connection.send(encode(piece.fetch(remote_ids)))
         for layer in piece.layers:
             self.receive_answer()
             heads = self.transport.heads(layer, piece.local_head, piece.num_heads)
             self.transport.fill(heads, local_ids, self.connection.receive_payload)
 
     def _copy(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
+        """Copy blocks from the peer's mapped memory."""
         copy = _copy_function()
         here = self.transport.layout
         there = self.theirs.layout
         assert copy is not None, "else no memory is shared"
         local, remote = ((ctypes.c_int64 * len(ids))(*ids) for ids in (local_ids, remote_ids))
-        size = here.block_bytes
-        far_size = there.block_bytes
+        num_runs, run_bytes = piece.runs(here, there)
         for layer in piece.layers:
             to = self.transport.addresses[layer] + piece.local_head * here.head_bytes
             source = (
                 self._caches[layer - there.first_layer].ctypes.data
                 + piece.remote_head * there.head_bytes
             )
-            far = source, remote, far_size, far_size // 2
-            copy(to, local, size, size // 2, *far, len(local), *piece.runs(here, there))
+            copy(
+                to,
+                local,
+                here.block_bytes,
+                here.block_bytes // 2,  # from one of a block's two planes to the other
+                source,
+                remote,
+                there.block_bytes,
+                there.block_bytes // 2,
+                len(local),
+                num_runs,
+                run_bytes,
+            )
 
     def serve_fetch(self, fetch: Fetch, layers: range) -> None:
         """Send the blocks, with an answer per layer."""

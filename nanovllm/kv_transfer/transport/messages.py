@@ -82,4 +82,5 @@ Message = Fetch | Push | Moved | GiveUp | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
-decode = msgspec.msgpack.Decoder(Message).decode
+_decode_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+decode = _decode_message.decode

@@ -12,17 +12,19 @@ import os
 import threading
 import time
 from collections import Counter
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 
+from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
-from nanovllm.kv_transfer.transport.base import Link, Transport
-from nanovllm.kv_transfer.transport.connection import CorruptFrame, PeerLost
+from nanovllm.kv_transfer.transport.base import Transport
+from nanovllm.kv_transfer.transport.connection import CorruptFrame
+from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece
 
 logger = logging.getLogger(__name__)
@@ -76,15 +78,15 @@ class NixlLink(Link):
 
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         """See `Link.read`."""
-        self.ask(messages.Fetch(*piece.remote_part, list(remote_ids)))
-        (memory, name), mine, theirs = self._agent, self.transport.layout, self.theirs.layout
-        runs = piece.runs(mine, theirs)
-        local = self._descriptors(
-            self.transport.memory, mine, piece.layers, piece.local_head, runs, local_ids
+        self.ask(piece.fetch(remote_ids))
+        memory, name = self._agent
+        mine = self.transport.layout
+        theirs = self.theirs.layout
+        descriptors = partial(self._descriptors, layers=piece.layers, runs=piece.runs(mine, theirs))
+        local = descriptors(
+            memory=self.transport.memory, layout=mine, head=piece.local_head, ids=local_ids
         )
-        remote = self._descriptors(
-            memory, theirs, piece.layers, piece.remote_head, runs, remote_ids
-        )
+        remote = descriptors(memory=memory, layout=theirs, head=piece.remote_head, ids=remote_ids)
         handle = self.transport.call("initialize_xfer", "READ", local, remote, name)
         try:
             self._wait(handle)
@@ -94,14 +96,20 @@ class NixlLink(Link):
 
     def _descriptors(
         self,
+        *,
         memory: _Memory,
         layout: KVLayout,
         layers: range,
         head: int,
         runs: tuple[int, int],
         ids: BlockIds,
-    ) -> Any:
-        """Address, bytes and device of each run of some blocks, in all layers."""
+    ) -> object:
+        """Address, bytes and device of each run of some blocks, in all layers.
+
+        Args:
+            head: the first, counted from the rank's first one.
+            runs: see `Piece.runs`.
+        """
         caches = np.array(memory.addresses, dtype=np.uint64)
         blocks = np.array(ids, dtype=np.uint64)
         inner = [head * layout.head_bytes + i * layout.block_bytes // 2 for i in range(runs[0])]
@@ -112,10 +120,12 @@ class NixlLink(Link):
             + np.array(inner, dtype=np.uint64)
         )
         table = np.empty((starts.size, 3), dtype=np.uint64)
-        table[:, 0], table[:, 1], table[:, 2] = starts.ravel(), runs[1], memory.device
+        table[:, 0] = starts.ravel()
+        table[:, 1] = runs[1]
+        table[:, 2] = memory.device
         return self.transport.call("get_xfer_descs", table, memory.kind)
 
-    def _wait(self, handle: Any) -> None:
+    def _wait(self, handle: object) -> None:
         """Start a transfer, and wait until it is complete."""
         deadline = time.monotonic() + self.transport.timeout
         state = self.transport.call("transfer", handle)
@@ -127,12 +137,13 @@ class NixlLink(Link):
         if state != "DONE":
             raise PeerLost(f"NIXL could not reach the cache of {self.connection.peer}")
 
-    def _release(self, handle: Any) -> None:
+    def _release(self, handle: object) -> None:
         """Release a transfer. NIXL may write for one that has failed until it accepts the
         release."""
         while not self.transport.is_closed:
             try:
-                return self.transport.call("release_xfer_handle", handle)
+                self.transport.call("release_xfer_handle", handle)
+                return
             except PeerLost as error:
                 logger.debug("NIXL does not release a transfer yet: %s", error)
                 self.transport.call("update_notifs")  # lets UCX notice that its peer is gone
@@ -190,7 +201,7 @@ class NixlTransport(Transport):
         self.memory = _Memory(keys, addresses, self.device.index or 0, kind)
         return messages.encode(self.memory)
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the agent, which only one thread at a time may do.
 
         Raises:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nanovllm.kv_transfer.layout import KVLayout
+from nanovllm.kv_transfer.transport.messages import Fetch
 
 BlockIds = Sequence[int]
 
@@ -40,10 +41,15 @@ class Piece:
     remote_head: int
     num_heads: int
 
-    @property
-    def remote_part(self) -> tuple[int, int, int, int]:
-        """First and end layer, first head and number of heads, as the other rank counts them."""
-        return self.layers.start, self.layers.stop, self.remote_head, self.num_heads
+    def fetch(self, remote_ids: BlockIds) -> Fetch:
+        """The message that asks the other rank for these of its blocks."""
+        return Fetch(
+            first_layer=self.layers.start,
+            end_layer=self.layers.stop,
+            head=self.remote_head,
+            num_heads=self.num_heads,
+            block_ids=list(remote_ids),
+        )
 
     def runs(self, mine: KVLayout, theirs: KVLayout) -> tuple[int, int]:
         """In how many contiguous runs of each block the heads are, here and there, and the bytes of

@@ -268,12 +268,19 @@ def _measure_parts(arguments: argparse.Namespace) -> int:
         else:
             folder = resolve_model(arguments.model, arguments.revision).resolve()
             model = arguments.model
-        settings = arguments.dtype, arguments.threads, arguments.seed, arguments.repeats
-        vllm_python = (
-            _python_of("vllm", arguments) if getattr(arguments, "vllm_python", None) else None
+        setting = Setting(
+            dry_run=dry_run,
+            folder=str(folder),
+            dtype=arguments.dtype,
+            threads=arguments.threads,
+            seed=arguments.seed,
+            repeats=arguments.repeats,
+            # Only some of these benchmarks have the option.
+            vllm_python=_python_of("vllm", arguments)
+            if vars(arguments).get("vllm_python")
+            else None,
         )
-        runner = Runner(Setting(dry_run, str(folder), *settings, vllm_python=vllm_python))
-        rows = runner.run(
+        rows = Runner(setting).run(
             [part for name, part in parts.items() if name in (arguments.part or parts)]
         )
     facts = conditions(
@@ -397,7 +404,13 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
         scheme = options.get("quantization", "auto"), options.get("quantize_head", False)
         engine.model = gguf_of(folder, limits.dtype, *scheme)
     return Suite(
-        arguments.model, engines, workloads, arguments.repeats, arguments.seed, model, limits
+        name=arguments.model,
+        engines=engines,
+        workloads=workloads,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        model=model,
+        limits=limits,
     )
 
 
@@ -429,7 +442,7 @@ def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
         "request_rate",
         "max_concurrency",
     )
-    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    given = {name: value for name in names if (value := vars(arguments).get(name)) is not None}
     if given and not chosen:
         return [custom_workload(mode, **given)]
     if given:

@@ -96,7 +96,7 @@ def cpu_model() -> str:
 
 def usable_cores() -> list[int]:
     """Numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    if sys.platform == "linux":
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 

@@ -134,7 +134,9 @@ def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> tupl
     agree = min(pairs) > 1 or max(pairs) < 1
     if 1 / TIE < ratio < TIE and not (agree and len(pairs) >= AGREEING_PAIRS):
         return pairs, "tie"
-    return pairs, "unclear" if not agree else "better" if ratio > 1 else "worse"
+    if not agree:
+        return pairs, "unclear"
+    return pairs, "better" if ratio > 1 else "worse"
 
 
 def alternate(

@@ -270,13 +270,9 @@ class Runner:
         except subprocess.TimeoutExpired:
             why = f"stopped after {seconds:.0f} s"
         else:
-            why = (
-                f"killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exit code {code}"
-                if code
-                else ""
-            )
+            why = f"exit code {code}" if code else ""
+            if code < 0:
+                why = f"killed by {signal.Signals(-code).name}"
         finally:
             _kill(process)
             self._processes.discard(process)

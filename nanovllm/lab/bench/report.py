@@ -101,7 +101,9 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     if 0 < size < 0.01:
         return f"{value:.1e}"
-    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    if size >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
 def text_of(cell: Any) -> str:

@@ -154,7 +154,9 @@ def _time_peer(
     engine: OfflineEngine, prompts: list[list[int]], batch: int, lengths: list[int]
 ) -> Answered:
     """The same for answers of given lengths."""
-    requests = [BenchRequest(*pair) for pair in zip(prompts, lengths, strict=True)]
+    requests = [
+        BenchRequest(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
     engine.wake()
     seconds = sum(max(line[-1][0] for line in engine.ask(group)) for group in groups)

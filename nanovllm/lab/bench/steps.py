@@ -95,7 +95,9 @@ def time_parts(
         "output processing": [(engine.output_processor, "process")],
         "model": [(runner, "_forward"), (runner.model, "compute_logits")],
     }
-    watches = {part: [Stopwatch(*each) for each in those] for part, those in functions.items()}
+    watches = {
+        part: [Stopwatch(owner, name) for owner, name in those] for part, those in functions.items()
+    }
     parts: dict[int, dict[str, list[float]]] = {}
 
     def step() -> int:

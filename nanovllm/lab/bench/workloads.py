@@ -120,9 +120,21 @@ _STALL: dict[str, Any] = {
 }
 
 _WORKLOADS = (
-    Workload("W1", "latency", "one stream, 32 + 128 tokens", 1, (32, 32), (128, 128)),
     Workload(
-        "W2", "throughput", "32 requests, prompts 32-256, outputs 32-128", 32, (32, 256), (32, 128)
+        "W1",
+        "latency",
+        "one stream, 32 + 128 tokens",
+        num_prompts=1,
+        input_len=(32, 32),
+        output_len=(128, 128),
+    ),
+    Workload(
+        "W2",
+        "throughput",
+        "32 requests, prompts 32-256, outputs 32-128",
+        num_prompts=32,
+        input_len=(32, 256),
+        output_len=(32, 128),
     ),
     Workload(
         "W3 no cache",
@@ -136,9 +148,9 @@ _WORKLOADS = (
         "W4",
         "serve",
         "8 streaming clients, 32 requests as in W2",
-        32,
-        (32, 256),
-        (32, 128),
+        num_prompts=32,
+        input_len=(32, 256),
+        output_len=(32, 128),
         max_concurrency=8,
     ),
     Workload("W5", "serve", "a 1024-token prompt arrives while 4 streams decode", **_STALL),
@@ -172,7 +184,13 @@ def custom_workload(
         title += f", {max_concurrency} at once"
     if request_rate != math.inf:
         title += f", {request_rate:g} per second"
-    shape = count, (input_len, input_len), (output_len, output_len)
     return Workload(
-        "custom", mode, title, *shape, max_concurrency=max_concurrency, request_rate=request_rate
+        "custom",
+        mode,
+        title,
+        num_prompts=count,
+        input_len=(input_len, input_len),
+        output_len=(output_len, output_len),
+        max_concurrency=max_concurrency,
+        request_rate=request_rate,
     )

@@ -127,7 +127,15 @@ def _cut(
 def _piece(
     source: Source, node: ast.stmt, start: int, end: int, parent: Piece | None, opens: bool
 ) -> Piece:
-    piece = Piece("statement", source, start, end, source.lines[start:end], node, parent=parent)
+    piece = Piece(
+        kind="statement",
+        source=source,
+        start=start,
+        end=end,
+        lines=source.lines[start:end],
+        node=node,
+        parent=parent,
+    )
     if isinstance(node, ast.Import | ast.ImportFrom) and parent is None:
         piece.kind = "import"
     elif parent is None and _is_typing_block(node):

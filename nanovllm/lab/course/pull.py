@@ -169,7 +169,7 @@ def _carry_pieces(
         origin = origin_of.get(new.key)
         old = old_of.get(new.key)
         if origin is None or old is None:
-            _insert(module, new, anchor, top, below, edits)
+            _insert(module, new, at=anchor, top=top, below=below, edits=edits)
             continue
         if new.kind == old.kind == origin.kind == "class":
             if new.head != old.head:
@@ -186,6 +186,7 @@ def _carry_pieces(
 def _insert(
     module: Module,
     new: Piece,
+    *,
     at: Piece | None,
     top: Piece | None,
     below: Piece | None,

@@ -86,7 +86,16 @@ def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> l
 
 def _step_spans(step: StepRecord, begin: float, end: float) -> Iterator[Span]:
     def span(request_id: str, kind: str, start: int = 0, num_tokens: int = 0) -> Span:
-        return Span(request_id, kind, begin, end, step.step, step.step, start, num_tokens)
+        return Span(
+            request_id=request_id,
+            kind=kind,
+            begin=begin,
+            end=end,
+            first_step=step.step,
+            last_step=step.step,
+            start=start,
+            num_tokens=num_tokens,
+        )
 
     for share in step.requests:
         if cached := step.admitted.get(share.request_id, 0):
@@ -243,9 +252,15 @@ class _PoolReplay:
     def state(self) -> PoolState:
         """A copy of the present state."""
         cached = self.full.difference(*self.tables.values(), *self.held.values())
-        sizes = self.settings["num_blocks"], self.settings["block_size"]
-        own = dict(self.tables), dict(self.num_tokens)
-        return PoolState(*sizes, *own, cached, appeared=self.appeared, held=self.held)
+        return PoolState(
+            num_blocks=self.settings["num_blocks"],
+            block_size=self.settings["block_size"],
+            tables=dict(self.tables),
+            num_tokens=dict(self.num_tokens),
+            cached=cached,
+            appeared=self.appeared,
+            held=self.held,
+        )
 
     def apply(self, record: StepRecord) -> None:
         """Go on to the state after the record's step had been scheduled."""

@@ -86,7 +86,15 @@ def _draw_physical(
     if count:
         across = cell_columns(state.block_size) if width == height else state.block_size
         cells = state.num_blocks * state.block_size <= _MOST_CELLS
-        draw_block(ax, box, state.filled(block_id), state.block_size, across, owners, cells)
+        draw_block(
+            ax,
+            box,
+            filled=state.filled(block_id),
+            size=state.block_size,
+            across=across,
+            owners=owners,
+            with_cells=cells,
+        )
     else:
         kind, color = ("cached", MUTED) if block_id in state.cached else ("free", FAINT)
         look = style.mark_style(kind, color) | {"linewidth": 1.0}
@@ -118,6 +126,7 @@ def cell_columns(block_size: int) -> int:
 def draw_block(
     ax: Axes,
     box: Box,
+    *,
     filled: int,
     size: int,
     across: int,
@@ -229,7 +238,14 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
         for i, block_id in enumerate(table):
             filled = state.filled_by(request_id, i)
             owners = [colors[request_id]]
-            draw_block(ax, (0, y, _STRIP_WIDTH, _STRIP_HEIGHT), filled, size, size, owners)
+            draw_block(
+                ax,
+                (0, y, _STRIP_WIDTH, _STRIP_HEIGHT),
+                filled=filled,
+                size=size,
+                across=size,
+                owners=owners,
+            )
             ax.text(
                 -0.2,
                 y + _STRIP_HEIGHT / 2,

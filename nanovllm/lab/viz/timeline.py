@@ -64,7 +64,7 @@ def draw_timeline(
         row = rows[span.request_id]
         color = colors[span.request_id]
         num_cached = cached.get((span.request_id, span.begin), 0)
-        _draw_span(ax, span, row, color, num_cached, joined)
+        _draw_span(ax, span, row, color=color, num_cached=num_cached, joined=joined)
         fits = pitch > 0.25 and (span.end - span.begin) * per_unit > 0.09 * digits + 0.08
         if span.kind == "prefill" and fits and not num_cached:
             look: dict[str, Any] = {
@@ -99,7 +99,9 @@ def _inches(ax: Axes, num_rows: int) -> tuple[float, float]:
     return place.width * width / (high - low), place.height * height / max(1, num_rows)
 
 
-def _draw_span(ax: Axes, span: Span, row: int, color: str, num_cached: int, joined: bool) -> None:
+def _draw_span(
+    ax: Axes, span: Span, row: int, *, color: str, num_cached: int, joined: bool
+) -> None:
     """Draw a bar or a line. The part of an admission that came from the prefix cache is on top of
     what was computed."""
     if span.kind in ("waiting", "stalled", "swapped"):

@@ -4,10 +4,10 @@ blocks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,7 +34,57 @@ from nanovllm.runner.device_copies import upload
 from nanovllm.runner.speculative.verification import draw_draft
 
 if TYPE_CHECKING:
+    from nanovllm.models.eagle import EagleModel
+    from nanovllm.models.llama import LlamaForCausalLM
     from nanovllm.runner.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The tokens of one pass of the draft model, those of each request after those of the one
+    before.
+
+    Attributes:
+        rows: `[num_requests]`, the requests' rows in `RequestRows`.
+        lengths: `[num_requests]`, tokens of each request in this pass.
+        seq_lens: `[num_requests]`, tokens of each request that are in the cache after this pass.
+        ids, positions: `[num_tokens]`.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    seq_lens: np.ndarray
+    ids: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class DraftTargets:
+    """The requests that get a draft next, with an entry per request in each field.
+
+    Attributes:
+        rows: their rows in `RequestRows`.
+        num_computed: tokens of each that the draft model has in its cache, with the pass that gives
+            the next draft.
+        output_indices: of the next draft in the request's output.
+        num_drafts: drafts that are still to be made, 1 or more.
+    """
+
+    request_ids: list[str]
+    rows: np.ndarray
+    num_computed: np.ndarray
+    output_indices: np.ndarray
+    num_drafts: np.ndarray
+
+    def after_draft(self, unfinished: np.ndarray) -> DraftTargets:
+        """Return these of the requests, one draft further."""
+        return DraftTargets(
+            request_ids=[self.request_ids[i] for i in unfinished],
+            rows=self.rows[unfinished],
+            num_computed=self.num_computed[unfinished] + 1,
+            output_indices=self.output_indices[unfinished] + 1,
+            num_drafts=self.num_drafts[unfinished] - 1,
+        )
 
 
 class Drafter:
@@ -49,7 +99,7 @@ class Drafter:
             (a head, which reads the hidden state of the token before).
     """
 
-    model: Any
+    model: LlamaForCausalLM | EagleModel
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -64,7 +114,8 @@ class Drafter:
             raise ValueError(f"speculative_config: {latent}: use method 'ngram'")
         self.runner = runner
         self.config = config
-        # Of the drafts to verify, if they are drawn: `[num_drafts, vocab_size]`.
+        # Request id -> the distributions from which its drafts were drawn, `[num_drafts,
+        # vocab_size]`; empty if drafts are not drawn.
         self.probabilities: dict[str, Tensor] = {}
 
     def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
@@ -103,133 +154,148 @@ class Drafter:
         """
         if not self.follows(schedule):
             return {}
-        rows = self.runner.rows
-        size = self.runner.config.max_request_tokens
         requests = schedule.requests
-        new = [emitted.get(r.request_id, []) for r in requests]
+        new = [emitted.get(request.request_id, []) for request in requests]
+        starts = np.array([request.start for request in requests])
+        num_rejected = [
+            len(request.draft_token_ids) + 1 - len(tokens) if tokens else 0
+            for request, tokens in zip(requests, new, strict=True)
+        ]
         # Rejected drafts were computed in vain.
-        rejected = [
-            len(r.draft_token_ids) + 1 - len(tokens) if tokens else 0
-            for r, tokens in zip(requests, new, strict=True)
+        num_kept = np.array([request.num_tokens for request in requests]) - num_rejected
+        num_drafts = np.array(
+            [
+                request.num_drafts if tokens else 0
+                for request, tokens in zip(requests, new, strict=True)
+            ]
+        )
+        drafting = np.flatnonzero(num_drafts)
+        self._append(new, batch.rows, starts + num_kept)
+        lengths = num_kept + (num_drafts > 0) * self.sees_new_token
+        tokens = self._first_tokens(batch.rows, starts, lengths)
+        computed = _ranges(batch.num_scheduled.cumsum() - batch.num_scheduled, num_kept)
+        features = self._features(hidden, upload(computed, torch.int64, hidden.device))
+        out = self._forward(tokens, features, picked=lengths.cumsum()[drafting] - 1)
+        known = self.runner.rows.num_known
+        num_prompt_tokens = self.runner.rows.num_prompt_tokens
+        num_output_tokens = [
+            known[row] - num_prompt_tokens[row] + len(new[i])
+            for i, row in zip(drafting, batch.rows[drafting], strict=True)
         ]
-        starts = np.array([r.start for r in requests])
-        counts = np.array([r.num_tokens for r in requests], dtype=np.int64) - np.array(
-            rejected, dtype=np.int64
+        targets = DraftTargets(
+            request_ids=[requests[i].request_id for i in drafting],
+            rows=batch.rows[drafting],
+            num_computed=tokens.seq_lens[drafting],
+            output_indices=np.array(num_output_tokens, dtype=np.int64),
+            num_drafts=num_drafts[drafting],
         )
-        for row, end, tokens in zip(batch.rows, starts + counts, new, strict=True):
-            if tokens and end < size:
-                rows.token_ids[row, end] = tokens[-1]  # the next step brings it, too
-        wanted = np.array(
-            [r.num_drafts if tokens else 0 for r, tokens in zip(requests, new, strict=True)]
-        )
-        lengths = counts + (wanted > 0) * self.sees_new_token
+        return self._continue(targets, out)
+
+    def _append(self, new: list[list[int]], rows: np.ndarray, ends: np.ndarray) -> None:
+        """Write each request's last new token behind its first `ends` tokens; the next step brings
+        it, too."""
+        token_ids = self.runner.rows.token_ids
+        for tokens, row, end in zip(new, rows, ends, strict=True):
+            if tokens and end < self.runner.config.max_request_tokens:
+                token_ids[row, end] = tokens[-1]
+
+    def _first_tokens(
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> PackedTokens:
+        """The tokens of the first pass: `lengths` of each request, from the positions `starts`
+        on."""
         positions = _ranges(starts, lengths)
-        ids = rows.token_ids[
-            batch.rows.repeat(lengths), np.minimum(positions + (not self.sees_new_token), size - 1)
-        ]
-        sources = _ranges(batch.num_scheduled.cumsum() - batch.num_scheduled, counts)
-        features = self._features(hidden, upload(sources, torch.int64, hidden.device))
-        asking = np.flatnonzero(wanted)
-        ends = starts + lengths
-        out = self._forward(
-            batch.rows, lengths, ends, ids, positions, features, lengths.cumsum()[asking] - 1
-        )
-        outputs = np.array([rows.num_known[i] - rows.num_prompt_tokens[i] for i in batch.rows]) + [
-            len(t) for t in new
-        ]
-        names = [requests[i].request_id for i in asking]
-        return self._continue(
-            names, batch.rows[asking], ends[asking], outputs[asking], wanted[asking], out
+        last = self.runner.config.max_request_tokens - 1
+        columns = np.minimum(positions + (not self.sees_new_token), last)
+        return PackedTokens(
+            rows=rows,
+            lengths=lengths,
+            seq_lens=starts + lengths,
+            ids=self.runner.rows.token_ids[rows.repeat(lengths), columns],
+            positions=positions,
         )
 
     def _continue(
-        self,
-        names: list[str],
-        rows: np.ndarray,
-        ends: np.ndarray,
-        indices: np.ndarray,
-        wanted: np.ndarray,
-        out: tuple[Tensor, Tensor | None],
+        self, targets: DraftTargets, out: tuple[Tensor, Tensor | None]
     ) -> dict[str, list[int]]:
         """Make the drafts of some requests, one token of each after another.
 
         Args:
-            ends: how many tokens of each request this model has computed.
-            indices: of the first draft in the request's output.
-            wanted: how many drafts, 1 or more.
-            out: what `_forward` returned for them.
+            out: the result of `_forward` for them.
         """
-        drafts: dict[str, list[int]] = {name: [] for name in names}
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
-        going_on = np.arange(len(names))
-        for step in range(wanted.max(initial=0)):
+        drafts: dict[str, list[int]] = {name: [] for name in targets.request_ids}
+        found: dict[str, list[Tensor]] = {name: [] for name in targets.request_ids}
+        while targets.request_ids:
             x, features = out
-            tokens = self._choose(x, [names[i] for i in going_on], indices[going_on] + step, found)
-            for i, token in zip(going_on, tokens, strict=True):
-                drafts[names[i]].append(token)
-            stay = np.flatnonzero(wanted[going_on] > step + 1)
-            going_on = going_on[stay]
-            if len(stay):
-                picked = upload(stay, torch.int64, x.device)
+            tokens = self._choose(x, targets, found)
+            for name, token in zip(targets.request_ids, tokens, strict=True):
+                drafts[name].append(token)
+            unfinished = np.flatnonzero(targets.num_drafts > 1)
+            targets = targets.after_draft(unfinished)
+            if targets.request_ids:
+                picked = upload(unfinished, torch.int64, x.device)
                 features = None if features is None else features.index_select(0, picked)
-                positions = ends[going_on] + step
-                each = np.arange(len(stay))
-                ids = np.array(tokens)[stay]
-                out = self._forward(
-                    rows[going_on], each * 0 + 1, positions + 1, ids, positions, features, each
+                each = np.arange(len(unfinished))
+                packed = PackedTokens(
+                    rows=targets.rows,
+                    lengths=np.ones_like(each),
+                    seq_lens=targets.num_computed,
+                    ids=np.array(tokens)[unfinished],
+                    positions=targets.num_computed - 1,
                 )
+                out = self._forward(packed, features, picked=each)
         self.probabilities = {name: torch.stack(parts) for name, parts in found.items() if parts}
         return drafts
 
     def _choose(
-        self, x: Tensor, names: list[str], indices: np.ndarray, found: dict[str, list[Tensor]]
+        self, x: Tensor, targets: DraftTargets, found: dict[str, list[Tensor]]
     ) -> list[int]:
         """The next draft of each request; if it is drawn, `found` gets its distribution over the
         first model's vocabulary."""
         logits = self.model.compute_logits(x)
         if self.config.draft_sample_method == "greedy":
-            return self._to_target(ops.argmax(logits)).tolist()
+            greedy: list[int] = self._to_target(ops.argmax(logits)).tolist()
+            return greedy
         tokens = []
-        for name, row, index in zip(names, self._spread(logits.float()), indices, strict=True):
+        rows = self._spread(logits.float())
+        for name, row, index in zip(targets.request_ids, rows, targets.output_indices, strict=True):
             token, distribution = draw_draft(row, self.runner.rows.params[name], int(index))
             found[name].append(distribution)
             tokens.append(token)
         return tokens
 
     def _forward(
-        self,
-        rows: np.ndarray,
-        lengths: np.ndarray,
-        seq_lens: np.ndarray,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        features: Tensor | None,
-        wanted: np.ndarray,
+        self, tokens: PackedTokens, features: Tensor | None, picked: np.ndarray
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model over packed tokens; returns what its head takes, and what the next draft
-        needs, of the tokens number `wanted`."""
+        needs, of the tokens at the places `picked`."""
         runner = self.runner
-        size = self.runner.config.block_size
-        send = partial(upload, device=self.runner.device)
-        tables = runner.rows.block_tables
-        blocks = tables[rows.repeat(lengths), positions // size].astype(np.int64)
-        width = -(-int(seq_lens.max()) // size)
-        metadata = AttentionMetadata(
-            send(np.concatenate([[0], lengths.cumsum()]), torch.int32),
-            send(seq_lens, torch.int32),
-            send(tables[rows, :width], torch.int32),
-            send(blocks * size + positions % size, torch.int64),
-            int(lengths.max()),
-            int(seq_lens.max()),
-        )
+        send = partial(upload, dtype=torch.int64, device=runner.device)
+        metadata = self._metadata(tokens)
         caches = runner.kv_caches[len(runner.layers) :]  # behind those of the first model
         with forward_context(ForwardContext(runner.backend, caches, metadata)):
-            out, features = self._run(
-                send(ids, torch.int64), send(positions, torch.int64), features
-            )
-        picked = send(wanted, torch.int64)
-        return out.index_select(0, picked), (
-            None if features is None else features.index_select(0, picked)
+            out, features = self._run(send(tokens.ids), send(tokens.positions), features)
+        chosen = send(picked)
+        return out.index_select(0, chosen), (
+            None if features is None else features.index_select(0, chosen)
+        )
+
+    def _metadata(self, tokens: PackedTokens) -> AttentionMetadata:
+        """Where attention finds and writes the keys and values of packed tokens."""
+        size = self.runner.config.block_size
+        send = partial(upload, device=self.runner.device)
+        tables = self.runner.rows.block_tables
+        positions = tokens.positions
+        blocks = tables[tokens.rows.repeat(tokens.lengths), positions // size].astype(np.int64)
+        max_seq_len = int(tokens.seq_lens.max())
+        width = -(-max_seq_len // size)
+        return AttentionMetadata(
+            query_start_loc=send(np.concatenate([[0], tokens.lengths.cumsum()]), dtype=torch.int32),
+            seq_lens=send(tokens.seq_lens, dtype=torch.int32),
+            block_tables=send(tables[tokens.rows, :width], dtype=torch.int32),
+            slot_mapping=send(blocks * size + positions % size, dtype=torch.int64),
+            max_query_len=int(tokens.lengths.max()),
+            max_seq_len=max_seq_len,
         )
 
     # -------------------------------------------------------------- what kinds of drafter differ in
@@ -255,12 +321,15 @@ class Drafter:
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """All numbers of the ranges that begin at `starts`, one range after the other."""
-    return np.arange(lengths.sum()) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
+    offsets: np.ndarray = starts - (lengths.cumsum() - lengths)
+    numbers: np.ndarray = np.arange(lengths.sum()) + offsets.repeat(lengths)
+    return numbers
 
 
 class DraftModel(Drafter):
     """A model of its own with the same vocabulary."""
 
+    model: LlamaForCausalLM
     sees_new_token = True
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
@@ -291,13 +360,15 @@ class DraftModel(Drafter):
     def _run(
         self, ids: Tensor, positions: Tensor, features: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.model(ids, positions), None
+        out: Tensor = self.model(ids, positions)
+        return out, None
 
 
 class Eagle(Drafter):
     """A layer that continues the first model's hidden states (EAGLE: Li et al. 2024, arXiv
     2401.15077; EAGLE-3: arXiv 2503.01840)."""
 
+    model: EagleModel
     sees_new_token = False
     num_layers = 1
 
@@ -344,13 +415,12 @@ class Eagle(Drafter):
         return super().propose(schedule, batch, hidden, emitted)
 
     def prepare(self, schedule: SchedulerOutput) -> None:
-        keeps = (
-            self.follows(schedule) or self.runner.graphs is not None
-        )  # a recorded step always keeps them
+        # A recorded step always keeps them.
+        keeps = self.follows(schedule) or self.runner.graphs is not None
         self.target.aux_hidden_state_layers, self.target.fused = self.ways[keeps]
 
     def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
-        states: Any = self.target.aux_hidden_states or [hidden]
+        states = self.target.aux_hidden_states or [hidden]
         return self.model.combine_hidden_states(
             torch.cat([state.index_select(0, sources) for state in states], dim=1)
         )
@@ -358,7 +428,8 @@ class Eagle(Drafter):
     def _run(
         self, ids: Tensor, positions: Tensor, features: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.model(ids, positions, features)
+        out: tuple[Tensor, Tensor] = self.model(ids, positions, features)
+        return out
 
     def _to_target(self, tokens: Tensor) -> Tensor:
         return self.model.draft_to_target[tokens]

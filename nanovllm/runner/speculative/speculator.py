@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.runner.batch import Batch
-from nanovllm.runner.sampling import SamplingRow
-from nanovllm.runner.speculative.drafter import DraftModel, Eagle
+from nanovllm.runner.sampling import SampleKey, SamplingRow
+from nanovllm.runner.speculative.drafter import Drafter, DraftModel, Eagle
 from nanovllm.runner.speculative.verification import DraftedRow, RejectionSampler, keep_accepted
 
 if TYPE_CHECKING:
@@ -32,8 +32,13 @@ class Speculator:
     def __init__(self, runner: ModelRunner) -> None:
         config = runner.config.speculative
         assert config is not None
-        kinds: dict[str | None, Any] = {"draft_model": DraftModel, "eagle": Eagle, "eagle3": Eagle}
-        self.drafter = kinds[config.method](runner, config) if config.method in kinds else None
+        kinds: dict[str | None, type[Drafter]] = {
+            "draft_model": DraftModel,
+            "eagle": Eagle,
+            "eagle3": Eagle,
+        }
+        kind = kinds.get(config.method)
+        self.drafter = kind(runner, config) if kind is not None else None
         self.keep = self.drafter.keep if self.drafter is not None else lambda: None
         is_drawn = config.draft_sample_method == "probabilistic"
         if is_drawn:
@@ -43,7 +48,7 @@ class Speculator:
         """Caches that the runner shall make for the drafter's layers."""
         return self.drafter.cache_shapes(num_blocks) if self.drafter is not None else []
 
-    def mark(self, rows: dict[Any, SamplingRow], schedule: SchedulerOutput) -> None:
+    def mark(self, rows: dict[SampleKey, SamplingRow], schedule: SchedulerOutput) -> None:
         """Before a step: tell the sampler which rows verify drafts that were drawn, and from
         what."""
         if self.drafter is not None:
@@ -63,7 +68,7 @@ class Speculator:
         schedule: SchedulerOutput,
         batch: Batch,
         hidden: Tensor,
-        sampled: Callable[[], dict[Any, SampledToken]],
+        sampled: Callable[[], dict[SampleKey, SampledToken]],
     ) -> Callable[[], ModelRunnerOutput]:
         """Verify the step's drafts. A drafter begins where the accepted ones end, so it waits for
         the step."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,12 @@ from torch import Tensor
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.runner.device_copies import upload
-from nanovllm.runner.sampling import Sampler, SamplingRow, draw, moderate, uniform
+from nanovllm.runner.sampling import SampleKey, Sampler, SamplingRow, draw, moderate, uniform
 
 
-def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -> ModelRunnerOutput:
+def keep_accepted(
+    schedule: SchedulerOutput, sampled: dict[SampleKey, SampledToken]
+) -> ModelRunnerOutput:
     """Keep, of the tokens that were sampled after a request's drafts, those that the model would
     have sampled one by one: up to the first that is not the draft at its place, and this one.
 

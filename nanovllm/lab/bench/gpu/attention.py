@@ -78,7 +78,14 @@ class Pool:
         seq_lens = torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device)
         # Keys and values are there already: no slot is written.
         slots = torch.full((sum(query_lens),), -1, dtype=torch.int64, device=device)
-        return AttentionMetadata(starts, seq_lens, tables, slots, max(query_lens), seq_len)
+        return AttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+            block_tables=tables,
+            slot_mapping=slots,
+            max_query_len=max(query_lens),
+            max_seq_len=seq_len,
+        )
 
 
 def _attention(num_tokens: int, pool: Pool, metadata: AttentionMetadata) -> Callable[[], Tensor]:

@@ -45,9 +45,9 @@ MANY = Workload(
     "256 requests",
     "throughput",
     "prompts 100-1024, outputs 100-1024",
-    256,
-    (100, 1024),
-    (100, 1024),
+    num_prompts=256,
+    input_len=(100, 1024),
+    output_len=(100, 1024),
 )
 
 

@@ -216,7 +216,13 @@ def plan(dry_run: bool) -> list[Part]:
             ]
         is_alone = not dry_run and part.function != "proofs:prove"
         parts += [
-            Part(title, _HERE + part.function, arguments, part.seconds, is_alone)
+            Part(
+                title=title,
+                function=_HERE + part.function,
+                arguments=arguments,
+                seconds=part.seconds,
+                alone=is_alone,
+            )
             for title, arguments in divided
         ]
     return parts

@@ -198,8 +198,8 @@ def predict(way: Way, whole: Way, load: Load) -> float:
             is known.
     """
     step = statistics.median(percentile(run.gaps, 50) for run in way.runs)
-    share = 0.0 if way.prefill else min(1.0, way.chunk / load.prompt_len) if way.chunk else 1.0
-    return step + share * whole.alone
+    share = min(1.0, way.chunk / load.prompt_len) if way.chunk else 1.0
+    return step if way.prefill else step + share * whole.alone
 
 
 def compare(load: Load, ways: Sequence[Way]) -> Iterator[Row]:

@@ -190,7 +190,16 @@ def measure_documents(engines: Engines, tiers: Tiers, vocab_size: int) -> None:
 def tiers(setting: Setting) -> Iterator[Row]:
     """Every engine has a small pool and all cores; only one of them computes at a time."""
     plan = (
-        Plan((32, 64), 1, 4, 64, 15, 6, 2, 3)
+        Plan(
+            lengths=(32, 64),
+            rounds=1,
+            num_documents=4,
+            document_len=64,
+            question_len=15,
+            num_questions=6,
+            pool_documents=2,
+            host_documents=3,
+        )
         if setting.dry_run
         else Plan(rounds=3 * setting.repeats)
     )

@@ -117,7 +117,14 @@ def count_collectives(options: dict[str, Any], batch: int, steps: int) -> dict[s
 def throughput(setting: Setting) -> Iterator[Row]:
     """The same requests on divided engines, with no more cores than one rank has."""
     count, length = (2, 4) if setting.dry_run else (16, 32)
-    work = Workload("", "throughput", "", count, (length, length), (length, length))
+    work = Workload(
+        "",
+        "throughput",
+        "",
+        num_prompts=count,
+        input_len=(length, length),
+        output_len=(length, length),
+    )
     size = setting.tensor_size()
     options = setting.options(max_num_seqs=32)
     grids = {f"tensor parallel {size}": {"tensor_parallel_size": size}} if size else {}

@@ -88,12 +88,20 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
     Every stage has a scheduler of its own, and all make the same plans: no orders are sent, so only
     the pipeline is measured."""
     core = start_engine(max_num_batched_tokens=tokens, max_num_seqs=max(MICRO_BATCHES), **options)
+    assert core.runner.link is not None, "there are several stages"
     receiving = Stopwatch(core.runner.link, "receive")
     sending = Stopwatch(core.runner.link, "send")
     found = []
     for turn in range(rounds + 1):
         for count in MICRO_BATCHES:
-            work = Workload("", "throughput", "", count, (tokens, tokens), (1, 1))
+            work = Workload(
+                "",
+                "throughput",
+                "",
+                num_prompts=count,
+                input_len=(tokens, tokens),
+                output_len=(1, 1),
+            )
             add_requests(core, work.requests(core.model_config.vocab_size, repeat=turn))
             plans = [core.scheduler.schedule() for _ in range(count)]
             assert all(plan.num_tokens == tokens for plan in plans), "a prompt per step"
