@@ -11,15 +11,18 @@ the step's result (`ModelRunnerOutput.connector_output`).
 move no KV: every method answers that there is nothing. An engine that shares no KV has a
 `NoConnector` instead."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
@@ -27,6 +30,11 @@ from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.ops.device import zeros
+
+if TYPE_CHECKING:
+    from nanovllm.attention.base import AttentionBackend
+    from nanovllm.kv_transfer.layout import KVLayout
+    from nanovllm.models.llama import LlamaForCausalLM
 
 Tables = Mapping[str, list[int]]  # request id -> block table
 
@@ -46,12 +54,11 @@ class KVConnectorScheduler:
     sources: Sequence[int] = ()
 
     def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[object]
     ) -> None:
         self.config = config
         self.kv_transfer = cast(KVTransferConfig, config.kv_transfer)
         self.identity = identity
-        self.ranks = list(ranks)
         self._output = KVConnectorOutput()  # for the scheduler
         self._in_flight: set[str] = (
             set()
@@ -98,7 +105,7 @@ class KVConnectorScheduler:
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, JsonObject | None]:
         """A request ends.
 
         Args:
@@ -152,7 +159,7 @@ class KVConnectorScheduler:
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> Any:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> object:
         """What the ranks have to do with this step, pickled on its way; None if nothing, and if no
         transfer is in flight.
 
@@ -196,12 +203,10 @@ class KVConnectorScheduler:
         return None
 
     @property
-    def information(self) -> dict[str, Any]:
+    def information(self) -> JsonObject:
         """What a client or router needs to know."""
-        return {
-            name: getattr(self.kv_transfer, name)
-            for name in ("engine_id", "kv_connector", "kv_role")
-        }
+        names = ("engine_id", "kv_connector", "kv_role")
+        return {name: getattr(self.kv_transfer, name) for name in names}
 
     def close(self) -> None:
         """End all connections."""
@@ -220,11 +225,13 @@ class KVConnectorWorker:
         model, backend: what computes on this rank, for connectors that compute, too.
     """
 
-    metadata: Any = None
-    model: Any = None
-    backend: Any = None
+    metadata: object = None
+    model: LlamaForCausalLM
+    backend: AttentionBackend
 
-    def __init__(self, config: EngineConfig, layout: Any, kv_caches: dict[int, Tensor]) -> None:
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]
+    ) -> None:
         self.config = config
         self.kv_transfer = cast(KVTransferConfig, config.kv_transfer)
         self.layout = layout
@@ -238,7 +245,7 @@ class KVConnectorWorker:
         """A layer's cache, all zeros, in memory from which it can be transferred."""
         return zeros(tuple(shape), dtype, device)
 
-    def get_handshake_metadata(self) -> Any:
+    def get_handshake_metadata(self) -> object:
         """How other engines' ranks reach this one; plain data."""
         return None
 
@@ -268,7 +275,7 @@ class KVConnectorWorker:
         return KVConnectorOutput()
 
     @contextmanager
-    def transfers(self, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
+    def transfers(self, metadata: object, is_idle: bool) -> Iterator[KVConnectorOutput]:
         """Around a forward pass: the one place that calls the methods above, except for
         `save_kv_layer` after each layer's attention.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
@@ -16,6 +16,10 @@ from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, Schedule
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv.no_connector import NoConnector
 from nanovllm.scheduler.step_times import StepTimes
+
+if TYPE_CHECKING:
+    from nanovllm.kv.connector import KVConnectorScheduler
+    from nanovllm.scheduler.speculation import Speculation
 
 
 class Scheduler:
@@ -42,11 +46,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, manager: KVCacheManager, connector: Any = None
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        connector: KVConnectorScheduler | NoConnector | None = None,
     ) -> None:
         self.config = config
         self.manager = manager
-        self.connector: Any = connector or NoConnector()
+        self.connector = connector or NoConnector()
         self.requests: dict[str, Request] = {}
         self.queues: dict[RequestStatus, list[Request]] = {status: [] for status in RequestStatus}
         self.waiting = self.queues[RequestStatus.WAITING]
@@ -132,7 +139,7 @@ class Scheduler:
         if self.speculation is not None:
             seats = self.config.max_num_seqs - len(self.running) - len(self.receiving)
             self.speculation.begin_step(
-                self.running, (self.waiting or self.swapped) and seats > 0, self.manager
+                self.running, bool(self.waiting or self.swapped) and seats > 0, self.manager
             )
         chunked = (
             self.config.batching_policy == "chunked"
@@ -504,14 +511,14 @@ class Scheduler:
         )
 
     @cached_property
-    def speculation(self) -> Any:
+    def speculation(self) -> Speculation | None:
         """Drafts tokens, or says how many the runner shall draft; None without
         `config.speculative`."""
         if self.config.speculative is None:
             return None
-        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(
-            self.config.speculative
-        )
+        create = load("nanovllm.scheduler.speculation:Speculation", "speculative_config")
+        speculation: Speculation = create(self.config.speculative)
+        return speculation
 
     # ---------------------------------------------------------------- one step ahead
 

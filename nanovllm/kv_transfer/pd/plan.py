@@ -6,10 +6,11 @@ Front ends check requests with this module, in the middle of other requests: it 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.request import Request
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -54,7 +55,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
         return msgspec.convert(request.kv_transfer_params or {}, cls)
 
     @classmethod
-    def check(cls, given: Any, kv_role: str) -> None:
+    def check(cls, given: object, kv_role: str) -> None:
         """See whether an engine of this role can do what came with a request.
 
         Raises:
@@ -89,7 +90,7 @@ class Move:
     """
 
     transfer_id: str
-    peers: list[dict[str, Any]]
+    peers: list[JsonObject]
     local_block_ids: list[int]
     remote_block_ids: list[int] = field(default_factory=list)
     is_last: bool = False

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.llm import LLM
 from nanovllm.lab.bench.report import Row
 from nanovllm.offline.text import own_chats, pieces
@@ -33,8 +34,9 @@ def documentation() -> str:
 def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
     """The log-probability of every token at each position but the first, `[tokens - 1, vocab_size]`
     float32."""
-    # The executor is one that runs in this process.
-    model = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
+    core = llm.engine.core
+    assert isinstance(core, EngineCore)
+    model = core.runner.model
     seen = list[Tensor]()
     hook = model.register_forward_hook(lambda module, inputs, hidden: seen.append(hidden.clone()))
     llm.generate(

@@ -83,7 +83,8 @@ def time_parts(
     engine = LLMEngine(EngineConfig(**options))
     decode = msgspec.msgpack.Decoder(Report).decode
     core = engine.core
-    runner = engine.core.runner
+    assert isinstance(core, EngineCore)
+    runner = core.runner
     pipe = SimpleNamespace(
         carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs
     )
