@@ -217,7 +217,8 @@ def _add_state(target: Piece, member: Piece, comments: list[Piece]) -> None:
 
     The value must not change, since all objects of the class share it in the lecture."""
     source = member.source
-    line = first_row(member.node) + 1 if member.node else 0
+    assert isinstance(member.node, ast.Assign | ast.AnnAssign)
+    line = member.node.lineno
     starts = [m for m in target.members if m.name == "__init__" and m.members]
     if not starts:
         raise source.error(
@@ -225,8 +226,7 @@ def _add_state(target: Piece, member: Piece, comments: list[Piece]) -> None:
             "`into=__init__` could add to",
             line,
         )
-    value = getattr(member.node, "value", None)
-    if "," in member.name or not member.name.isidentifier() or not _is_constant(value):
+    if not member.name.isidentifier() or not _is_constant(member.node.value):
         raise source.error(
             "`into=__init__` takes assignments of one name to a constant, such as `count = 0`", line
         )
@@ -240,7 +240,7 @@ def _add_state(target: Piece, member: Piece, comments: list[Piece]) -> None:
     starts[0].members.append(member)
 
 
-def _is_constant(node: ast.AST | None) -> bool:
+def _is_constant(node: ast.expr | None) -> bool:
     """Whether it is a literal that cannot be changed: a constant, or a tuple of constants."""
     if isinstance(node, ast.UnaryOp):
         return _is_constant(node.operand)
