@@ -253,17 +253,17 @@ class EngineCore:
                 self.executor.forget_ends()  # the ranks have no transfer in flight
                 with waiting_for_others():
                     time.sleep(IDLE_SECONDS)
-            return outputs + self._take_results()  # steps in flight come first
+            return outputs + self.take_results()  # steps in flight come first
         if plan.empty:
             # In lock-step, the other engines need this one in the step: it launches a dummy, which
             # computes nothing. Or there is nothing to compute, but KV to transfer.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         self._launch(plan, start)
-        outputs += self._take_results(keep=self._steps_ahead)
+        outputs += self.take_results(keep=self._steps_ahead)
         while self._in_flight and all(
             s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight
         ):
-            outputs += self._take_results()
+            outputs += self.take_results()
         return outputs
 
     def _now(self) -> float:
@@ -274,7 +274,7 @@ class EngineCore:
         """When idle, drain steps in flight and flush the trace."""
         if not self.has_work:
             with self._all_or_nothing():
-                self._take_results()
+                self.take_results()
         if not self._in_flight:
             self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
 
@@ -326,7 +326,7 @@ class EngineCore:
         self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, wave))
         self.num_steps += counts
 
-    def _take_results(self, keep: int = 0) -> list[EngineOutput]:
+    def take_results(self, keep: int = 0) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and give its result to the scheduler; returns the
         outputs for the front end.
 
@@ -364,7 +364,7 @@ class EngineCore:
             self.scheduler.speculation.add(step.plan, self._last_results - start)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
-        return outputs if self.has_work else outputs + self._take_results()
+        return outputs if self.has_work else outputs + self.take_results()
 
     # -------------------------------------------------------------- in lock-step with other engines
 

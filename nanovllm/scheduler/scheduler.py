@@ -69,7 +69,7 @@ class Scheduler:
         """
         limit = self.config.max_request_tokens
         computed = (
-            scheduled.request_id for plan in self._steps_in_flight for scheduled in plan.requests
+            scheduled.request_id for plan in self.steps_in_flight for scheduled in plan.requests
         )
         if any(request.request_id in used for used in (self.requests, self.manager.held, computed)):
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -150,11 +150,11 @@ class Scheduler:
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
-            self._mark_in_flight(plan, num_decoding)
+            self.mark_in_flight(plan, num_decoding)
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
-    def _share(self, request: Request, plan: SchedulerOutput) -> int:
+    def share(self, request: Request, plan: SchedulerOutput) -> int:
         """How many tokens of the request this step may compute.
 
         0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the
@@ -183,7 +183,7 @@ class Scheduler:
         return min(wanted, budget)
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
-        """Give each running request its share (`_share`), first come first served; preempt from the
+        """Give each running request its share (`share`), first come first served; preempt from the
         other end.
 
         Leave out candidates that no longer run, because an earlier one has preempted them, and
@@ -201,12 +201,12 @@ class Scheduler:
                 continue  # a moment ago, in favour of an earlier request
             if self._is_full(plan, len(self.running)):
                 return
-            share = self._share(request, plan)
+            share = self.share(request, plan)
             if share == 0:
                 continue
             wanted = request.num_computed_tokens + share
             while (blocks := self.manager.allocate_slots(request, wanted)) is None:
-                if plan.empty and self._steps_in_flight:
+                if plan.empty and self.steps_in_flight:
                     # their results may free blocks; and a plan that preempts and computes nothing
                     # is not run
                     return
@@ -271,7 +271,7 @@ class Scheduler:
             num_external, _ = self.connector.get_num_new_matched_tokens(
                 request, request.num_computed_tokens
             )
-        share = num_external or self._share(request, plan)
+        share = num_external or self.share(request, plan)
         blocks = (
             self.manager.allocate_slots(request, request.num_computed_tokens + share, computed)
             if share
@@ -333,12 +333,12 @@ class Scheduler:
         """Append the tokens that the step sampled, and end requests that are done. Steps come back
         in their order.
 
-        The step is no longer in flight: take this very plan out of `_steps_in_flight`, not one that
+        The step is no longer in flight: take this very plan out of `steps_in_flight`, not one that
         equals it. Its tokens are no longer pending, for each of its requests that has not ended
         meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is not None
         goes to the connector's method of the same name (KV that moved in the step). Returns what
         `_update` returned, without None."""
-        self._steps_in_flight = tuple(step for step in self._steps_in_flight if step is not plan)
+        self.steps_in_flight = tuple(step for step in self.steps_in_flight if step is not plan)
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
         outputs = []
@@ -430,7 +430,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
-        share = self._share(request, plan)
+        share = self.share(request, plan)
         if share == 0:
             return "max_num_batched_tokens"
         copies = self.manager.swap_in(request, request.num_computed_tokens + share)
@@ -471,10 +471,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- several steps in flight
 
-    _steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
+    steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
 
-    def _mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
-        """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the
+    def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
+        """Append a step to `steps_in_flight` (a tuple) until its result comes, and count the
         tokens that it samples as pending.
 
         The requests' `num_computed_tokens` count this step already. If more tokens of a request are
@@ -483,7 +483,7 @@ class Scheduler:
         so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are
         computed, but neither known nor pending. Shares before number `first` are counted already.
         """
-        self._steps_in_flight += (plan,)
+        self.steps_in_flight += (plan,)
         for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
             num_drafts = len(scheduled.draft_token_ids)
@@ -519,7 +519,7 @@ class Scheduler:
     def waits_for_tokens(self) -> bool:
         """True if the next step has to wait for pending tokens, which a penalty, a grammar or
         drafts depend on."""
-        ahead = bool(self._steps_in_flight) and not self._in_stages
+        ahead = bool(self.steps_in_flight) and not self._in_stages
         return ahead and any(
             (r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running
         )
