@@ -79,11 +79,6 @@ class FrontEnd:
         """The statistics after the engine's latest step."""
         return self.client.stats
 
-    @property
-    def num_requests(self) -> int:
-        """Requests whose last output has not come."""
-        return len(self._streams)
-
     def check_alive(self) -> None:
         """Raise EngineDeadError if the engine cannot take requests."""
         if self.error is not None or self._closing:

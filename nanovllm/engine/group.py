@@ -267,16 +267,17 @@ class DataParallelCore(WatchedProcesses):
             self._end("the engines have been shut down")
 
     def wait_for_pause(self, seconds: float = 1.0) -> None:
-        """Take in reports until no engine in lock-step has a step to run, for at most this many
-        seconds."""
-        self._listen_until(self._all_pause, seconds)
-
-    def _all_pause(self) -> bool:
-        """True if every engine that is in lock-step has seen the end of the last wave that was
-        ordered."""
-        waves = self.waves
-        return waves is None or all(
-            r.stats.num_waves == waves.ended + waves.running for r in self.ranks
+        """Take in reports until every engine that is in lock-step has seen the end of the last wave
+        that was ordered, for at most this many seconds."""
+        self._listen_until(
+            lambda: (
+                self.waves is None
+                or all(
+                    rank.stats.num_waves == self.waves.ended + self.waves.running
+                    for rank in self.ranks
+                )
+            ),
+            seconds,
         )
 
     def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:

@@ -38,6 +38,7 @@ class Scheduler:
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
         queues: the queue of each status; the one of ended requests stays empty.
+        steps_in_flight: plans whose results have not come back, the oldest first.
         step_times: predicts how long a step will take; the engine tells it how long each step took.
     """
 
@@ -471,7 +472,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- several steps in flight
 
-    steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
+    steps_in_flight: tuple[SchedulerOutput, ...] = ()
 
     def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
         """Append a step to `steps_in_flight` (a tuple) until its result comes, and count the

@@ -309,7 +309,9 @@ async def test_each_stream_gets_its_outputs(front_end: Front) -> None:
     assert [text for times, text, _ in observer.noted if times is b] == ["yy"]
     assert {now for *_, now in observer.noted} == {7.0} == {a.first_token, b.first_token}
     assert client.sent == [], "the engine has ended request a itself"
-    assert front.num_requests == 1, "request a has ended"
+    client.report([tokens(front, "b", ".", finish_reason="length")])
+    assert await within(rest(streams["b"])) == ["."]
+    assert front.has_room(10**6, max_num_waiting=0), "both requests have ended"
 
 
 async def test_the_engine_is_told_of_a_stop_string(front_end: Front) -> None:

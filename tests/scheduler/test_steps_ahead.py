@@ -262,7 +262,7 @@ class Core(EngineCore):
                 add=lambda plan, seconds: self.times.append((plan, round(seconds, 6)))
             ),
         )
-        self._recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]
+        self.recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]
         self.plans = [SchedulerOutput() for _ in range(num_steps)]
         steps = [
             StepInFlight(plan, self.waiting(i), None, float(i) / 10, 5)
