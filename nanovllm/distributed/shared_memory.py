@@ -211,7 +211,7 @@ class MessageQueue:
 
     Attributes:
         handle: with which readers attach; it can be pickled.
-        segment: the ring and the members' counters; who closes it leaves.
+        segment: the shared memory; an end that closes it leaves.
 
     Raises:
         OSError: its functions are not compiled, or see `Segment`.

@@ -54,7 +54,7 @@ class EngineCore:
         trace: records every step; by default a file if `config.trace` names one.
 
     Attributes:
-        recorder: notes what happens; a `NoRecorder` while nobody wants to know.
+        recorder: notes what happens; a `NoRecorder` while records have no reader.
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:

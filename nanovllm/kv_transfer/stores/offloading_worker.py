@@ -35,7 +35,7 @@ class OffloadingWorker(KVConnectorWorker):
 
     Attributes:
         store: where the blocks are kept.
-        writer: the thread that writes to it; it does what it is given in turn.
+        writer: the thread that writes to it, in the order of the calls.
     """
 
     def __init__(
