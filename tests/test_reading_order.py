@@ -18,9 +18,9 @@ ORDER: dict[str, dict[str, str]] = {
     "scheduler.scheduler:Scheduler": {
         "state": "__init__ speculation",
         "intake": "add_request has_unfinished move finish abort_request",
-        "step": "schedule waits_for_tokens _continue_decoding _share _in_stages _is_full "
+        "step": "schedule waits_for_tokens _continue_decoding share _in_stages _is_full "
         "_continue_running _admit _why_not _admit_waiting _admit_swapped _schedule "
-        "_mark_in_flight",
+        "mark_in_flight",
         "results": "update_from_output _update _append_token",
         "memory": "_preempt",
         "invariants": "check_invariants",

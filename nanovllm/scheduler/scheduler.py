@@ -38,6 +38,7 @@ class Scheduler:
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
         queues: the queue of each status; the one of ended requests stays empty.
+        steps_in_flight: plans whose results have not come back, the oldest first.
         step_times: predicts how long a step will take; the engine tells it how long each step took.
     """
 
@@ -58,7 +59,7 @@ class Scheduler:
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
         self.step_times = StepTimes()
-        self._steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
+        self.steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
 
     @cached_property
     def speculation(self) -> Any:
@@ -80,7 +81,7 @@ class Scheduler:
         """
         limit = self.config.max_request_tokens
         computed = (
-            scheduled.request_id for plan in self._steps_in_flight for scheduled in plan.requests
+            scheduled.request_id for plan in self.steps_in_flight for scheduled in plan.requests
         )
         if any(request.request_id in used for used in (self.requests, self.manager.held, computed)):
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -161,7 +162,7 @@ class Scheduler:
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
-            self._mark_in_flight(plan, num_decoding)
+            self.mark_in_flight(plan, num_decoding)
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
@@ -169,7 +170,7 @@ class Scheduler:
     def waits_for_tokens(self) -> bool:
         """True if the next step has to wait for pending tokens, which a penalty, a grammar or
         drafts depend on."""
-        ahead = bool(self._steps_in_flight) and not self._in_stages
+        ahead = bool(self.steps_in_flight) and not self._in_stages
         return ahead and any(
             (r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running
         )
@@ -211,7 +212,7 @@ class Scheduler:
                 self.manager.cache_blocks(request, start)
         return self.running[count:]
 
-    def _share(self, request: Request, plan: SchedulerOutput) -> int:
+    def share(self, request: Request, plan: SchedulerOutput) -> int:
         """How many tokens of the request this step may compute.
 
         0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the
@@ -251,7 +252,7 @@ class Scheduler:
         )
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
-        """Give each running request its share (`_share`), first come first served; preempt from the
+        """Give each running request its share (`share`), first come first served; preempt from the
         other end.
 
         Leave out candidates that no longer run, because an earlier one has preempted them, and
@@ -269,12 +270,12 @@ class Scheduler:
                 continue  # a moment ago, in favour of an earlier request
             if self._is_full(plan, len(self.running)):
                 return
-            share = self._share(request, plan)
+            share = self.share(request, plan)
             if share == 0:
                 continue
             wanted = request.num_computed_tokens + share
             while (blocks := self.manager.allocate_slots(request, wanted)) is None:
-                if plan.empty and self._steps_in_flight:
+                if plan.empty and self.steps_in_flight:
                     # their results may free blocks; and a plan that preempts and computes nothing
                     # is not run
                     return
@@ -339,7 +340,7 @@ class Scheduler:
             num_external, _ = self.connector.get_num_new_matched_tokens(
                 request, request.num_computed_tokens
             )
-        share = num_external or self._share(request, plan)
+        share = num_external or self.share(request, plan)
         blocks = (
             self.manager.allocate_slots(request, request.num_computed_tokens + share, computed)
             if share
@@ -361,7 +362,7 @@ class Scheduler:
         return ""
 
     def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
-        share = self._share(request, plan)
+        share = self.share(request, plan)
         if share == 0:
             return "max_num_batched_tokens"
         copies = self.manager.swap_in(request, request.num_computed_tokens + share)
@@ -406,8 +407,8 @@ class Scheduler:
         request.num_sent_tokens = request.num_tokens
         self.manager.cache_blocks(request, before)
 
-    def _mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
-        """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the
+    def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
+        """Append a step to `steps_in_flight` (a tuple) until its result comes, and count the
         tokens that it samples as pending.
 
         The requests' `num_computed_tokens` count this step already. If more tokens of a request are
@@ -416,7 +417,7 @@ class Scheduler:
         so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are
         computed, but neither known nor pending. Shares before number `first` are counted already.
         """
-        self._steps_in_flight += (plan,)
+        self.steps_in_flight += (plan,)
         for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
             num_drafts = len(scheduled.draft_token_ids)
@@ -433,12 +434,12 @@ class Scheduler:
         """Append the tokens that the step sampled, and end requests that are done. Steps come back
         in their order.
 
-        The step is no longer in flight: take this very plan out of `_steps_in_flight`, not one that
+        The step is no longer in flight: take this very plan out of `steps_in_flight`, not one that
         equals it. Its tokens are no longer pending, for each of its requests that has not ended
         meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is not None
         goes to the connector's method of the same name (KV that moved in the step). Returns what
         `_update` returned, without None."""
-        self._steps_in_flight = tuple(step for step in self._steps_in_flight if step is not plan)
+        self.steps_in_flight = tuple(step for step in self.steps_in_flight if step is not plan)
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
         outputs = []
