@@ -59,7 +59,7 @@ class Scheduler:
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
         self.step_times = StepTimes()
-        self.steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
+        self.steps_in_flight: tuple[SchedulerOutput, ...] = ()  # the results are still missing
 
     @cached_property
     def speculation(self) -> Any:

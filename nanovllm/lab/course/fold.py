@@ -222,7 +222,7 @@ def _add_state(target: Piece, member: Piece, comments: list[Piece]) -> None:
     starts = [m for m in target.members if m.name == "__init__" and m.members]
     if not starts:
         raise source.error(
-            f"class {target.name} has no `__init__`, with its body on lines of its own, that "
+            f"class {target.name} has no `__init__` (below its `def` line) that "
             "`into=__init__` could add to",
             line,
         )

@@ -166,7 +166,7 @@ def _piece(
 
 
 def _has_own_lines(source: Source, node: Function) -> bool:
-    """Whether the body of a function begins on a line of its own."""
+    """Whether the body of a function begins below its header."""
     first = node.body[0]
     return not source.lines[first_row(first)][: first.col_offset].strip()
 
