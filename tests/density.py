@@ -26,12 +26,15 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
 CEILINGS = pathlib.Path(__file__).with_suffix(".json")
+TESTS = pathlib.Path(__file__).parent
 WIDTH = 100
 LONGEST_FUNCTION = 60
 LONGEST_MODULE = 500
 # A call with so many positional arguments does not show what each of them is.
 MANY_POSITIONS = 6
 MANY_RESULTS = 4
+# What looks private and is documented: methods of named tuples, and leaving a forked process.
+PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 # Packages whose modules differ by platform and version, besides the standard library.
 PLATFORM_PACKAGES = {"psutil", "torch"}
 # Variadic functions from outside. Those of the package are found.
@@ -39,7 +42,8 @@ VARIADIC = {"create_subprocess_exec", "debug", "error", "exception", "info", "wa
 
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
 # `lab`. The stored count of statements was raised once, from 17,968, by issue 33: base classes,
-# records with names, and a module per format of quantized checkpoints are more statements.
+# records with names, and a module per format of quantized checkpoints are more statements. That of
+# the lab was raised from 6,549 by the directives for reading order.
 BOUNDS = {
     "Any, engine": 120,
     "calls with a splatted tuple or six positions": 10,
@@ -47,7 +51,9 @@ BOUNDS = {
     "functions over 60 lines": 0,
     "getattr with a default, hasattr": 10,
     "modules over 500 lines": 0,
+    "monkeypatches in tests": 107,
     "nested conditional expressions": 0,
+    "private names in tests": 135,
     "statements, engine": 16_800,
     "statements, lab": 6_500,
     "tuple assignments of unrelated values": 60,
@@ -76,11 +82,15 @@ class Place:
 
 @functools.cache
 def places() -> dict[str, list[Place]]:
-    """All places of each kind in the package and in the lectures."""
+    """All places of each kind in the package, in the tests and in the lectures."""
     found: dict[str, list[Place]] = {kind: [] for kind in BOUNDS}
     for file in sorted(PACKAGE.rglob("*.py")):
         path = file.relative_to(ROOT).as_posix()
         for kind, line, text in _in_module(path, file.read_text(encoding="utf-8")):
+            found[kind].append(Place(path, line, text))
+    for file in sorted(TESTS.rglob("*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        for kind, line, text in _in_tests(file.read_text(encoding="utf-8")):
             found[kind].append(Place(path, line, text))
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
         path = file.relative_to(ROOT).as_posix()
@@ -130,6 +140,24 @@ def _in_module(path: str, source: str) -> Iterator[tuple[str, int, str]]:
         kind = _kind_of(node)
         if kind is not None and node not in passed_over:
             yield kind, node.lineno, ast.unparse(node).split("\n")[0]  # type: ignore[attr-defined]
+
+
+def _in_tests(source: str) -> Iterator[tuple[str, int, str]]:
+    """The kind, line and code of each find in a module of tests: what breaks when a class is
+    rewritten that behaves as before."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=owner, attr=name) if _is_private(name):
+                is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+                if not is_own:
+                    yield "private names in tests", node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr")):
+                yield "monkeypatches in tests", node.lineno, ast.unparse(node).split("\n")[0]
+
+
+def _is_private(name: str) -> bool:
+    is_protocol = name.endswith("_")  # `__len__`, and `_repr_html_` of notebooks
+    return name.startswith("_") and not is_protocol and name not in PUBLIC_NAMES
 
 
 def _platform_probes(tree: ast.Module) -> set[ast.AST]:

@@ -29,12 +29,12 @@ from nanovllm.runner.runner import ModelRunner
 @contextlib.contextmanager
 def as_stage(stages: int, stage: int) -> Iterator[GroupCoordinator]:
     """For so long, this process is one stage of several; it cannot talk to the others."""
-    before = groups._groups["pp"]
-    groups._groups["pp"] = GroupCoordinator("pp", list(range(stages)), stage)
+    before = groups.own_groups["pp"]
+    groups.own_groups["pp"] = GroupCoordinator("pp", list(range(stages)), stage)
     try:
-        yield groups._groups["pp"]
+        yield groups.own_groups["pp"]
     finally:
-        groups._groups["pp"] = before
+        groups.own_groups["pp"] = before
 
 
 class Wire(StageLink):

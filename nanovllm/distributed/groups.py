@@ -119,29 +119,30 @@ class GroupCoordinator:
 
 
 KINDS = ("world", "tp", "pp", "dp", "ep")
-_groups = {name: GroupCoordinator(name) for name in KINDS}
+# This rank's group of each kind; `initialize_groups` puts in those that talk to other ranks.
+own_groups = {name: GroupCoordinator(name) for name in KINDS}
 
 
 def get_world_group() -> GroupCoordinator:
     """All ranks."""
-    return _groups["world"]
+    return own_groups["world"]
 
 
 def get_tp_group() -> GroupCoordinator:
     """The ranks that share each layer (tensor parallelism)."""
-    return _groups["tp"]
+    return own_groups["tp"]
 
 
 def get_pp_group() -> GroupCoordinator:
     """The ranks that share the model layer by layer (pipeline parallelism)."""
-    return _groups["pp"]
+    return own_groups["pp"]
 
 
 def get_dp_group() -> GroupCoordinator:
     """The ranks that hold the same weights for other requests (data parallelism)."""
-    return _groups["dp"]
+    return own_groups["dp"]
 
 
 def get_ep_group() -> GroupCoordinator:
     """The ranks that share the experts of a layer (expert parallelism): all of a pipeline stage."""
-    return _groups["ep"]
+    return own_groups["ep"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.distributed.groups import KINDS, Grid, GroupCoordinator, _groups, get_world_group
+from nanovllm.distributed.groups import KINDS, Grid, GroupCoordinator, get_world_group, own_groups
 from nanovllm.distributed.shared_collectives import SharedCollectives, open_segment
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
 from nanovllm.distributed.standstill import CallCounter, CollectiveError
@@ -211,20 +211,20 @@ def initialize_groups(
         groups = grid.groups(kind)
         ranks = next(ranks for ranks in groups if rank in ranks)
         if len(ranks) == 1:
-            _groups[kind] = GroupCoordinator(kind, ranks, rank)
+            own_groups[kind] = GroupCoordinator(kind, ranks, rank)
             continue
         # Every rank takes part in making every group, and gets its own.
         own = [dist.new_subgroups_by_enumeration(groups, limit, backend)[0] for backend in backends]
-        group = _groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, own[-1], own[0])
+        group = own_groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, own[-1], own[0])
         if device.type == "cpu" and not disable_custom_all_reduce:
             group.share_memory(timeout)
 
 
 def destroy_groups() -> None:
     """Leave all groups: from now on, each group of this process has one rank."""
-    for group in _groups.values():
+    for group in own_groups.values():
         if group.shared:
             group.shared.segment.close()
     if get_world_group().world_size > 1:
         dist.destroy_process_group()
-    _groups.update({name: GroupCoordinator(name) for name in KINDS})
+    own_groups.update({name: GroupCoordinator(name) for name in KINDS})

@@ -211,6 +211,7 @@ class MessageQueue:
 
     Attributes:
         handle: with which readers attach; it can be pickled.
+        segment: the shared memory; an end that closes it leaves.
 
     Raises:
         OSError: its functions are not compiled, or see `Segment`.
@@ -218,7 +219,7 @@ class MessageQueue:
 
     def __init__(self, segment: Segment) -> None:
         self._library = load_shared_memory_library()
-        self._segment = segment
+        self.segment = segment
         self.handle = segment.handle
         self._num_readers = segment.handle.num_members - 1
         self._ring = (segment.address, segment.payload, len(segment.data) - segment.payload)
@@ -259,9 +260,9 @@ class MessageQueue:
         while (
             sent := self._library.put(*self._ring, self._num_readers, message, len(message), sent)
         ) < len(message):
-            slowest = min(range(1, 1 + self._num_readers), key=self._segment.ahead)
+            slowest = min(range(1, 1 + self._num_readers), key=self.segment.ahead)
             what = f"reader {slowest - 1} of {self._num_readers} has not made room in the queue"
-            self._segment.check(what, self._segment.why_lost(slowest), deadline)
+            self.segment.check(what, self.segment.why_lost(slowest), deadline)
 
     def get(self, timeout: float = 60.0) -> bytes:
         """Wait for the next message.
@@ -274,12 +275,12 @@ class MessageQueue:
         deadline = time.monotonic() + timeout
         lost = ""
         while True:
-            reader = (self._segment.member, self._buffer, len(self._buffer), self._progress)
+            reader = (self.segment.member, self._buffer, len(self._buffer), self._progress)
             size = self._library.get(*self._ring, *reader)
             if size >= 0:
                 return ctypes.string_at(self._buffer, size)
             if self._progress[0] > len(self._buffer):
                 self._buffer = ctypes.create_string_buffer(self._progress[0])
                 continue
-            self._segment.check("the writer has not sent a message", lost, deadline)
-            lost = self._segment.why_lost(0)  # after its last message, so look once more
+            self.segment.check("the writer has not sent a message", lost, deadline)
+            lost = self.segment.why_lost(0)  # after its last message, so look once more

@@ -96,11 +96,11 @@ class AsyncEngine(FrontEnd):
                 # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process
                 # alone.
                 engine._stop_listening()
-                engine._client.shutdown(seconds=0)
+                engine.client.shutdown(seconds=0)
                 raise
         except ValueError as error:
             raise EngineStartError(str(error)) from error
-        engine.limits = engine._client.limits
+        engine.limits = engine.client.limits
         engine._show_trace(ready.trace_settings, show_text)
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
@@ -148,7 +148,7 @@ class AsyncEngine(FrontEnd):
         self.check_alive()
         self.output_processor.add(request_id, text, requests)
         try:
-            self._client.send(Command(add=requests))
+            self.client.send(Command(add=requests))
         except (
             OverflowError,
             UnicodeEncodeError,
@@ -186,7 +186,7 @@ class AsyncEngine(FrontEnd):
         unfinished = [
             key for key, completion in state.completions.items() if not completion.finished
         ]
-        self._client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
+        self.client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver(
             [EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic()
         )
@@ -239,7 +239,7 @@ class AsyncEngine(FrontEnd):
         its stream leaves `_streams`."""
         new_outputs, stopped = self.output_processor.process(outputs)
         if stopped:
-            self._client.send(Command(abort=dict.fromkeys(stopped, "stop")))
+            self.client.send(Command(abort=dict.fromkeys(stopped, "stop")))
         for output in new_outputs:
             if self._texts is not None:
                 self._texts.add(output)
@@ -261,7 +261,7 @@ class AsyncEngine(FrontEnd):
         logger.error(self.error)
         self._end_broadcasts()
         self._fail_all(self.error)
-        self._client.kill()
+        self.client.kill()
         self._stop_listening()
         self.died.set()
 
@@ -293,4 +293,4 @@ class AsyncEngine(FrontEnd):
                 await self._reader
         self._stop_listening()
         self.error = self.error or "the engine was shut down"
-        await asyncio.to_thread(self._client.shutdown, END_SECONDS if self._client.is_ready else 0)
+        await asyncio.to_thread(self.client.shutdown, END_SECONDS if self.client.is_ready else 0)

@@ -52,6 +52,9 @@ class EngineCore:
     Args:
         config: the settings; the engine fills in those that are left open.
         trace: records every step; by default a file if `config.trace` names one.
+
+    Attributes:
+        recorder: notes what happens; a `NoRecorder` while records have no reader.
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
@@ -70,10 +73,10 @@ class EngineCore:
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
         self.trace = trace
-        self._recorder: StepRecorder | NoRecorder = NoRecorder()
+        self.recorder: StepRecorder | NoRecorder = NoRecorder()
         if trace is not None:
             trace.settings |= settings
-            self._recorder = self._record_to(trace)
+            self.recorder = self._record_to(trace)
         self.num_steps = self._num_added = 0
         self.first_scheduled: dict[str, float] | None = None  # see EngineLoop, which asks for it
         self._started = time.perf_counter()
@@ -211,14 +214,14 @@ class EngineCore:
             self.connector.decline(request, str(error))
             raise
         self._num_added += 1
-        self._recorder.arrived(source.request_id, request.num_prompt_tokens)
+        self.recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a request between two steps and free its blocks. False if it has ended already."""
         self.connector.revoke(request_id)
         aborted = self.scheduler.abort_request(request_id)
         if aborted:
-            self._recorder.ended(request_id, reason)
+            self.recorder.ended(request_id, reason)
         self._drain_if_idle()
         return aborted
 
@@ -253,17 +256,17 @@ class EngineCore:
                 self.executor.forget_ends()  # the ranks have no transfer in flight
                 with waiting_for_others():
                     time.sleep(IDLE_SECONDS)
-            return outputs + self._take_results()  # steps in flight come first
+            return outputs + self.take_results()  # steps in flight come first
         if plan.empty:
             # In lock-step, the other engines need this one in the step: it launches a dummy, which
             # computes nothing. Or there is nothing to compute, but KV to transfer.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         self._launch(plan, start)
-        outputs += self._take_results(keep=self._steps_ahead)
+        outputs += self.take_results(keep=self._steps_ahead)
         while self._in_flight and all(
             s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight
         ):
-            outputs += self._take_results()
+            outputs += self.take_results()
         return outputs
 
     def _now(self) -> float:
@@ -274,9 +277,9 @@ class EngineCore:
         """When idle, drain steps in flight and flush the trace."""
         if not self.has_work:
             with self._all_or_nothing():
-                self._take_results()
+                self.take_results()
         if not self._in_flight:
-            self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
+            self.recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -291,19 +294,19 @@ class EngineCore:
         self._reset(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
         self.executor.forget_requests()
         self.connector.forget_requests()
-        self._recorder.start_over(self.scheduler, lost)
+        self.recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.manager.pool.reset_prefix_cache()
-        self._recorder.ask_for_snapshot()
+        self.recorder.ask_for_snapshot()
         self._drain_if_idle()
 
     def close(self) -> None:
         """Finish the trace file, if there is one, and end ranks in other processes."""
         self.connector.close()
         self.executor.close()
-        self._recorder.flush(self.num_steps, self._now())
+        self.recorder.flush(self.num_steps, self._now())
         if self.trace is not None:
             self.trace.close()
 
@@ -319,14 +322,14 @@ class EngineCore:
     def _launch(self, plan: SchedulerOutput, start: float) -> None:
         plan.unfinished = self.has_unfinished
         counts = self.config.in_lock_step or not plan.empty
-        record = self._recorder.begin(plan, self.num_steps, start) if counts else None
+        record = self.recorder.begin(plan, self.num_steps, start) if counts else None
         wave = self.waves.ended if self.waves is not None else 0
         if plan.admitted and self.first_scheduled is not None:
             self.first_scheduled |= dict.fromkeys(plan.admitted, time.monotonic())
         self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, wave))
         self.num_steps += counts
 
-    def _take_results(self, keep: int = 0) -> list[EngineOutput]:
+    def take_results(self, keep: int = 0) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and give its result to the scheduler; returns the
         outputs for the front end.
 
@@ -341,7 +344,7 @@ class EngineCore:
         A step's time runs from its start until now. With `config.async_scheduling`, it starts when
         the device has finished the previous
         step: at `_last_results` if that is later than `step.start`. Otherwise it starts at
-        `step.start`. Its record, if there is one, gets this start, and `_recorder.finish` the
+        `step.start`. Its record, if there is one, gets this start, and `recorder.finish` the
         record, the time in seconds (rounded to microseconds), the result and the outputs.
         `scheduler.step_times.add` gets the plan and the time. `_last_results` keeps the time of now
         for the next step."""
@@ -358,13 +361,13 @@ class EngineCore:
         self._last_results = self._now()
         if step.record is not None:
             step.record.start = start
-        self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+        self.recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         self.scheduler.step_times.add(step.plan, self._last_results - start)
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.add(step.plan, self._last_results - start)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
-        return outputs if self.has_work else outputs + self._take_results()
+        return outputs if self.has_work else outputs + self.take_results()
 
     # -------------------------------------------------------------- in lock-step with other engines
 
@@ -395,7 +398,7 @@ class EngineCore:
         update = load("nanovllm.scheduler.transfers:update_from_transfers", "KV transfer")
         failed: list[EngineOutput] = update(self.scheduler, received)
         for output in failed:
-            self._recorder.ended(output.request_id, "error")
+            self.recorder.ended(output.request_id, "error")
         return failed
 
     _num_idle_steps = 0  # since the last step that computed something
@@ -406,16 +409,16 @@ class EngineCore:
         """Pass a record of every further step to `sink`. The first record has a snapshot, and is
         passed at once if there is nothing to compute. A sink that watches already gets a new
         snapshot. Without a sink or a trace, nothing is recorded."""
-        if isinstance(self._recorder, NoRecorder):
-            self._recorder = self._record_to(None)
-        self._recorder.watch(sink)
+        if isinstance(self.recorder, NoRecorder):
+            self.recorder = self._record_to(None)
+        self.recorder.watch(sink)
         self._drain_if_idle()
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to `sink`. Without any other sink and without a trace, nothing is
         recorded from now on."""
-        if not self._recorder.unwatch(sink):
-            self._recorder = NoRecorder()
+        if not self.recorder.unwatch(sink):
+            self.recorder = NoRecorder()
             for step in self._in_flight:
                 step.record = None
 

@@ -34,6 +34,7 @@ class FrontEnd:
     Attributes:
         name: of the model, for clients.
         limits: the longest request, the vocabulary, and what else a request has to fit.
+        client: the engine's process, for its number and what it reports.
         error: why the engine ended; None while it lives.
         died: set when it has ended without an order to end.
         num_preparing: sequences that have been accepted, and are still prepared for the engine.
@@ -65,18 +66,18 @@ class FrontEnd:
             MissingPartError
         ):  # without that part, a process that hangs is not noticed
             create = load("nanovllm.engine.data_rank:DataRank", "several processes")
-        self._client = create(
+        self.client = create(
             dataclasses.replace(config, model=str(folder), served_model_name=config.model_names), {}
         )
         self._arrival = asyncio.Event()  # of a report
-        asyncio.get_running_loop().add_reader(self._client.reports.fileno(), self._arrival.set)
+        asyncio.get_running_loop().add_reader(self.client.reports.fileno(), self._arrival.set)
 
     # ---------------------------------------------------------------- state
 
     @property
     def stats(self) -> EngineStats:
         """The statistics after the engine's latest step."""
-        return self._client.stats
+        return self.client.stats
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if the engine cannot take requests."""
@@ -89,7 +90,7 @@ class FrontEnd:
         limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
         if not self._streams and not self.num_preparing:
             return True
-        on_their_way = self._client.num_in_flight + self.num_preparing
+        on_their_way = self.client.num_in_flight + self.num_preparing
         waiting = self.stats.num_waiting + self.stats.num_swapped
         # While sequences wait, new ones have to wait behind them.
         places = self.config.max_num_seqs * self.config.data_parallel_size
@@ -100,11 +101,11 @@ class FrontEnd:
         """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode
         server is reading it."""
         if self.output_processor.owner(sequence_id) is None:
-            self._client.send(Command(abort={sequence_id: "abort"}))
+            self.client.send(Command(abort={sequence_id: "abort"}))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; later requests find none."""
-        self._client.send(Command(order="reset_prefix_cache"))
+        self.client.send(Command(order="reset_prefix_cache"))
 
     # ---------------------------------------------------------------- reports
 
@@ -117,11 +118,11 @@ class FrontEnd:
         """
         while True:
             self._arrival.clear()
-            reason = self._client.poll()
-            if reports := self._client.take_reports():
+            reason = self.client.poll()
+            if reports := self.client.take_reports():
                 return reports
             if reason:
-                last = self._client.last_words
+                last = self.client.last_words
                 is_users = last is not None and last.user_error
                 raise EngineStartError(reason) if is_users else EngineDeadError(reason)
             with contextlib.suppress(TimeoutError):
@@ -129,7 +130,7 @@ class FrontEnd:
                     await self._arrival.wait()
 
     def _stop_listening(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._client.reports.fileno())
+        asyncio.get_running_loop().remove_reader(self.client.reports.fileno())
 
     def _note_schedule(self, report: Report) -> None:
         for sequence_id, time in report.first_scheduled.items():
@@ -180,7 +181,7 @@ class FrontEnd:
         return self.broadcasts[engine].watch()
 
     def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
-        self._client.send(Command(order=order, engine=engine))
+        self.client.send(Command(order=order, engine=engine))
 
     def _end_broadcasts(self) -> None:
         for broadcast in self.broadcasts:

@@ -51,6 +51,7 @@ class DataParallelCore(WatchedProcesses):
 
     Attributes:
         engines: each engine, to `watch` it.
+        rank_of: by request that has not ended, its engine.
 
     Raises:
         ValueError: settings that do not fit; no process is left.
@@ -74,7 +75,7 @@ class DataParallelCore(WatchedProcesses):
         folder = resolve_model(config.model, config.revision)
         has_experts = ModelConfig.from_pretrained(folder).moe is not None
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
-        self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
+        self.rank_of: dict[str, DataRank] = {}
         self._poller = zmq.Poller()
         self._start(
             dataclasses.replace(config, model=str(folder), served_model_name=config.model_names)
@@ -130,7 +131,7 @@ class DataParallelCore(WatchedProcesses):
     @property
     def has_unfinished(self) -> bool:
         """True while some request has not ended."""
-        return bool(self._rank_of)
+        return bool(self.rank_of)
 
     @property
     def sources(self) -> Sequence[zmq.Socket[Any]]:
@@ -151,13 +152,13 @@ class DataParallelCore(WatchedProcesses):
         ]
         rank = self.ranks[self.router.choose(source, loads)]
         with uninterrupted():
-            self._rank_of[source.request_id] = rank
+            self.rank_of[source.request_id] = rank
             rank.send(Command(add=[source]))
             self._start_wave()
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a sequence within a step. False if it has ended already."""
-        rank = self._rank_of.pop(request_id, None)
+        rank = self.rank_of.pop(request_id, None)
         # An engine may still hold the KV of a request that has ended.
         for each in [rank] if rank is not None else self.ranks:
             each.send(Command(abort={request_id: reason}))
@@ -191,16 +192,16 @@ class DataParallelCore(WatchedProcesses):
                 o
                 for rank in self.ranks
                 for report in rank.take_reports()
-                for o in self._take(rank, report)
+                for o in self.take_report(rank, report)
             ]
 
-    def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
+    def take_report(self, rank: DataRank, report: Report) -> list[EngineOutput]:
         """Take in an engine's report.
 
         A request that the engine refused (`report.refused`: id to reason) ends with an output with
         finish reason "error" and the reason as `error`, and a line in the log. Each output gets the
         engine's number (`rank.rank`) as `engine`; if it has a finish reason, its request leaves
-        `_rank_of`. In lock-step, a report with more ended waves (`report.stats.num_waves`) than
+        `rank_of`. In lock-step, a report with more ended waves (`report.stats.num_waves`) than
         `waves.ended` is the first that tells of the end of a wave: end that wave, and start the
         next one if it is needed (`_start_wave`).
 
@@ -218,11 +219,11 @@ class DataParallelCore(WatchedProcesses):
         if self.first_scheduled is not None:
             self.first_scheduled |= report.first_scheduled
         # Outputs of requests that were aborted meanwhile are dropped.
-        news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]
+        news = [o for o in [*report.outputs, *refused] if self.rank_of.get(o.request_id) is rank]
         for output in news:
             output.engine = rank.rank
             if output.finish_reason is not None:
-                del self._rank_of[output.request_id]
+                del self.rank_of[output.request_id]
         if self.waves is not None and report.stats.num_waves > self.waves.ended:
             # The first engine to report the end of the wave. The others will, or have a request and
             # need a new wave.
@@ -232,7 +233,7 @@ class DataParallelCore(WatchedProcesses):
 
     def _start_wave(self) -> None:
         """Have all engines start a wave if there is a request and no wave runs."""
-        if self.waves is None or self.waves.running or not self._rank_of:
+        if self.waves is None or self.waves.running or not self.rank_of:
             return
         self.waves.start(self.waves.ended)
         for rank in self.ranks:
@@ -248,7 +249,7 @@ class DataParallelCore(WatchedProcesses):
 
     def _end(self, reason: str) -> None:
         self._reason = reason
-        self._rank_of.clear()
+        self.rank_of.clear()
         end_processes([rank.process for rank in self.ranks], self._folder)
         for rank in self.ranks:
             rank.close()
@@ -257,20 +258,26 @@ class DataParallelCore(WatchedProcesses):
         """End all engines; those that have not ended after a second are killed."""
         if not self._reason:
             # An engine that left in the middle of a wave would leave the others waiting.
-            for request_id in list(self._rank_of):
+            for request_id in list(self.rank_of):
                 self.abort_request(request_id)
-            self._listen_until(self._all_pause)
+            self.wait_for_pause()
             for rank in self.ranks:
                 rank.send(Command(order="shutdown"))
             self._listen_until(lambda: all(rank.end() for rank in self.ranks))
             self._end("the engines have been shut down")
 
-    def _all_pause(self) -> bool:
-        """True if every engine that is in lock-step has seen the end of the last wave that was
-        ordered."""
-        waves = self.waves
-        return waves is None or all(
-            r.stats.num_waves == waves.ended + waves.running for r in self.ranks
+    def wait_for_pause(self, seconds: float = 1.0) -> None:
+        """Take in reports until every engine that is in lock-step has seen the end of the last wave
+        that was ordered, for at most this many seconds."""
+        self._listen_until(
+            lambda: (
+                self.waves is None
+                or all(
+                    rank.stats.num_waves == self.waves.ended + self.waves.running
+                    for rank in self.ranks
+                )
+            ),
+            seconds,
         )
 
     def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:

@@ -370,7 +370,7 @@ class ModelRunner:
             by_request = cast("Callable[[], dict[str, SampledToken]]", sampled)  # no drafts
             output = lambda: ModelRunnerOutput(by_request())  # noqa: E731
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
-        anyone_unfinished = self._any_unfinished(schedule)
+        anyone_unfinished = self.any_unfinished(schedule)
         return lambda: replace(
             output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished()
         )
@@ -543,7 +543,7 @@ class ModelRunner:
         )
         return create(self.model, self.config.eplb_config or "{}")
 
-    def _any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
+    def any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
         """Whether any of the engines in lock-step has requests; all engines get the same answer for
         the same step.
 

@@ -99,7 +99,7 @@ class StructuredOutputManager:
             for request_id, row in rows.items()
             if row.params.structured_outputs is not None
         }
-        computed = self._thread.submit(self._masks, asking, matchers)
+        computed = self._thread.submit(self.masks, asking, matchers)
 
         def apply(logits: Tensor) -> dict[SampleKey, str]:
             masks, errors = computed.result()
@@ -118,7 +118,7 @@ class StructuredOutputManager:
 
         return apply
 
-    def _masks(
+    def masks(
         self, rows: dict[SampleKey, SamplingRow], matchers: Matchers
     ) -> tuple[np.ndarray, dict[SampleKey, str]]:
         """Compute the masks of requests with a grammar.

@@ -221,7 +221,11 @@ def embedded_schemas(grammar: str) -> Iterator[dict[str, Any]]:
 
 
 class GrammarProcess(LimitedProcess[Finding]):
-    """A process that finds faults in grammars. The arguments are those of `ends`."""
+    """A process that finds faults in grammars. The arguments are those of `ends`.
+
+    Attributes:
+        process: which is started again when it has died.
+    """
 
     program = __file__
     seconds = CHECK_SECONDS
@@ -244,10 +248,14 @@ class GrammarProcess(LimitedProcess[Finding]):
 
 class GrammarChecker:
     """Checks the grammars of requests before an engine gets them, in a process of its own. The
-    arguments are those of `ends`."""
+    arguments are those of `ends`.
+
+    Attributes:
+        process: which is started again when it has died.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._process = GrammarProcess(
+        self.process = GrammarProcess(
             tokenizer, vocab_size, ends(tokenizer, vocab_size, eos_token_ids)
         )
         self._findings: dict[str, Finding] = {}
@@ -275,7 +283,7 @@ class GrammarChecker:
         found = self._findings.get(question)
         if found is None:
             try:
-                found = self._process.ask(question)
+                found = self.process.ask(question)
             except ValueError as error:
                 found = None, "", f"{error}; make it simpler"
             self._findings[question] = found

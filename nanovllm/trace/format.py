@@ -109,12 +109,15 @@ class TraceEncoder:
     Args:
         settings: those of the header, which hold the first line's pool size and token budget.
         hide_tokens: write -1 for every sampled id.
+
+    Attributes:
+        known: by request id, its number and the length of its prompt.
     """
 
     def __init__(self, settings: Mapping[str, object], hide_tokens: bool = False) -> None:
         self.hide_tokens = hide_tokens
         self._encoder = msgspec.json.Encoder()
-        self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
+        self.known: dict[str, tuple[int, int]] = {}
         self._numbers = itertools.count()
         self._before: dict[str, object] = dict(settings)
         self._named: list[tuple[int, str, int]] = []
@@ -124,7 +127,7 @@ class TraceEncoder:
         self._named = []
         introduced = record.arrived
         if record.snapshot is not None:
-            self._known = {}
+            self.known = {}
             self._before = {}
             introduced = record.snapshot.prompt_lens | introduced
         for request_id, length in introduced.items():
@@ -138,8 +141,8 @@ class TraceEncoder:
         if self._named:
             line["named"] = self._named
         queued = [*record.waiting, *record.running, *record.swapped]
-        if len(self._known) > 2 * len(queued) + MIN_KNOWN:  # forget requests that have ended
-            self._known = {request_id: self._known[request_id] for request_id in queued}
+        if len(self.known) > 2 * len(queued) + MIN_KNOWN:  # forget requests that have ended
+            self.known = {request_id: self.known[request_id] for request_id in queued}
         return self._encoder.encode(line) + b"\n"
 
     def _is_new(self, name: str, value: object) -> bool:
@@ -166,16 +169,14 @@ class TraceEncoder:
     def _name(self, request_id: str, length: int) -> int:
         number = next(self._numbers)
         self._named.append((number, request_id, length))
-        self._known[request_id] = (number, length)
+        self.known[request_id] = (number, length)
         return number
 
     def _number(self, request_id: str) -> int:
-        return (
-            self._known[request_id][0] if request_id in self._known else self._name(request_id, 0)
-        )
+        return self.known[request_id][0] if request_id in self.known else self._name(request_id, 0)
 
     def _shares(self, shares: Iterable[TracedRequest]) -> list[list[int | list[int]]]:
-        known = self._known
+        known = self.known
         hide_tokens = self.hide_tokens
         written: list[list[int | list[int]]] = []
         for share in shares:  # hundreds in every step of a busy engine

@@ -193,36 +193,38 @@ class RequestTexts:
 
     Args:
         tokenizer: decodes prompts that were given as token ids.
+
+    Attributes:
+        sequences: by request id and index of the completion, those that may still be shown.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # By request id and index of the completion.
-        self._sequences: dict[tuple[str, int], SequenceText] = {}
+        self.sequences: dict[tuple[str, int], SequenceText] = {}
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """Note that a request was queued; see `InputProcessor.process`."""
         for index, request in enumerate(requests):
             content = request.prompt_token_ids if prompt is None else _beginning(prompt)
-            self._sequences[request_id, index] = SequenceText(request.request_id, content)
+            self.sequences[request_id, index] = SequenceText(request.request_id, content)
 
     def add(self, output: RequestOutput) -> None:
         """Note a request's new text, or its end."""
         for piece in output.outputs:
             key = (output.request_id, piece.index)
-            sequence = self._sequences[key]
+            sequence = self.sequences[key]
             sequence.text = _end(sequence.text + piece.text)
             sequence.new += piece.text
             sequence.engine = piece.engine
             sequence.ended = piece.finish_reason is not None
             if piece.finish_reason == "abort" and not sequence.text:
-                del self._sequences[key]  # its engine may be unknown, and there is no text to show
+                del self.sequences[key]  # its engine may be unknown, and there is no text to show
 
     def new(self, record: StepRecord, engine: int | None) -> StepRecord:
         """A record as readers see it that continue: with the prompts of requests that begin to run,
         since thousands may wait, and the new text of an engine's requests."""
         text = {
-            s.sequence_id: s.new for s in self._sequences.values() if s.new and s.engine == engine
+            s.sequence_id: s.new for s in self.sequences.values() if s.new and s.engine == engine
         }
         return replace(
             record, prompts=self._prompts({*record.admitted, *record.resumed}), text=text
@@ -236,7 +238,7 @@ class RequestTexts:
         running = {*record.admitted, *record.resumed, *record.snapshot.tables}
         text = {
             s.sequence_id: s.text
-            for s in self._sequences.values()
+            for s in self.sequences.values()
             if s.text and s.sequence_id in known
         }
         return replace(record, prompts=self._prompts(running), text=text)
@@ -244,7 +246,7 @@ class RequestTexts:
     def _prompts(self, sequence_ids: set[str]) -> dict[str, str]:
         return {
             s.sequence_id: self._prompt(s)
-            for s in self._sequences.values()
+            for s in self.sequences.values()
             if s.sequence_id in sequence_ids
         }
 
@@ -258,11 +260,11 @@ class RequestTexts:
 
     def forget(self, engine: int) -> None:
         """Forget an engine's new texts: they have been passed on, or there is no reader."""
-        for key, sequence in list(self._sequences.items()):
+        for key, sequence in list(self.sequences.items()):
             if sequence.engine == engine:
                 sequence.new = ""
                 if sequence.ended:
-                    del self._sequences[key]
+                    del self.sequences[key]
 
 
 def _beginning(text: str, is_cut: bool = False) -> str:

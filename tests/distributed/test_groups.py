@@ -92,7 +92,7 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
         monkeypatch.setattr(dist, name, forbidden)
     process_groups.initialize_groups(Grid(), 0)
     for kind in groups.KINDS:
-        group = groups._groups[kind]
+        group = groups.own_groups[kind]
         x = torch.arange(6.0).view(2, 3)
         for result in (
             group.all_reduce(x),
@@ -118,7 +118,7 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
     problems: list[Any] = []
     sums = []
     for kind in groups.KINDS:
-        group = groups._groups[kind]
+        group = groups.own_groups[kind]
         if (group.shared is not None) != (shared and group.world_size > 1):
             problems.append((kind, "shared memory", group.shared))
         n, me = group.world_size, group.rank_in_group

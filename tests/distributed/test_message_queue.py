@@ -94,7 +94,7 @@ def test_the_counters_may_wrap_around():
     queue = MessageQueue.create(1, 64)
     reader = MessageQueue.attach(queue.handle, 0)
     for end in (queue, reader):
-        end._segment._words[16 * end._segment.member] = 2**32 - 50
+        end.segment._words[16 * end.segment.member] = 2**32 - 50
     for number in range(20):
         queue.put(b"%010d" % number, 1)
         assert reader.get(1) == b"%010d" % number
@@ -135,7 +135,7 @@ def test_who_leaves_is_missed_only_when_all_is_read():
     queue = MessageQueue.create(2, 64)
     reader, other = (MessageQueue.attach(queue.handle, i) for i in range(2))
     queue.put(b"last")
-    queue._segment.close()
+    queue.segment.close()
     assert reader.get(1) == b"last"
     for end in (reader, other):
         with pytest.raises(PeerLost, match="the writer has not sent a message: it has left"):
@@ -146,8 +146,8 @@ def test_who_leaves_is_missed_only_when_all_is_read():
 def test_a_reader_that_has_left_makes_no_room():
     queue = MessageQueue.create(1, 32)
     reader = MessageQueue.attach(queue.handle, 0)
-    reader._segment.close()
-    reader._segment.close()
+    reader.segment.close()
+    reader.segment.close()
     queue.put(b"1")
     queue.put(b"2")
     with pytest.raises(PeerLost, match="reader 0 of 1 has not made room in the queue: it has left"):
@@ -215,7 +215,7 @@ def test_a_segment_as_where_there_is_no_memfd(monkeypatch, tmp_path):
     reader = MessageQueue.attach(queue.handle, 0)
     queue.put(b"hello")
     assert reader.get(1) == b"hello"
-    queue._segment.close()
+    queue.segment.close()
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError):
         MessageQueue.create(1, 1 << 60)
@@ -235,7 +235,7 @@ def test_a_reader_that_dies_or_stops_is_named(start, fault):
     pipe = CONTEXT.Pipe()
     processes = [start(count_messages, queue.handle, index, pipe[1]) for index in range(2)]
     queue.put(b"one")
-    wait_until(lambda: queue._segment.ahead(1) == queue._segment.ahead(2) == 0)  # both have read it
+    wait_until(lambda: queue.segment.ahead(1) == queue.segment.ahead(2) == 0)  # both have read it
     os.kill(processes[1].pid, fault)
     began = time.monotonic()
     with pytest.raises((PeerLost, TimeoutError)) as raised:

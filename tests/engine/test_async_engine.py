@@ -87,6 +87,11 @@ def is_empty(engine: AsyncEngine) -> bool:
     return stats.num_running + stats.num_waiting == 0 and stats.kv_cache_usage == 0
 
 
+def has_no_request(engine: AsyncEngine) -> bool:
+    """Whether all outputs have come: only then it takes any number of requests."""
+    return engine.has_room(10**6, max_num_waiting=0)
+
+
 async def test_many_at_once_get_what_the_offline_engine_gives(
     engine: AsyncEngine, tiny_model: pathlib.Path
 ) -> None:
@@ -164,7 +169,7 @@ async def test_cancelling_the_reader_frees_the_blocks(engine: AsyncEngine) -> No
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await until(lambda: is_empty(engine))
-    assert not engine._streams
+    assert has_no_request(engine)
 
 
 async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncEngine) -> None:
@@ -211,7 +216,7 @@ async def test_the_chats_next_answer_has_no_word_of_the_interrupted_one(
     await ask("hello", expected := [])
     for i in range(20):
         interrupted = asyncio.create_task(ask("what else?", []))
-        await until(lambda: bool(engine._streams))
+        await until(lambda: not has_no_request(engine))
         await asyncio.sleep(0.002 * (i % 5))
         interrupted.cancel()
         await asyncio.gather(interrupted, return_exceptions=True)
@@ -232,7 +237,7 @@ async def test_an_ended_stream_that_is_closed_late_ends_no_other_request(
 
 async def test_a_slow_reader_finds_one_merged_piece(engine: AsyncEngine) -> None:
     stream = await engine.add_request("slow", "slow reader", SHORT.clone(max_tokens=30))
-    await until(lambda: not engine._streams)  # the engine is done, and nothing has been read
+    await until(lambda: has_no_request(engine))  # the engine is done, and nothing has been read
     outputs = [output async for output in stream]
     assert len(outputs) == 1
     assert len(outputs[0].outputs[0].token_ids) == 30
@@ -335,7 +340,7 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
     try:
         stream = await engine.add_request("running", engine_faults.PATIENT_PROMPT, LONG)
         await anext(stream)
-        os.kill(engine._client.process.pid, signal.SIGKILL)
+        os.kill(engine.client.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
             async with asyncio.timeout(20):
                 async for _ in stream:
@@ -372,7 +377,7 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(
     tiny_model: pathlib.Path, fault: str
 ) -> None:
     engine = await AsyncEngine.start(config(tiny_model))
-    process = engine._client.process
+    process = engine.client.process
     try:
         stream = await engine.add_request("running", engine_faults.PATIENT_PROMPT, LONG)
         await anext(stream)
@@ -406,9 +411,9 @@ async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_
         stream = await engine.add_request("running", "abc", LONG)
         await anext(stream)
         # As Ctrl-Z and fg do to both processes.
-        os.kill(engine._client.process.pid, signal.SIGSTOP)
+        os.kill(engine.client.process.pid, signal.SIGSTOP)
         time.sleep(engine_faults.LOAD_SECONDS)  # on purpose: the event loop must not run meanwhile
-        os.kill(engine._client.process.pid, signal.SIGCONT)
+        os.kill(engine.client.process.pid, signal.SIGCONT)
         outputs = [output async for output in stream]
         assert outputs[-1].finished
         engine.check_alive()
@@ -476,7 +481,7 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
     await collect(engine, "abc", SHORT, "traced")
     cut = asyncio.create_task(collect(engine, engine_faults.PATIENT_PROMPT, LONG, "cut"))
     await until(lambda: engine.stats.num_running == 1)
-    process = engine._client.process
+    process = engine.client.process
     await engine.shutdown(drain_timeout=0.0)
     assert (await cut).outputs[0].finish_reason == "abort"
     assert process.returncode == 0
@@ -543,7 +548,7 @@ async def test_the_course_model_answers(tmp_path: pathlib.Path) -> None:
 
 async def test_control_c_does_not_reach_the_engine(engine: AsyncEngine) -> None:
     for _ in range(3):
-        os.kill(engine._client.process.pid, signal.SIGINT)
+        os.kill(engine.client.process.pid, signal.SIGINT)
     assert (await collect(engine, "still there", SHORT, "still there")).outputs[
         0
     ].finish_reason == "length"
@@ -553,7 +558,7 @@ async def test_a_death_that_was_not_noticed_yet(tiny_model: pathlib.Path) -> Non
     """The terminal's loop stands still between two questions: the next one finds the engine
     gone."""
     engine = await AsyncEngine.start(config(tiny_model))
-    process = engine._client.process
+    process = engine.client.process
     process.kill()
     process.wait()
     time.sleep(0.2)  # on purpose: the event loop must not run in between

@@ -90,8 +90,8 @@ def test_engines_learn_whether_any_of_them_has_requests(
 ) -> None:
     group, runner = Ring(others), ModelRunner.__new__(ModelRunner)
     runner.device = torch.device("cpu")
-    monkeypatch.setitem(groups._groups, "dp", group)
-    ask = runner._any_unfinished(SchedulerOutput(unfinished=unfinished))
+    monkeypatch.setitem(groups.own_groups, "dp", group)
+    ask = runner.any_unfinished(SchedulerOutput(unfinished=unfinished))
     assert group.calls["all_reduce"] == 1, (
         "every rank joins in the step itself, before anyone waits for the result"
     )
@@ -111,11 +111,11 @@ class Alone(GroupCoordinator):
 
 
 def test_a_single_engine_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(groups._groups, "dp", Alone("dp"))
+    monkeypatch.setitem(groups.own_groups, "dp", Alone("dp"))
     runner = ModelRunner.__new__(ModelRunner)
     runner.device = torch.device("cpu")
     for unfinished in (True, False):
-        assert runner._any_unfinished(SchedulerOutput(unfinished=unfinished))() is unfinished
+        assert runner.any_unfinished(SchedulerOutput(unfinished=unfinished))() is unfinished
 
 
 # ---------------------------------------------------------------- in the coordinator
@@ -136,28 +136,28 @@ def coordinator(waves: Waves | None = None, **rank_of: int) -> Any:
     """A coordinator of two engines, and which of them has which request."""
     core: Any = DataParallelCore.__new__(DataParallelCore)
     core.ranks, core.waves = [Engine(0), Engine(1)], waves
-    core._rank_of = {name: core.ranks[rank] for name, rank in rank_of.items()}
+    core.rank_of = {name: core.ranks[rank] for name, rank in rank_of.items()}
     return core
 
 
 def test_outputs_are_passed_on_until_their_request_ends() -> None:
     core = coordinator(a=0, b=1)
     outputs = [EngineOutput("b", [5]), EngineOutput("a", [6]), EngineOutput("gone", [7])]
-    news = core._take(core.ranks[1], Report(outputs))
+    news = core.take_report(core.ranks[1], Report(outputs))
     assert [output.request_id for output in news] == ["b"], (
         "a is another engine's, and `gone` was aborted"
     )
     assert news[0].engine == 1, "the engine that computed it"
-    assert set(core._rank_of) == {"a", "b"}
-    core._take(core.ranks[1], Report([EngineOutput("b", [8], finish_reason="stop")]))
-    assert set(core._rank_of) == {"a"}, "b has ended"
+    assert set(core.rank_of) == {"a", "b"}
+    core.take_report(core.ranks[1], Report([EngineOutput("b", [8], finish_reason="stop")]))
+    assert set(core.rank_of) == {"a"}, "b has ended"
 
 
 def test_a_refused_request_ends_with_an_error() -> None:
     core = coordinator(a=0)
-    (output,) = core._take(core.ranks[0], Report(refused={"a": "its id is in use"}))
+    (output,) = core.take_report(core.ranks[0], Report(refused={"a": "its id is in use"}))
     assert (output.finish_reason, output.error) == ("error", "its id is in use")
-    assert not core._rank_of, "a has ended"
+    assert not core.rank_of, "a has ended"
 
 
 def in_first_wave(**rank_of: int) -> Any:
@@ -168,14 +168,14 @@ def in_first_wave(**rank_of: int) -> Any:
 
 def test_the_first_report_of_an_ended_wave_starts_the_next_one() -> None:
     core = in_first_wave(a=0)
-    core._take(core.ranks[0], Report())
+    core.take_report(core.ranks[0], Report())
     assert core.waves.running and not core.ranks[0].orders, "wave 0 still runs"
-    core._take(core.ranks[1], Report(stats=EngineStats(num_waves=1)))
+    core.take_report(core.ranks[1], Report(stats=EngineStats(num_waves=1)))
     assert core.waves.ended == 1, "engine 1 has reported the end of wave 0"
     assert [engine.orders for engine in core.ranks] == [[("start_wave", 1)]] * 2, (
         "a has not ended: it needs a new wave"
     )
-    core._take(core.ranks[0], Report(stats=EngineStats(num_waves=1)))
+    core.take_report(core.ranks[0], Report(stats=EngineStats(num_waves=1)))
     assert core.waves.running and len(core.ranks[0].orders) == 1, (
         "engine 0 reports the same end: wave 1 goes on"
     )
@@ -184,6 +184,6 @@ def test_the_first_report_of_an_ended_wave_starts_the_next_one() -> None:
 def test_without_requests_no_wave_begins() -> None:
     core = in_first_wave(a=0)
     done = [EngineOutput("a", [1], finish_reason="stop")]
-    core._take(core.ranks[0], Report(done, stats=EngineStats(num_waves=1)))
+    core.take_report(core.ranks[0], Report(done, stats=EngineStats(num_waves=1)))
     assert core.waves.ended == 1 and not core.waves.running
     assert not core.ranks[0].orders, "the last request ended with the same report"

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
+import os
+import pathlib
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import pytest_asyncio
+import zmq
 
-from nanovllm.data.outputs import CompletionOutput, RequestFailedError, RequestOutput
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestFailedError, RequestOutput
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine import data_rank
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.process import Command, EngineLoop, Report
-from nanovllm.engine.request_stream import RequestStream, RequestTimes
+from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
+from nanovllm.text.prompts import EngineLimits
 
-# --------------------------------------------------------------------------------- EngineLoop._obey
+# ----------------------------------------------------------------------------------- EngineLoop.run
 
 
 class Core:
-    """Notes what it is asked to do."""
+    """An engine that notes what it is asked to do."""
+
+    is_idle = True
+    has_work = False
+    idle_seconds = limits = None
+    sources = ()
+    stats = EngineStats()
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.waves = SimpleNamespace(start=lambda number: self.asked.append(("wave", number)))
-        self.engines = [
-            self,
-            SimpleNamespace(watch=self.note("watch 1"), unwatch=self.note("unwatch 1")),
-        ]
+        second = SimpleNamespace(watch=self.note("watch 1"), unwatch=self.note("unwatch 1"))
+        self.engines: list[Any] = [self, second]
+        for engine in self.engines:
+            engine.trace_settings = {}
 
     def note(self, name: str) -> Any:
         return lambda *arguments: self.asked.append((name, *arguments))
@@ -37,65 +52,104 @@ class Core:
         self.asked.append(("add", request.request_id))
         if request.request_id == "bad":
             raise ValueError("too long")
+        if request.request_id == "fatal":
+            raise RuntimeError("a bug")
+
+    def check_health(self) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
         return self.note(name)
 
 
-@pytest.fixture
-def loop() -> Any:
-    made: Any = object.__new__(EngineLoop)
-    made.core, made._report, made._sinks = Core(), Report(num_taken=10), {}
-    return made
+def obey(core: Core, *commands: Command) -> list[Report]:
+    """What a loop reports after each of these commands; then it gets an order to stop."""
+    left = [*commands, Command(order="shutdown")]
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        pairs = []
+        for name in ("commands", "reports"):
+            pair = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+            pair[0].bind(f"inproc://{name}")
+            pair[1].connect(f"inproc://{name}")
+            pairs.append(pair)
+            for end in pair:
+                stack.callback(end.close, linger=0)
+        (command_end, loop_end), (report_end, our_end) = pairs
+
+        def step() -> list[EngineOutput]:
+            command_end.send(msgspec.msgpack.encode(left.pop(0)))
+            return []
+
+        core.step = step  # type: ignore[attr-defined]
+        step()
+        EngineLoop(core, loop_end, report_end).run()  # type: ignore[arg-type]
+        reports = []
+        while our_end.poll(0):
+            reports.append(msgspec.msgpack.decode(our_end.recv(), type=Report))
+        assert left == [], "only a shutdown ends the loop"
+        return reports[1:]  # without the one that says that it is ready
 
 
-def test_requests_are_added_and_refusals_reported(loop: Any) -> None:
+def test_requests_are_added_and_refusals_reported() -> None:
     requests = [EngineRequest(name, [1], SamplingParams()) for name in ("a", "bad", "c")]
-    assert loop._obey(Command(add=requests, abort={"c": "abort", "d": "stop"})) is True, (
-        "only a shutdown ends the loop"
+    core = Core()
+    reports = obey(
+        core, Command(add=requests, abort={"c": "abort", "d": "stop"}), Command(add=requests[:1])
     )
-    assert loop.core.asked == [
+    assert core.asked == [
         ("add", "a"),
         ("add", "bad"),
         ("add", "c"),
         ("abort_request", "c", "abort"),
         ("abort_request", "d", "stop"),
+        ("add", "a"),
     ], "a refusal concerns one request; aborts come after the requests that they may be about"
-    assert loop._report.refused == {"bad": "too long"}
-    assert loop._report.num_taken == 13, "requests that were taken over or refused since the start"
+    assert [report.refused for report in reports] == [{"bad": "too long"}, {}]
+    assert [report.num_taken for report in reports] == [3, 4], (
+        "requests that were taken over or refused since the start"
+    )
 
 
-def test_an_error_that_is_no_refusal_is_raised(loop: Any) -> None:
-    def broken(request: EngineRequest) -> None:
-        raise RuntimeError("a bug")
-
-    loop.core.add_request = broken
+def test_an_error_that_is_no_refusal_is_raised() -> None:
     with pytest.raises(RuntimeError, match="a bug"):
-        loop._obey(Command(add=[EngineRequest("a", [1], SamplingParams())]))
+        obey(Core(), Command(add=[EngineRequest("fatal", [1], SamplingParams())]))
 
 
-def test_orders(loop: Any) -> None:
-    assert loop._obey(Command(order="reset_prefix_cache")) is True and loop.core.asked == [
-        ("reset_prefix_cache",)
+def test_orders() -> None:
+    core = Core()
+    orders = [
+        Command(order="reset_prefix_cache"),
+        Command(order="start_wave", wave=7),
+        Command(),
+        Command(order="shutdown", abort={"a": "abort"}),
     ]
-    assert loop._obey(Command(order="start_wave", wave=7)) is True and loop.core.asked[1:] == [
-        ("wave", 7)
-    ]
-    assert loop._obey(Command()) is True and len(loop.core.asked) == 2
-    assert loop._obey(Command(order="shutdown", abort={"a": "abort"})) is False
-    assert loop.core.asked[2:] == [("abort_request", "a", "abort")]
+    with pytest.raises(AssertionError, match="only a shutdown"):
+        obey(core, *orders)
+    assert core.asked == [("reset_prefix_cache",), ("wave", 7), ("abort_request", "a", "abort")]
 
 
-def test_an_engine_is_watched_and_unwatched_with_the_same_sink(loop: Any) -> None:
-    for order in ("watch", "watch", "unwatch"):
-        assert loop._obey(Command(order=order, engine=1)) is True
-    names, sinks = zip(*loop.core.asked, strict=True)
+def test_an_engine_is_watched_and_unwatched_with_the_same_sink() -> None:
+    class Watched(Core):
+        def note(self, name: str) -> Any:
+            def noted(sink: Any) -> None:
+                self.asked.append((name, sink))
+                sink({"step": len(self.asked)})
+
+            return noted
+
+    core = Watched()
+    reports = obey(
+        core, *[Command(order=order, engine=1) for order in ("watch", "watch", "unwatch")]
+    )
+    names, sinks = zip(*core.asked, strict=True)
     assert names == ("watch 1", "watch 1", "unwatch 1"), "orders for engine 1 go to engine 1"
     assert sinks[0] is sinks[1] is sinks[2], "an engine knows a sink by its identity"
-    assert (
-        isinstance(sinks[0], functools.partial)
-        and sinks[0].func == loop._note
-        and sinks[0].args == (1,)
+    records = [
+        {engine: list(map(msgspec.msgpack.decode, steps)) for engine, steps in report.steps.items()}
+        for report in reports
+    ]
+    assert records == [{1: [{"step": number}]} for number in (1, 2, 3)], (
+        "a record goes into the next report, under the number of its engine"
     )
 
 
@@ -173,57 +227,104 @@ async def test_a_closed_stream_has_ended() -> None:
     assert await within(rest(one)) == [], "whoever closes it wants no more"
 
 
-# ----------------------------------------------------------------------------- AsyncEngine._deliver
+# ------------------------------------------------------------------------ what AsyncEngine delivers
 
 
-def front_end(*processed: tuple[list[RequestOutput], list[str]]) -> Any:
-    """A front end whose `OutputProcessor` returns these, with streams a and b."""
-    made: Any = object.__new__(AsyncEngine)
-    made._streams, made.sent, made.noted = {name: stream(name) for name in "ab"}, [], []
-    made.output_processor = SimpleNamespace(
-        process=lambda outputs, left=list(processed): left.pop(0)
-    )
-    made._client, made._texts = SimpleNamespace(send=made.sent.append), None
-    made._note_times = lambda times, output, now: made.noted.append((times, output, now))
-    return made
+class Client:
+    """An engine without a process, which reports what it is told to."""
+
+    is_ready = True
+    last_words = None
+    num_in_flight = 0
+    stats = EngineStats()
+    limits = EngineLimits(max_model_len=99, max_request_tokens=99, vocab_size=260)
+
+    def __init__(self, *_: Any) -> None:
+        self.news = [Report()]  # it is ready
+        self.sent: list[Command] = []
+        self.file = os.eventfd(1, os.EFD_NONBLOCK)
+        self.reports = SimpleNamespace(fileno=lambda: self.file)
+
+    def report(self, outputs: list[EngineOutput], time: float = 0.0) -> None:
+        self.news.append(Report(outputs, time=time))
+        os.eventfd_write(self.file, 1)
+
+    def take_reports(self) -> list[Report]:
+        news, self.news = self.news, []
+        return news
+
+    def poll(self) -> str:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.file)
+        return ""
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+    def shutdown(self, seconds: float) -> None:
+        os.close(self.file)
 
 
-async def test_each_stream_gets_its_outputs() -> None:
-    outputs = [output("x"), output("y", name="b"), output("z", finished=True)]
-    made = front_end((outputs, []))
-    a, b = made._streams["a"], made._streams["b"]
-    made._deliver([EngineOutput("a")], 7.0)
-    assert await within(rest(a)) == ["xz"]
-    assert (await within(b.__anext__())).outputs[0].text == "y"
-    assert list(made._streams) == ["b"], "request a has ended"
-    assert made.noted == [
-        (a.times, outputs[0], 7.0),
-        (b.times, outputs[1], 7.0),
-        (a.times, outputs[2], 7.0),
-    ]
-    assert made.sent == [], "the engine has ended them itself"
+class Observer(EngineObserver):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+
+    def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
+        self.noted.append((times, piece.text, now))
 
 
-async def test_the_engine_is_told_of_a_stop_string() -> None:
-    made = front_end(([output("x", finished=True)], ["a", "a-1"]))
-    made._deliver([], 7.0)
-    assert made.sent == [Command(abort={"a": "stop", "a-1": "stop"})], (
-        "otherwise it would go on computing them"
-    )
+Front = tuple[AsyncEngine, Client, dict[str, RequestStream]]
 
 
-async def test_a_failed_request_raises_its_error() -> None:
-    made = front_end(([output("", finished=True, error=RequestFailedError("no KV"))], []))
-    a = made._streams["a"]
-    made._deliver([], 7.0)
+@pytest_asyncio.fixture
+async def front_end(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Front]:
+    """A front end with requests a and b, and its engine."""
+    made: list[Client] = []
+    monkeypatch.setattr(data_rank, "DataRank", lambda *_: made.append(Client()) or made[-1])
+    front = await AsyncEngine.start(EngineConfig(str(tiny_model)))
+    params = SamplingParams(stop="END")
+    streams = {name: await front.add_request(name, "p", params) for name in "ab"}
+    made[0].sent.clear()
+    yield front, made[0], streams
+    await front.shutdown()
+
+
+def tokens(front: AsyncEngine, name: str, text: str, **end: Any) -> EngineOutput:
+    return EngineOutput(name, front.tokenizer.encode(text, add_special_tokens=False), **end)
+
+
+async def test_each_stream_gets_its_outputs(front_end: Front) -> None:
+    front, client, streams = front_end
+    observer = front.observer = Observer()
+    outputs = [tokens(front, "a", "xx"), tokens(front, "b", "yy")]
+    client.report([*outputs, tokens(front, "a", "zz", finish_reason="length")], time=7.0)
+    assert "".join(await within(rest(streams["a"]))) == "xxzz"
+    assert (await within(streams["b"].__anext__())).outputs[0].text == "yy"
+    a, b = streams["a"].times, streams["b"].times
+    assert [text for times, text, _ in observer.noted if times is a] == ["xx", "zz"]
+    assert [text for times, text, _ in observer.noted if times is b] == ["yy"]
+    assert {now for *_, now in observer.noted} == {7.0} == {a.first_token, b.first_token}
+    assert client.sent == [], "the engine has ended request a itself"
+    client.report([tokens(front, "b", ".", finish_reason="length")])
+    assert await within(rest(streams["b"])) == ["."]
+    assert front.has_room(10**6, max_num_waiting=0), "both requests have ended"
+
+
+async def test_the_engine_is_told_of_a_stop_string(front_end: Front) -> None:
+    front, client, streams = front_end
+    client.report([tokens(front, "a", "xEND more")])
+    assert "".join(await within(rest(streams["a"]))) == "x"
+    assert client.sent == [Command(abort={"a": "stop"})], "otherwise it would go on computing it"
+
+
+async def test_a_failed_request_raises_its_error(front_end: Front) -> None:
+    front, client, streams = front_end
+    client.report([EngineOutput("a", finish_reason="error", error="no KV")])
     with pytest.raises(RequestFailedError, match="no KV"):
-        await within(a.__anext__())
-    assert list(made._streams) == ["b"]
-
-
-async def test_texts_are_kept_for_those_who_read_the_trace() -> None:
-    outputs = [output("x"), output("y", name="b")]
-    made, texts = front_end((outputs, [])), list[RequestOutput]()
-    made._texts = SimpleNamespace(add=texts.append)
-    made._deliver([], 7.0)
-    assert texts == outputs
+        await within(rest(streams["a"]))
+    client.report([tokens(front, "b", "yy", finish_reason="length")])
+    assert await within(rest(streams["b"])) == ["yy"], "b goes on"

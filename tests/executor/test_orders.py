@@ -47,31 +47,40 @@ class Orders(RemoteExecutor):
         self._reason = reason
 
 
+class Silent(Orders):
+    """Nothing arrives."""
+
+    def _hear(self, timeout: float) -> None:
+        pass
+
+
 def test_an_answer_is_waited_for_and_older_ones_are_dropped() -> None:
     executor = Orders()
-    rank = executor.ranks[1]
-    rank.answers = {3: "old", 5: "next", TRANSFER_ENDED: None}
-    executor.coming = [(0, (4, "of another rank")), (1, (6, "after it")), (1, (4, "this one"))]
-    assert executor._answer(rank, 4) == "this one"
-    assert {5: "next", 6: "after it"}.items() <= rank.answers.items(), (
+    rank = executor.ranks[2]  # which answers for all
+    rank.answers = {0: "old", 2: "next", TRANSFER_ENDED: None}
+    first, second = executor.launch(SchedulerOutput()), executor.launch(SchedulerOutput())
+    executor.coming = [(0, (1, "of another rank")), (2, (3, "after it")), (2, (1, "this one"))]
+    assert first() == "this one"
+    assert {2: "next", 3: "after it"}.items() <= rank.answers.items(), (
         "later orders' answers are still to be fetched"
     )
-    assert not {3, 4} & rank.answers.keys(), (
+    assert not {0, 1} & rank.answers.keys(), (
         "an answer that has been fetched, and older ones, must not pile up"
     )
-    assert executor._answer(rank, 5) == "next" and not executor.coming
-    rank.answers[7] = None
-    assert executor._answer(rank, 7) is None, "None is an answer, too"
+    assert second() == "next" and not executor.coming
+    rank.answers[3] = None
+    assert executor.launch(SchedulerOutput())() is None, "None is an answer, too"
 
 
 def test_a_rank_that_fails_ends_the_wait() -> None:
     executor = Orders()
     executor.coming = [(0, "rank 3, process 7, has died")]
+    result = executor.launch(SchedulerOutput())
     with pytest.raises(ExecutorError, match="has died"):
-        executor._answer(executor.ranks[1], 1)
-    executor.ranks[1].answers[1] = "too late"
+        result()
+    executor.ranks[2].answers[1] = "too late"
     with pytest.raises(ExecutorError, match="has died"):
-        executor._answer(executor.ranks[1], 1)
+        result()
 
 
 @pytest.mark.parametrize(("is_ready", "what"), [(True, "answered"), (False, "started")])
@@ -79,14 +88,14 @@ def test_a_rank_that_never_answers_is_named(
     monkeypatch: pytest.MonkeyPatch, is_ready: bool, what: str
 ) -> None:
     monkeypatch.setattr(remote, "ORDER_SECONDS" if is_ready else "START_SECONDS", 0.01)
-    executor = Orders()
+    executor = Silent()
     executor.ranks[2].is_ready = is_ready
-    monkeypatch.setattr(executor, "_hear", lambda timeout: None)
+    result = executor.launch(SchedulerOutput())
     with pytest.raises(
         ExecutorError,
         match=rf"rank 2 \(stage 1, tensor rank 0\), .*has not {what} after 0.01 seconds",
     ):
-        executor._answer(executor.ranks[2], 1)
+        result()
 
 
 def test_the_first_rank_of_the_last_stage_answers() -> None:

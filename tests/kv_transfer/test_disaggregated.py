@@ -415,7 +415,7 @@ class Onlooker:
         self.trace = Trace(settings=core.trace_settings)
         encoder, decoder = TraceEncoder({}), TraceDecoder({})
         core.watch(lambda record: self.trace.record(decoder.decode(encoder.encode(record))))
-        begin = core._recorder.begin
+        begin = core.recorder.begin
 
         def noted(*arguments: Any) -> StepRecord:
             record, pool = begin(*arguments), core.manager.pool
@@ -426,12 +426,12 @@ class Onlooker:
         self.truths.append(
             ({}, [0] * core.manager.pool.num_blocks)
         )  # the snapshot with which it begins
-        monkeypatch.setattr(core._recorder, "begin", noted)
+        monkeypatch.setattr(core.recorder, "begin", noted)
 
     def check_now(self) -> None:
         """What transfers hold at this moment is what was shown last."""
         held = self.trace.steps[-1].held
-        assert {key: list(table) for key, table in held.items()} == self.core._recorder._held()
+        assert {key: list(table) for key, table in held.items()} == self.core.recorder._held()
 
     def check(self) -> set[str]:
         """Every record leads to the memory that the engine had; returns why requests have ended."""

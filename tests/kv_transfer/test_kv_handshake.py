@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import pathlib
-import select
 import socket
 import struct
 import threading
@@ -142,7 +141,7 @@ def test_a_listener_that_does_not_know_the_secret_is_left():
             sock, _ = server.accept()
             with sock:
                 sock.recv(1000)
-                sock.sendall(handshake._HELLO + os.urandom(32) + os.urandom(32))
+                sock.sendall(handshake.HELLO + os.urandom(32) + os.urandom(32))
                 received.append(sock.recv(1000))
                 received.append(sock.recv(1000))
 
@@ -165,7 +164,7 @@ def test_an_answer_is_worth_nothing_a_second_time(listener):
             Connection.send_raw(self, data)
 
     connection = Recorder(raw(listener), "listener")
-    handshake._shake_hands(connection, True, KNOWN)
+    handshake.shake_hands(connection, True, KNOWN)
     connection.close()
     again = raw(listener)
     again.sendall(b"".join(said))
@@ -188,8 +187,8 @@ def test_its_own_words_are_no_answer(listener):
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(4096),
         b"\xff" * 100,
-        handshake._HELLO,
-        handshake._HELLO + bytes(31),
+        handshake.HELLO,
+        handshake.HELLO + bytes(31),
     ],
 )
 def test_garbage_and_silence_end_within_the_deadline_and_hurt_nobody(listener, data, caplog):
@@ -208,7 +207,7 @@ def test_a_byte_now_and_then_gains_no_time(listener):
     """The deadline is one for all of the handshake."""
     guest = raw(listener)
     guest.settimeout(0.2)
-    for byte in (handshake._HELLO + bytes(64))[:60]:
+    for byte in (handshake.HELLO + bytes(64))[:60]:
         try:
             guest.sendall(bytes([byte]))
             while guest.recv(1000) != b"":
@@ -223,21 +222,22 @@ def test_a_byte_now_and_then_gains_no_time(listener):
 
 
 def test_many_who_say_nothing_do_not_use_up_the_listener(listener, monkeypatch, caplog):
-    guests = [raw(listener) for _ in range(handshake._MAX_HANDSHAKES + 5)]
+    guests = [raw(listener) for _ in range(handshake.MAX_HANDSHAKES + 5)]
     assert all(is_closed(guest) for guest in guests)
     wait_until(lambda: "handshakes are in progress" in caplog.text)
     assert works(listener)
 
 
 def test_an_endless_fingerprint_is_refused(listener):
-    connection = Connection(raw(listener), "listener")
+    sock = raw(listener)
+    connection = Connection(sock, "listener")
     nonce = os.urandom(32)
-    connection.send_raw(handshake._HELLO + nonce)
-    theirs = connection.read(len(handshake._HELLO) + 32)
-    nonces = nonce + theirs[len(handshake._HELLO) :]
-    connection.send_raw(handshake._proof(SECRET, "client", nonces))
+    connection.send_raw(handshake.HELLO + nonce)
+    theirs = connection.read(len(handshake.HELLO) + 32)
+    nonces = nonce + theirs[len(handshake.HELLO) :]
+    connection.send_raw(handshake.proof(SECRET, "client", nonces))
     connection.send_raw(struct.pack("<4sIQ", b"nvkv", 0xFFFFFFFF, 0))
-    assert is_closed(connection._socket)
+    assert is_closed(sock)
     assert works(listener)
 
 
@@ -493,12 +493,10 @@ def test_is_lost_takes_nothing_away(pair):
     assert not other.is_lost() and not other.is_ready()
     one.send(b"first")
     one.close()
-    poller = select.poll()
-    poller.register(other._socket, select.POLLIN)
-    poller.poll(5000)
+    assert other.is_ready(5)
     assert not other.is_lost() and other.is_ready()
     assert other.receive(5) == b"first"
-    poller.poll(5000)
+    assert other.is_ready(5)
     assert other.is_lost() and other.is_ready()
 
 

@@ -76,7 +76,7 @@ def halves(llm: LLM) -> tuple[OffloadingScheduler, OffloadingWorker]:
 
 def flush(llm: LLM) -> None:
     """Until everything is written."""
-    halves(llm)[1]._writer.submit(int).result(60)
+    halves(llm)[1].writer.submit(int).result(60)
 
 
 def hits(llm: LLM) -> int:
@@ -180,8 +180,8 @@ def test_little_host_memory(
 
         def compare() -> None:
             flush(llm)
-            names = {share_key(worker.share, key) for key in scheduler._host._slots}  # type: ignore[union-attr]
-            assert names == set(worker.store._slots) and len(names) <= num_slots  # type: ignore[attr-defined]
+            names = {share_key(worker.share, key) for key in scheduler.host.slots}  # type: ignore[union-attr]
+            assert names == set(worker.store.slots) and len(names) <= num_slots  # type: ignore[attr-defined]
 
         assert answers(llm, some_prompts(), compare) == expected
         assert worker.store.stats.evicted > 0 and worker.store.stats.misses == 0
@@ -283,7 +283,7 @@ def test_the_beginning_is_what_is_kept(tiny_model: pathlib.Path) -> None:
         flush(llm)
         scheduler, worker = halves(llm)
         keys = [block_key(scheduler.identity, name) for name in names_of(llm, prompt)]
-        assert set(scheduler._host._slots) == set(keys[:10])  # type: ignore[union-attr]
+        assert set(scheduler.host.slots) == set(keys[:10])  # type: ignore[union-attr]
         assert worker.store.contains([share_key(worker.share, key) for key in keys]) == 10
         assert worker.store.stats.stored == 10, "what would give way at once is not even written"
 
@@ -333,7 +333,7 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
             cache.fill_(-1)
         targets = [23, 1, 2, 29, 0, 7, 5, 6]
         loads = {"a": dict(zip(keys[::-1], targets, strict=False)), "b": {keys[0]: 17}}
-        worker._writer.submit(int).result(60)
+        worker.writer.submit(int).result(60)
         assert isinstance(worker.store, HostStore)
         worker.store.evict([share_key(worker.share, keys[i]) for i in (10, 6)])
         worker.metadata = OffloadingMetadata(loads=loads)
@@ -466,7 +466,7 @@ def test_a_writer_that_cannot_keep_up(
     monkeypatch.setattr(offloading_worker, "BACKLOG_BYTES", 20 * ENTRY)
     with engine(tiny_model, kv_offloading_size=1000 * ENTRY / GIB) as llm:
         worker, go_on = halves(llm)[1], threading.Event()
-        first = worker._writer.submit(go_on.wait)
+        first = worker.writer.submit(go_on.wait)
         assert answers(llm, some_prompts()[:4]) == expected[:4]
         assert len(worker._writes) == 20
         go_on.set()
@@ -481,7 +481,7 @@ def test_blocks_that_are_still_being_written_are_waited_for(
     prompt = some_prompts()[0]
     with engine(tiny_model, kv_offloading_size=1000 * ENTRY / GIB) as llm:
         core, go_on = llm.engine.core, threading.Event()
-        halves(llm)[1]._writer.submit(go_on.wait, 60)
+        halves(llm)[1].writer.submit(go_on.wait, 60)
         assert greedy(llm, [prompt], 10) == expected[:1]
         core.reset_prefix_cache()
         params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -691,7 +691,7 @@ def test_what_is_in_use_stays_in_the_store(tiny_model: pathlib.Path) -> None:
             greedy(llm, [hot], 2)
             greedy(llm, [prompt], 2)
         keys = [block_key(scheduler.identity, name) for name in names_of(llm, hot)]
-        assert all(key in scheduler._host for key in keys) and hits(llm) == 0
+        assert all(key in scheduler.host for key in keys) and hits(llm) == 0
 
 
 def names_of(llm: LLM, prompt: list[int]) -> list[bytes]:

@@ -29,7 +29,7 @@ def content(store: HostStore, key: str) -> bytes | None:
 
 
 def order(store: HostStore) -> str:
-    return b"".join(store._slots).decode()
+    return b"".join(store.slots).decode()
 
 
 def test_an_entry_that_is_there_is_used_and_not_written_again() -> None:
@@ -91,7 +91,7 @@ def scheduler(
     found, store = object.__new__(OffloadingScheduler), Kept(num_kept)
     found.config = SimpleNamespace(block_size=4)  # type: ignore[assignment]
     found.kv_transfer = SimpleNamespace(is_consumer=is_consumer)  # type: ignore[assignment]
-    found._host, found._is_shared, found._saved = store, is_shared, {}  # type: ignore[assignment]
+    found.host, found._is_shared, found._saved = store, is_shared, {}  # type: ignore[assignment]
     found._key = lambda block_hash: block_hash  # type: ignore[assignment]
     return found, store
 

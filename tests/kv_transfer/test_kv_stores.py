@@ -551,6 +551,13 @@ def redis_pool(tmp_path: pathlib.Path) -> Iterator[tuple[Any, RedisStore]]:
         store.close()
 
 
+def client_of(server: Any) -> Any:
+    """A client of the test's own."""
+    import redis  # an extra
+
+    return redis.Redis(port=server.ports[0])
+
+
 def test_redis(redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture) -> None:
     server, store = redis_pool
     check_basics(store)
@@ -563,9 +570,9 @@ def test_redis(redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixt
 
 
 def test_damaged_in_redis(redis_pool: tuple[Any, RedisStore]) -> None:
-    _, store = redis_pool
+    server, store = redis_pool
     put(store, 1, 2, 3, 4)
-    client = store._client
+    client = client_of(server)
     names = [b"nanovllm:" + key(n) for n in range(5)]
     client.set(names[1], client.get(names[2]))  # another entry's
     client.setrange(names[2], HEADER_BYTES + 9, b"poison")
@@ -581,7 +588,7 @@ def test_redis_makes_room(tmp_path: pathlib.Path) -> None:
             put(store, *range(start, start + 50))
         assert 100 < sum(get(store, *range(2000))) < 1500  # which ones, Redis chooses by samples
         assert store.stats.failed == 0
-        store._client.config_set("maxmemory-policy", "noeviction")
+        client_of(server).config_set("maxmemory-policy", "noeviction")
         put(store, *range(3000, 4000))
         assert store.stats.failed > 0, "and the engine lives"
 
@@ -637,8 +644,8 @@ def test_a_redis_server_that_hangs_is_rarely_asked(redis_pool: tuple[Any, RedisS
 def test_a_redis_server_without_a_bound(
     redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, store = redis_pool
-    store._client.config_set("maxmemory", 0)
+    server, _ = redis_pool
+    client_of(server).config_set("maxmemory", 0)
     RedisStore(f"redis://127.0.0.1:{server.ports[0]}")
     assert "--maxmemory-policy allkeys-lru" in caplog.text
 

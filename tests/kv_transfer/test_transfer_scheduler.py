@@ -287,7 +287,7 @@ class TransferMachine(SchedulerMachine):
         preempted, but for those whose blocks are being read."""
         found, manager, running = [], self.manager, self.scheduler.running
         for i, request in enumerate(running):
-            share, counts = self.scheduler._share(request, plan), list(manager.pool.ref_counts)
+            share, counts = self.scheduler.share(request, plan), list(manager.pool.ref_counts)
             for other in running[i + 1 :]:
                 for block_id in manager.tables[other.request_id]:
                     counts[block_id] -= not self.connector.is_sending(other)

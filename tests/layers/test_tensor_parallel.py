@@ -252,7 +252,7 @@ def load_share(
     folder: str, rank: int, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[LlamaForCausalLM, int]:
     """A rank's model, and how many bytes of the checkpoint it read."""
-    monkeypatch.setitem(groups._groups, "tp", rank_of(rank, tp))
+    monkeypatch.setitem(groups.own_groups, "tp", rank_of(rank, tp))
     config, taken = ModelConfig.from_pretrained(folder), []
     model = load_model(folder, config, torch.float32, load_format="dummy")
     tensors: Iterator[Any] = (
@@ -313,7 +313,7 @@ def test_a_shard_does_not_accept_a_checkpoint_of_another_size(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice of a larger tensor has the right shape; the tensor has not."""
-    monkeypatch.setitem(groups._groups, "tp", rank_of(0, 2))
+    monkeypatch.setitem(groups.own_groups, "tp", rank_of(0, 2))
     folder = folders["llama"]
     model = load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -462,7 +462,7 @@ def test_a_grid_that_does_not_fit_is_refused_with_those_that_do(
 def test_grids_that_fit_are_let_through_and_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     for tp in (1, 2, 4):
         check_tensor_parallel(shape(), tp)
-        monkeypatch.setitem(groups._groups, "tp", rank_of(tp - 1, tp))
+        monkeypatch.setitem(groups.own_groups, "tp", rank_of(tp - 1, tp))
         with torch.device("meta"):
             LlamaForCausalLM(shape(), 1)
     with pytest.raises(ValueError, match="4 attention heads"):

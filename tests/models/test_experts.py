@@ -907,7 +907,7 @@ def test_random_weights_are_the_same_on_every_grid(
     for rank in range(num_ranks):
         for group, size in division.items():
             monkeypatch.setitem(
-                groups._groups, group, GroupCoordinator(group, list(range(size)), rank)
+                groups.own_groups, group, GroupCoordinator(group, list(range(size)), rank)
             )
         model = load_model(folder, config, torch.float32, load_format="dummy", seed=3)
         for tensor, places in model.checkpoint_places().items():

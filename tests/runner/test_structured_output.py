@@ -187,7 +187,7 @@ def test_each_output_token_is_consumed_once(manager: StructuredOutputManager) ->
 
     def allowed(*output: int) -> list[int]:
         row = SamplingRow(params, [7, *output], 1, [EOS])
-        masks, errors = manager._masks({"r": row}, matchers)
+        masks, errors = manager.masks({"r": row}, matchers)
         assert not errors, "a token was consumed twice, or one was left out"
         assert masks.shape == (1, 49152 // 8), "one row, of a bit for each of the 49,152 tokens"
         assert matchers["r"][1] == len(output), (
@@ -198,11 +198,11 @@ def test_each_output_token_is_consumed_once(manager: StructuredOutputManager) ->
     assert allowed() == [a]
     assert allowed(a) == [b] and allowed(a) == [b], "the same again, after a preemption"
     assert allowed(a, b, a) == [b, EOS], "two tokens at once"
-    (other, _) = manager._masks({"s": SamplingRow(params, [7], 1, [EOS])}, matchers)
+    (other, _) = manager.masks({"s": SamplingRow(params, [7], 1, [EOS])}, matchers)
     assert other[0, a // 8] >> a % 8 & 1, (
         "another request with the same grammar has a matcher of its own"
     )
-    masks, errors = manager._masks({"r": SamplingRow(params, [7, a, b, a, a], 1, [EOS])}, matchers)
+    masks, errors = manager.masks({"r": SamplingRow(params, [7, a, b, a, a], 1, [EOS])}, matchers)
     assert list(errors) == ["r"] and errors["r"].startswith("after 4 tokens"), (
         "aa is no beginning of a match"
     )

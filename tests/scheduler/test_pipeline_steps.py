@@ -67,7 +67,7 @@ def test_results_come_back_step_by_step() -> None:
     assert [r.num_pending_tokens for r in scheduler.running] == [0, 0, 1, 1], (
         "the other step's tokens are still pending"
     )
-    assert [step is second for step in scheduler._steps_in_flight] == [True], (
+    assert [step is second for step in scheduler.steps_in_flight] == [True], (
         "only the second step is in flight"
     )
 
@@ -81,9 +81,9 @@ def test_a_result_may_come_after_its_request_has_ended() -> None:
 def test_equal_steps_are_different_steps() -> None:
     scheduler = scheduler_of(2)
     plan, twin = SchedulerOutput(), SchedulerOutput()
-    scheduler._steps_in_flight = (plan, twin)
+    scheduler.steps_in_flight = (plan, twin)
     scheduler.update_from_output(twin, ModelRunnerOutput())
-    assert [step is plan for step in scheduler._steps_in_flight] == [True], (
+    assert [step is plan for step in scheduler.steps_in_flight] == [True], (
         "the step that came back is the second one"
     )
 
@@ -92,19 +92,18 @@ def test_a_step_takes_its_share_of_the_running_requests() -> None:
     scheduler, first, second = two_steps()
     finish(scheduler, first)
     finish(scheduler, second)
-    plan = SchedulerOutput()
-    scheduler._continue_running(plan, scheduler.running)
+    plan = scheduler.schedule()
     assert names(plan) == ["r0", "r1"], (
         "half of the requests on each of two stages, first come first served"
     )
 
 
 def test_a_request_with_a_pending_token_lets_others_go_on() -> None:
-    scheduler, first, _ = two_steps()
-    finish(scheduler, first)
-    plan = SchedulerOutput()
-    scheduler._continue_running(plan, scheduler.running[::-1])
-    assert names(plan) == ["r1", "r0"], "r3 and r2 have no share, because their tokens are pending"
+    scheduler, _, second = two_steps()
+    finish(scheduler, second)
+    assert names(scheduler.schedule()) == ["r2", "r3"], (
+        "r0 and r1, which come first, have no share, because their tokens are pending"
+    )
 
 
 def test_an_empty_step_preempts_no_request_while_another_is_in_flight() -> None:
@@ -114,13 +113,12 @@ def test_an_empty_step_preempts_no_request_while_another_is_in_flight() -> None:
         "their blocks are full, and no other is free"
     )
     finish(scheduler, first)
-    plan = SchedulerOutput()
-    scheduler._continue_running(plan, scheduler.running)
+    plan = scheduler.schedule()
     assert plan.empty and not plan.preempted, (
         "the step in flight may free blocks: wait for its result"
     )
     finish(scheduler, second)
-    scheduler._continue_running(plan, scheduler.running)
+    plan = scheduler.schedule()
     assert plan.preempted == {"r1": "recompute"}, (
         "no step is in flight: the last request gives its block to the first"
     )
@@ -130,8 +128,7 @@ def test_an_empty_step_preempts_no_request_while_another_is_in_flight() -> None:
 def test_a_request_preempts_itself_if_it_is_the_last() -> None:
     scheduler = scheduler_of(2, 2, 2, num_blocks=3, max_num_seqs=3)
     finish(scheduler, scheduler.schedule())
-    plan = SchedulerOutput()
-    scheduler._continue_running(plan, scheduler.running)
+    plan = scheduler.schedule()
     assert names(plan) == ["r0"], (
         "r0 has the block of r2; r1 finds none, and a preempted request is not continued"
     )

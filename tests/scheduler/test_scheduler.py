@@ -32,8 +32,7 @@ def scheduler_of(
 
 def test_requests_are_admitted_in_order_until_one_has_to_wait() -> None:
     scheduler = scheduler_of(4, 4, 2, max_num_seqs=4, max_num_batched_tokens=6)
-    plan = SchedulerOutput()
-    scheduler._admit(plan)
+    plan = scheduler.schedule()
     assert [(share.request_id, share.num_tokens) for share in plan.requests] == [
         ("r0", 4),
         ("r1", 2),
@@ -44,16 +43,14 @@ def test_requests_are_admitted_in_order_until_one_has_to_wait() -> None:
 
 def test_no_request_overtakes_one_that_has_to_wait() -> None:
     scheduler = scheduler_of(4, 8, 2, num_blocks=5, max_num_seqs=4, max_num_batched_tokens=40)
-    plan = SchedulerOutput()
-    scheduler._admit(plan)
+    plan = scheduler.schedule()
     assert list(plan.admitted) == ["r0"], "r2 would fit, and r1 is before it"
     assert plan.blocked_by == "kv blocks"
 
 
 def test_the_plan_blames_nothing_when_all_are_admitted() -> None:
     scheduler = scheduler_of(2, 2, max_num_seqs=4, max_num_batched_tokens=40)
-    plan = SchedulerOutput()
-    scheduler._admit(plan)
+    plan = scheduler.schedule()
     assert list(plan.admitted) == ["r0", "r1"] and plan.blocked_by == ""
 
 

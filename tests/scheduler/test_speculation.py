@@ -69,8 +69,15 @@ def make_speculation(
             for _ in range(num_requests)
         ]
         speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
-    speculation._num_steps = 2
+    pass_steps(speculation, PROBE + 2 - (1 + FEW if plain else 0))
     return speculation
+
+
+def pass_steps(speculation: Speculation, count: int) -> None:
+    """Let steps pass of so many requests that they tell nothing of smaller ones."""
+    shares = [ScheduledRequest("", 0, 1, [], [])] * 100
+    for _ in range(count):
+        speculation.add(SchedulerOutput(shares), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +99,12 @@ def test_a_row_pays_if_its_chance_is_above_its_price(
     monkeypatch.setattr(speculation, "acceptance", lambda request: acceptance)
     assert speculation.count(request, num_requests) == wanted
     few = 2 if num_requests == 1 else 1
-    for step, tried in ((0, 0 if wanted else few), (1, 0 if wanted else few), (2, wanted)):
-        speculation._num_steps = 3 * PROBE + step  # to measure again what it has left
+    pass_steps(speculation, PROBE - 2)
+    # In two steps it measures again what it has left.
+    for tried in (0 if wanted else few, 0 if wanted else few, wanted):
         assert speculation.count(request, num_requests) == tried
-    speculation._paused = True
+        pass_steps(speculation, 1)
+    speculation.begin_step([request], True, KVCacheManager(40, 4))
     assert speculation.count(request, num_requests) == 0
 
 
@@ -112,7 +121,6 @@ def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
         speculation.add(
             SchedulerOutput([ScheduledRequest("", 0, 9, [], [], draft_token_ids=[7] * 8)]), 2.0
         )
-    speculation._num_steps = 2
     assert speculation.count(make_request(), 1) == 0
 
 
@@ -121,12 +129,13 @@ def test_a_single_draft_measures_no_row_unless_there_are_never_more(most: int) -
     """It pays alone for what all drafts of a step need."""
     speculation = make_speculation(num_speculative_tokens=most)
     speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
-    for drafts in ([7], [7] * min(2, most)):
-        shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)]
-        speculation.add(SchedulerOutput(shares), 1.6)
-    assert list(speculation._row[1]) == [
-        pytest.approx(0.6 / n) for n in ((1, 1) if most == 1 else (2,))
-    ]
+    wanted = [most]  # until rows are measured, they cost nothing; then more than they may bring
+    for drafts in ([7], [7] * most):
+        for _ in range(FEW):
+            shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)]
+            speculation.add(SchedulerOutput(shares), 1.0 + 2.0 * len(drafts))
+        wanted.append(speculation.count(make_request(), 1))
+    assert wanted == ([1, 0, 0] if most == 1 else [8, 8, 0])
 
 
 def test_a_table_of_batch_sizes_decides_alone() -> None:
@@ -152,14 +161,19 @@ def test_a_request_drafts_no_further_than_its_end() -> None:
 
 def test_acceptance_follows_a_request_and_begins_with_that_of_all() -> None:
     speculation, good, bad = make_speculation(), make_request(), make_request()
+
+    def end(request: Request, num_accepted: int) -> None:
+        share = ScheduledRequest("A", 0, 3, [], [], draft_token_ids=[7, 7])
+        speculation.end_step(request, share, ModelRunnerOutput(), num_accepted + 1, 1)
+
     for _ in range(30):
-        speculation._count_accepted(good, 2, 2)
-        speculation._count_accepted(bad, 2, 0)
+        end(good, 2)
+        end(bad, 0)
     # A rejected draft ends the trial: of 60 there were 30 tried twice and 30 tried once.
     assert speculation.acceptance(good) > 0.9 and speculation.acceptance(bad) < 0.1
     assert 0.3 < speculation.acceptance(make_request()) < 0.8
     for _ in range(30):
-        speculation._count_accepted(bad, 2, 2)
+        end(bad, 2)
     assert speculation.acceptance(bad) > 0.9  # what was long ago counts little
     assert speculation.stats.num_accepted_tokens_per_pos[:3] == [60, 60, 0]
 
@@ -237,7 +251,7 @@ def test_prompts_and_short_memory_come_before_drafts(others: int) -> None:
     request.token_ids += [9] * 2
     request.num_computed_tokens = len(request.token_ids) - 1
     speculation.begin_step([request], bool(others), manager)
-    assert (request.draft_token_ids == []) == bool(others) == speculation._paused
+    assert (request.draft_token_ids == []) == bool(others)
     request.draft_token_ids = [5, 6]
     speculation.begin_step([request], False, KVCacheManager(2, 4))
     assert request.draft_token_ids == []

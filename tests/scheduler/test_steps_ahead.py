@@ -25,7 +25,7 @@ from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import scheduler_of
 
-# ------------------------------------------------------------------------ Scheduler._mark_in_flight
+# ------------------------------------------------------------------------ Scheduler.mark_in_flight
 
 
 def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
@@ -42,9 +42,9 @@ def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
     plan.add(ScheduledRequest("r1", 0, 5, [], [], samples=False))
     plan.add(ScheduledRequest("r2", 3, 1, [], [], samples=True))
     earlier = SchedulerOutput()
-    scheduler._steps_in_flight = (earlier,)
-    scheduler._mark_in_flight(plan)
-    assert scheduler._steps_in_flight == (earlier, plan), "the oldest step comes first"
+    scheduler.steps_in_flight = (earlier,)
+    scheduler.mark_in_flight(plan)
+    assert scheduler.steps_in_flight == (earlier, plan), "the oldest step comes first"
     assert [r.num_pending_tokens for r in (r0, r1, r2)] == [1, 0, 2], (
         "a step samples a token for r0 and r2"
     )
@@ -58,12 +58,12 @@ def test_shares_that_are_counted_already_are_not_counted_again() -> None:
     plan = SchedulerOutput()
     for i in range(2):
         plan.add(ScheduledRequest(f"r{i}", 0, 4, [], [], samples=True))
-    scheduler._mark_in_flight(plan, 1)
-    assert scheduler._steps_in_flight == (plan,)
+    scheduler.mark_in_flight(plan, 1)
+    assert scheduler.steps_in_flight == (plan,)
     assert [r.num_pending_tokens for r in scheduler.requests.values()] == [0, 1]
 
 
-# --------------------------------------------------------------------------------- Scheduler._share
+# --------------------------------------------------------------------------------- Scheduler.share
 
 
 def share(scheduler: Scheduler, planned: int = 0, **request: Any) -> int:
@@ -72,7 +72,7 @@ def share(scheduler: Scheduler, planned: int = 0, **request: Any) -> int:
     plan.add(ScheduledRequest("another", 0, planned, [], []))
     for name, value in request.items():
         setattr(one, name, value)
-    return scheduler._share(one, plan)
+    return scheduler.share(one, plan)
 
 
 def test_a_request_gets_what_it_misses_and_the_budget_allows() -> None:
@@ -119,9 +119,9 @@ def test_prompts_share_what_the_plan_allows_them() -> None:
         SchedulerOutput(max_prefill_tokens=6, num_prefill_tokens=2),
         scheduler.requests["r0"],
     )
-    assert scheduler._share(one, plan) == 4, "other prompts have 2 of 6 tokens already"
+    assert scheduler.share(one, plan) == 4, "other prompts have 2 of 6 tokens already"
     one.num_computed_tokens, one.num_pending_tokens, plan.num_prefill_tokens = 10, 1, 6
-    assert scheduler._share(one, plan) == 1, "a request that decodes is no prompt"
+    assert scheduler.share(one, plan) == 1, "a request that decodes is no prompt"
 
 
 # --------------------------------------------------------------------- Scheduler._continue_decoding
@@ -239,7 +239,7 @@ def test_the_shortcut_serves_requests_in_these_lives() -> None:
     assert sum(scheduler.num_preemptions for scheduler in schedulers) > 20
 
 
-# ------------------------------------------------------------------------- EngineCore._take_results
+# ------------------------------------------------------------------------- EngineCore.take_results
 
 
 class Core(EngineCore):
@@ -262,7 +262,7 @@ class Core(EngineCore):
                 add=lambda plan, seconds: self.times.append((plan, round(seconds, 6)))
             ),
         )
-        self._recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]
+        self.recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]
         self.plans = [SchedulerOutput() for _ in range(num_steps)]
         steps = [
             StepInFlight(plan, self.waiting(i), None, float(i) / 10, 5)
@@ -287,26 +287,28 @@ class Core(EngineCore):
 
 def test_only_the_oldest_step_is_waited_for() -> None:
     core = Core()
-    assert core._take_results(keep=3) == [], "so many may stay in flight"
-    assert core._take_results(keep=2) == ["tokens of step 0"] and len(core._in_flight) == 2
-    assert core._take_results() == ["tokens of step 1"] and len(core._in_flight) == 1
-    assert Core(0)._take_results() == []
+    assert core.take_results(keep=3) == [], "so many may stay in flight"
+    assert core.take_results(keep=2) == ["tokens of step 0"]
+    assert core.take_results(keep=2) == [], "two are left"
+    assert core.take_results() == ["tokens of step 1"]
+    assert core.take_results(keep=1) == [] and core.take_results() == ["tokens of step 2"]
+    assert Core(0).take_results() == []
 
 
 def test_the_last_steps_are_all_taken_when_no_further_step_will_come() -> None:
     core = Core()
     core.has_work = False  # type: ignore[misc]
-    assert core._take_results(keep=2) == [f"tokens of step {i}" for i in range(3)], (
+    assert core.take_results(keep=2) == [f"tokens of step {i}" for i in range(3)], (
         "without work `step` is not called any more"
     )
-    assert not core._in_flight
+    assert core.take_results() == [], "none is left"
 
 
 @pytest.mark.parametrize(("is_async", "seconds"), [(True, [1, 2, 3]), (False, [1, 2.9, 5.8])])
 def test_a_step_begins_when_the_device_is_free(is_async: bool, seconds: list[float]) -> None:
     core = Core(async_scheduling=is_async, check_invariants=True)
     for _ in range(3):
-        core._take_results()
+        core.take_results()
     times = [event[1] for event in core.events if event != "checked"]
     assert times == seconds, f"seconds of each step in the record, with async_scheduling={is_async}"
     assert core.times == list(zip(core.plans, seconds, strict=True)), "the scheduler learns them"
@@ -316,7 +318,7 @@ def test_a_step_begins_when_the_device_is_free(is_async: bool, seconds: list[flo
 def test_a_wave_ends_when_no_engine_has_requests() -> None:
     core, ended = Core(), list[int]()
     core.waves = SimpleNamespace(end=ended.append)  # type: ignore[assignment]
-    core._take_results()
+    core.take_results()
     assert ended == []
-    core._take_results()
+    core.take_results()
     assert ended == [5], "the wave in which the step was launched"

@@ -251,7 +251,7 @@ async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> No
     texts_kept = engine.broadcasts[0].texts
     assert texts_kept is not None
     await answer(engine, "nobody looks", "unseen")
-    assert not texts_kept._sequences
+    assert not texts_kept.sequences
 
 
 # ---------------------------------------------------------------- several engines
@@ -329,14 +329,14 @@ async def test_only_the_engine_that_somebody_looks_at_records(
     await burst("seen")
     assert {engine for report in reports for engine in report.steps} == {1}
     texts = two_engines.broadcasts[0].texts
-    assert texts is not None and not any(s.new for s in texts._sequences.values() if s.engine == 0)
+    assert texts is not None and not any(s.new for s in texts.sequences.values() if s.engine == 0)
     viewer.stream.close()
     for name in ("on its way", "gone"):  # the order to stop is carried out before the second burst
         await burst(name)
     del reports[:]
     await burst("unseen again")
     assert reports and not any(report.steps for report in reports)
-    assert not texts._sequences
+    assert not texts.sequences
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (1, 1)])
@@ -374,7 +374,7 @@ def test_texts_come_with_the_lines_of_their_engine() -> None:
     assert shown(1, "b")[1:] == ({"b": "of the second."}, {"b": "."}), "until then it was kept"
     say(0, "never begun", "", "abort")
     texts.forget(0)
-    assert [(s.sequence_id, s.new) for s in texts._sequences.values()] == [("a", "")]
+    assert [(s.sequence_id, s.new) for s in texts.sequences.values()] == [("a", "")]
 
 
 # ---------------------------------------------------------------- slow readers

@@ -357,7 +357,7 @@ def test_threads_of_the_checking_process_reserve_no_memory_of_their_own(
     """An arena of 64 MiB for each thread that allocates, at a moment that nobody knows, would count
     against the limit."""
     checker.check(StructuredOutputsParams(regex="a+"))
-    process, _ = checker._process.start()
+    process, _ = checker.process.start()
     maps = [
         line.split()[:2]
         for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -399,7 +399,7 @@ def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict(
     checker = GrammarChecker(TOKENIZER, 259, [])
     fine, other = StructuredOutputsParams(choice=["yes"]), StructuredOutputsParams(choice=["no"])
     checker.check(fine)
-    process, _ = checker._process.start()
+    process, _ = checker.process.start()
     process.kill()
     process.wait(60)
     checker.check(other)
@@ -423,17 +423,17 @@ def test_a_checker_that_died_is_started_again_and_its_death_is_no_verdict(
             return process, connection
 
         patch.setattr(chat_template, "start_process", dies_at_first)
-        process, _ = checker._process.start()
+        process, _ = checker.process.start()
         process.kill()
         process.wait(60)
         checker.check(StructuredOutputsParams(choice=["maybe"]))
         assert num_started == 2
 
-    third, start = StructuredOutputsParams(choice=["perhaps"]), checker._process.start
-    checker._process.start = killed  # type: ignore[method-assign]
+    third, start = StructuredOutputsParams(choice=["perhaps"]), checker.process.start
+    checker.process.start = killed  # type: ignore[method-assign]
     with pytest.raises(HelperProcessError):
         checker.check(third)
-    checker._process.start = start  # type: ignore[method-assign]
+    checker.process.start = start  # type: ignore[method-assign]
     checker.check(third)
     wrong = StructuredOutputsParams(regex="(")
     for _ in range(2):  # a real verdict, the second time from memory

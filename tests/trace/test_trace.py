@@ -200,7 +200,7 @@ def test_an_encoder_remembers_only_those_who_live() -> None:
     encoder = TraceEncoder(trace.settings)
     for step in trace:
         encoder.encode(step)
-        assert len(encoder._known) <= 2 * 3 + MIN_KNOWN + 1 < 200
+        assert len(encoder.known) <= 2 * 3 + MIN_KNOWN + 1 < 200
 
 
 def test_one_who_has_ended_keeps_its_number_while_it_is_in_a_queue(checkpoint: str) -> None:
@@ -235,7 +235,7 @@ def test_one_who_is_mentioned_long_after_its_end_is_not_remembered() -> None:
         encoder.encode(
             StepRecord(step, float(step), 0.0, 8, [], finished={"a": "stop"}, running=[f"r{step}"])
         )
-    assert len(encoder._known) <= 2 + MIN_KNOWN + 1
+    assert len(encoder.known) <= 2 + MIN_KNOWN + 1
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -722,7 +722,7 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     if trace is not None:
         witness.check(trace)
     else:
-        assert isinstance(core._recorder, NoRecorder)
+        assert isinstance(core.recorder, NoRecorder)
 
 
 def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
@@ -756,7 +756,7 @@ def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
     core.unwatch(reader.append)
     core.unwatch(reader.append)  # twice is as good as once
     core.step()
-    assert len(reader) == count and isinstance(core._recorder, NoRecorder)
+    assert len(reader) == count and isinstance(core.recorder, NoRecorder)
 
 
 class FullDisk(io.RawIOBase):

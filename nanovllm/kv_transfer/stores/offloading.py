@@ -92,6 +92,9 @@ class OffloadingScheduler(KVConnectorScheduler):
     the same blocks there, each its share. In a store that other engines use too, it looks blocks
     up.
 
+    Attributes:
+        host: which blocks are in the ranks' host memory, by their keys.
+
     Raises:
         ValueError: settings that make no sense; the message names the fix.
     """
@@ -115,8 +118,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._is_shared = shared is not None
         self._below = _BelowHost(shared, list(dict.fromkeys(rank["share"] for rank in ranks)))
         # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
-        self._host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
-        self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
+        self.host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
+        self.host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
         # Request id -> the request, and how many blocks from its beginning are kept, or have been
         # given to the ranks to be saved.
         self._saved: dict[str, tuple[Request, int]] = {}
@@ -134,7 +137,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         """How many tokens after the first `num_computed_tokens` can be loaded (0 if none), and
         True: the request waits for them.
 
-        The kept blocks are those of `request.block_hashes` that `_host.contains` finds (by their
+        The kept blocks are those of `request.block_hashes` that `host.contains` finds (by their
         `_keys`), counted from the beginning of the prompt. `_saved[request_id]` becomes the pair of
         the request and their number, even if nothing can be loaded. Only whole blocks are loaded,
         not the one with the last of `num_tokens`, whose logits are needed, and none unless
@@ -146,7 +149,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if request.request_id not in self._saved or not self._is_shared:
             self._saved[request.request_id] = (
                 request,
-                self._host.contains(self._keys(request.block_hashes)),
+                self.host.contains(self._keys(request.block_hashes)),
             )
         size = self.config.block_size
         _, num_saved = self._saved[request.request_id]
@@ -166,7 +169,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         blocks = dict(zip(keys, block_ids[first:end], strict=True))
         self._loads[request.request_id] = self._loading[request.request_id] = blocks
         self._in_flight.add(request.request_id)
-        self._host.put(keys, [_BYTE] * len(keys))  # blocks from a disk stay in host memory
+        self.host.put(keys, [_BYTE] * len(keys))  # blocks from a disk stay in host memory
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no
@@ -176,7 +179,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             blocks = self._loading.pop(request_id)
             invalid = output.invalid_block_ids.get(request_id, set())
             lost = [key for key, block_id in blocks.items() if block_id in invalid]
-            self._host.evict(lost)
+            self.host.evict(lost)
             if lost and request_id in self._saved:
                 self._saved[request_id] = self._saved[request_id][0], 0
 
@@ -191,11 +194,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         for scheduled in schedule.requests if self.kv_transfer.is_producer else ():
             if scheduled.request_id in self._saved:
                 saves |= self._new_blocks(scheduled.request_id, tables[scheduled.request_id])
-        if self._host.num_slots:
-            new = [key for key in saves if key not in self._host]
-            self._host.put(new[::-1], [_BYTE] * len(new))
+        if self.host.num_slots:
+            new = [key for key in saves if key not in self.host]
+            self.host.put(new[::-1], [_BYTE] * len(new))
             # A block that got a slot and lost it again in the same step is not copied at all.
-            saves = {key: saves[key] for key in new if key in self._host}
+            saves = {key: saves[key] for key in new if key in self.host}
         metadata = OffloadingMetadata(self._below.evicted, saves, self._loads)
         self._below.evicted = []
         self._loads = {}

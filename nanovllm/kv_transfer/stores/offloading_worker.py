@@ -35,6 +35,7 @@ class OffloadingWorker(KVConnectorWorker):
 
     Attributes:
         store: where the blocks are kept.
+        writer: the thread that writes to it, in the order of the calls.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class OffloadingWorker(KVConnectorWorker):
         # Ranks that have the same layers and heads have the same bytes.
         self.share = f"layers {layout.layers} heads {layout.heads}"
         self.store = open_store(config, self.entry_bytes) or KVStore()
-        self._writer = ThreadPoolExecutor(1, "kv-writer")
+        self.writer = ThreadPoolExecutor(1, "kv-writer")
         self._reader = ThreadPoolExecutor(1, "kv-reader")
         self._writes: dict[bytes, Future[None]] = {}  # by key
         self._reads: dict[
@@ -71,7 +72,7 @@ class OffloadingWorker(KVConnectorWorker):
         metadata: OffloadingMetadata = self.metadata
         self._writes = {key: write for key, write in self._writes.items() if not write.done()}
         if metadata.evict:
-            self._writer.submit(self.store.evict, self._names(metadata.evict))
+            self.writer.submit(self.store.evict, self._names(metadata.evict))
         for request_id, blocks in metadata.loads.items():
             before = [self._writes[key] for key in blocks if key in self._writes]
             # A step that the GPU has not finished may still write to these blocks, for a request
@@ -141,7 +142,7 @@ class OffloadingWorker(KVConnectorWorker):
         for keys, block_ids in self._pieces(
             saves, num_dropped
         ):  # the beginnings of prompts come last
-            write = self._writer.submit(
+            write = self.writer.submit(
                 self._save, keys, self._gather(block_ids), self._record_event()
             )
             self._writes |= dict.fromkeys(keys, write)
@@ -203,5 +204,5 @@ class OffloadingWorker(KVConnectorWorker):
     def close(self) -> None:
         """Finish all writes, and close the stores."""
         self._reader.shutdown()
-        self._writer.shutdown()
+        self.writer.shutdown()
         self.store.close()

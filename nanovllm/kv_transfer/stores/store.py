@@ -92,6 +92,7 @@ class HostStore(KVStore):
     Attributes:
         is_in_use: whether an entry must not be evicted now. If none may be, a new one is not
             stored.
+        slots: the place of each entry by its key, the least recently used first.
         stats: of this store alone.
     """
 
@@ -104,17 +105,17 @@ class HostStore(KVStore):
         self._memory = torch.zeros(
             self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned
         ).numpy()
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self.slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.num_slots))
         self.is_in_use: Callable[[bytes], bool] = lambda key: False
-        # `_lock` guards `_slots`, and is held for one copy at most; the thread that fills or
+        # `_lock` guards `slots`, and is held for one copy at most; the thread that fills or
         # empties slots holds `_writing`.
         self._lock = threading.Lock()
         self._writing = threading.RLock()
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an entry is in this very store."""
-        return key in self._slots
+        return key in self.slots
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See `KVStore.contains`; some may be here and some below."""
@@ -127,7 +128,7 @@ class HostStore(KVStore):
         with self._lock:
             there = list(takewhile(self.__contains__, keys))
             for key in reversed(there):
-                self._slots.move_to_end(key)
+                self.slots.move_to_end(key)
         return len(there)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
@@ -144,8 +145,8 @@ class HostStore(KVStore):
     def _read(self, key: bytes, buffer: memoryview) -> bool:
         with self._lock:
             if there := key in self:
-                self._slots.move_to_end(key)
-                np.frombuffer(buffer, np.uint8)[:] = self._memory[self._slots[key]]
+                self.slots.move_to_end(key)
+                np.frombuffer(buffer, np.uint8)[:] = self._memory[self.slots[key]]
         return there
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
@@ -155,7 +156,7 @@ class HostStore(KVStore):
         `_make_room` evicts an entry; it returns False if there is still none, and then this entry
         is not stored. Each new one counts in `stats.stored`.
 
-        This thread holds `_writing` all the time, and `_lock` only to enter a key into `_slots`.
+        This thread holds `_writing` all the time, and `_lock` only to enter a key into `slots`.
         Another thread may read a slot as soon as its key is there, so the bytes are copied before.
         """
         with self._writing:
@@ -167,13 +168,13 @@ class HostStore(KVStore):
                     buffer, np.uint8
                 )  # no other thread knows this slot yet
                 with self._lock:
-                    self._slots[key] = slot
+                    self.slots[key] = slot
                 self.stats.stored += 1
 
     def _make_room(self) -> bool:
         if not self._free:
             with self._lock:
-                oldest = list(islice((key for key in self._slots if not self.is_in_use(key)), 1))
+                oldest = list(islice((key for key in self.slots if not self.is_in_use(key)), 1))
             self.evict(oldest)
         return bool(self._free)
 
@@ -183,9 +184,9 @@ class HostStore(KVStore):
             for key in filter(self.__contains__, keys):
                 # The store below may be slow: until it has the entry, the entry can still be read
                 # here.
-                self.lower.put([key], [memoryview(self._memory[self._slots[key]])])
+                self.lower.put([key], [memoryview(self._memory[self.slots[key]])])
                 with self._lock:
-                    self._free.append(self._slots.pop(key))
+                    self._free.append(self.slots.pop(key))
                 self.stats.evicted += 1
 
     def close(self) -> None:

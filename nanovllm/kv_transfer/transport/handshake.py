@@ -32,9 +32,9 @@ from nanovllm.kv_transfer.transport.pieces import check_same
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int]
-_HELLO = b"nanovllm-kv-3\n"  # with the version of everything that follows
+HELLO = b"nanovllm-kv-3\n"  # with the version of everything that follows
 _NONCE = 32
-_MAX_HANDSHAKES = 64
+MAX_HANDSHAKES = 64
 
 
 class HandshakeError(ConnectionError):
@@ -115,13 +115,13 @@ class Credentials:
     patience: float = 30.0
 
 
-def _proof(secret: bytes, role: str, nonces: bytes) -> bytes:
+def proof(secret: bytes, role: str, nonces: bytes) -> bytes:
     """Proof that a process knows the secret. It contains the role, so that sending a proof back
     proves nothing."""
-    return hmac.digest(secret, _HELLO + role.encode() + nonces, hashlib.sha256)
+    return hmac.digest(secret, HELLO + role.encode() + nonces, hashlib.sha256)
 
 
-def _shake_hands(connection: Connection, is_client: bool, credentials: Credentials) -> None:
+def shake_hands(connection: Connection, is_client: bool, credentials: Credentials) -> None:
     """Prove to each other that both know the secret, then compare the fingerprints and exchange the
     hellos.
 
@@ -133,13 +133,13 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
     connection.deadline = time.monotonic() + credentials.timeout
     try:
         own = os.urandom(_NONCE)
-        connection.send_raw(_HELLO + own)
-        if connection.read(len(_HELLO)) != _HELLO:
+        connection.send_raw(HELLO + own)
+        if connection.read(len(HELLO)) != HELLO:
             raise ValueError("it uses another protocol or another version of it")
         theirs = connection.read(_NONCE)
         nonces = own + theirs if is_client else theirs + own
         roles = ("client", "server") if is_client else ("server", "client")
-        mine, expected = (_proof(credentials.secret, role, nonces) for role in roles)
+        mine, expected = (proof(credentials.secret, role, nonces) for role in roles)
         if is_client:  # the client proves first: asking a listener reveals nothing
             connection.send_raw(mine)
         if not hmac.compare_digest(connection.read(len(expected)), expected):
@@ -170,7 +170,7 @@ def connect(host: str, port: int, credentials: Credentials) -> Connection:
     except OSError as error:
         raise PeerLost(f"no connection to {host}:{port}: {error}") from error
     connection = Connection(sock, f"{host}:{port}", credentials.patience)
-    _shake_hands(connection, True, credentials)
+    shake_hands(connection, True, credentials)
     return connection
 
 
@@ -204,7 +204,7 @@ class Listener:
         self._socket = socket.create_server((host, port), family=family, backlog=128)
         self._socket.settimeout(0.5)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._connections: dict[Connection, threading.Thread] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
@@ -230,11 +230,11 @@ class Listener:
         try:
             if not self._handshakes.acquire(blocking=False):
                 raise HandshakeError(
-                    f"{_MAX_HANDSHAKES} handshakes are in progress, and {connection.peer} has to "
+                    f"{MAX_HANDSHAKES} handshakes are in progress, and {connection.peer} has to "
                     "wait"
                 )
             try:
-                _shake_hands(connection, False, self._credentials)
+                shake_hands(connection, False, self._credentials)
             finally:
                 self._handshakes.release()
             self._on_connection(connection)

@@ -1,0 +1,55 @@
+"""Members stand where a reader looks for them, whatever lecture added them.
+
+The module of each class in `ORDER` has its members in the order of the table. A new member that
+stands elsewhere fails the test; `#| extend MODULE after=MEMBER` in its lecture's cell gives it its
+place (nanovllm/lab/README.md).
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.house import PACKAGE
+
+# For each class: what its parts are, and the members of each part, in order.
+ORDER: dict[str, dict[str, str]] = {
+    "scheduler.scheduler:Scheduler": {
+        "state": "__init__ speculation",
+        "intake": "add_request has_unfinished move finish abort_request",
+        "step": "schedule waits_for_tokens _continue_decoding share _in_stages _is_full "
+        "_continue_running _admit _why_not _admit_waiting _admit_swapped _schedule "
+        "mark_in_flight",
+        "results": "update_from_output _update _append_token",
+        "memory": "_preempt",
+        "invariants": "check_invariants",
+    }
+}
+
+# The parts that a class may have, in the order in which a reader looks for them.
+PARTS = ["state", "intake", "step", "results", "memory", "invariants", "end"]
+
+
+def members_of(module: str, name: str) -> list[str]:
+    """The names that the body of a class binds, in order; an accessor counts once."""
+    source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    names = []
+    for node in classes[name].body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return list(dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_members_stand_in_reading_order(name: str) -> None:
+    parts = ORDER[name]
+    assert list(parts) == sorted(parts, key=PARTS.index)
+    wanted = " ".join(parts.values()).split()
+    assert members_of(*name.split(":")) == wanted, (
+        f"{name}: move the member, or put it into ORDER at its place"
+    )
