@@ -24,7 +24,7 @@ ORDER: dict[str, dict[str, str]] = {
         "results": "update_from_output _update _append_token",
         "memory": "_preempt",
         "invariants": "check_invariants",
-    }
+    },
     "engine.core:EngineCore": {
         "state": "__init__ waves _record_to _allocate _connect _reset runner limits stats "
         "trace_settings has_unfinished has_work engines sources is_idle idle_seconds",
