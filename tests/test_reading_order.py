@@ -24,11 +24,20 @@ ORDER: dict[str, dict[str, str]] = {
         "results": "update_from_output _update _append_token",
         "memory": "_preempt",
         "invariants": "check_invariants",
-    }
+    },
+    "engine.core:EngineCore": {
+        "state": "__init__ waves _record_to _allocate _connect _reset runner limits stats "
+        "trace_settings has_unfinished has_work engines sources is_idle idle_seconds",
+        "intake": "add_request abort_request",
+        "step": "step _step _take_transfers _steps_ahead _launch",
+        "results": "take_results _now _drain_if_idle",
+        "errors": "_all_or_nothing _start_over",
+        "control": "reset_prefix_cache watch unwatch check_health close",
+    },
 }
 
 # The parts that a class may have, in the order in which a reader looks for them.
-PARTS = ["state", "intake", "step", "results", "memory", "invariants", "end"]
+PARTS = ["state", "intake", "step", "results", "memory", "invariants", "errors", "control"]
 
 
 def members_of(module: str, name: str) -> list[str]:

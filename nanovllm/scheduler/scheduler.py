@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
@@ -75,8 +75,7 @@ class Scheduler:
         if self.config.speculative is None:
             return None
         create = load("nanovllm.scheduler.speculation:Speculation", "speculative_config")
-        speculation: Speculation = create(self.config.speculative)
-        return speculation
+        return cast("Speculation", create(self.config.speculative))
 
     # ---------------------------------------------------------------- in and out
 
