@@ -26,7 +26,7 @@ Invitation = tuple[str, int, str]  # host, port, and the key that lets a rank in
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank says of itself when it connects.
+    """Identity of a rank that connects to its executor.
 
     Attributes:
         local_rank: its number on its machine.
@@ -94,7 +94,7 @@ def connect(invitation: Invitation, here: str, card: Card) -> Connection:
     Args:
         invitation: see `Reception`.
         here: the name of this machine.
-        card: says which rank this is.
+        card: identifies this rank.
     """
     host, port, key = invitation
     connection = _connection(socket.create_connection((host, port), START_SECONDS))

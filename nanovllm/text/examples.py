@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# A part of what Python's parser makes of an expression; its types are private.
+# Part of an expression as Python's parser returns it; its types are private.
 Parsed = Any
 # Longer repetitions are not written out.
 LONGEST_EXAMPLE = 64
