@@ -1,6 +1,8 @@
 """A rank with its part of the model, and the executor of an engine whose only rank is this
 process."""
 
+from __future__ import annotations
+
 import logging
 import pathlib
 from collections.abc import Callable
