@@ -25,6 +25,15 @@ ORDER: dict[str, dict[str, str]] = {
         "memory": "_preempt",
         "invariants": "check_invariants",
     },
+    "runner.runner:ModelRunner": {
+        "state": "__init__ connector structured_output link balancer make_graph speculator "
+        "prepare_model allocate _make_caches layers _cache_shape _cache_shapes _make_buffers "
+        "bytes_per_block",
+        "intake": "prepare_inputs _sequences _due _padded_size _pad _inputs",
+        "step": "execute_model launch _launch _forward _run_model blank blank_output",
+        "results": "_sampling_rows _sample any_unfinished _start_prompt_logprobs",
+        "errors": "forget_requests",
+    },
     "engine.core:EngineCore": {
         "state": "__init__ waves _record_to _allocate _connect _reset runner limits stats "
         "trace_settings has_unfinished has_work engines sources is_idle idle_seconds",

@@ -96,8 +96,8 @@ def fold(lecture: Lecture, name: str) -> Module:
                 _place(module.pieces, piece, comments)
                 comments = []
         module.pieces += comments
-        line = cell.new_members.line if cell.new_members else cell.into_init
-        if line and not continues:
+        if (cell.places or cell.into_init) and not continues:
+            line = max([cell.into_init, *(place.line for place in cell.places.values())])
             raise cell.error("a place is for members of a class that the cell continues", line)
     label(module.pieces)
     module.text = module.source()
@@ -170,7 +170,7 @@ def _extend(module: Module, part: Piece) -> None:
         )
     cell = part.source
     assert isinstance(cell, Cell)
-    new: list[Piece] = []
+    groups: dict[str, list[Piece]] = {name: [] for name in cell.places}
     comments: list[Piece] = []
     for member in part.members:
         if member.kind == "comment":
@@ -181,11 +181,13 @@ def _extend(module: Module, part: Piece) -> None:
         else:
             _place(target.members, member, comments)
             if member.seat is None and member.kind != "docstring":
-                new += [*comments, member]
+                name = member.name if member.name in cell.places else ""
+                groups.setdefault(name, []).extend([*comments, member])
             comments = []
     target.members += comments
-    if cell.new_members is not None:
-        _move(target, [*new, *comments], cell.new_members, cell)
+    groups.setdefault("", []).extend(comments)
+    for name, place in cell.places.items():
+        _move(target, groups[name], place, cell)
     target.parts.append(part)
     part.parts = []
 
@@ -197,8 +199,8 @@ def _move(target: Piece, new: list[Piece], place: Place, cell: Cell) -> None:
     names = [member.name for member in rest]
     if not any(member.name for member in new):
         raise cell.error(
-            f"`{place.side}={place.member}` places nothing: class {target.name} gets no new member "
-            "here, and one that replaces another keeps its place",
+            f"`{place.side}={place.member}` places nothing: class {target.name} gets no such new "
+            "member here, and one that replaces another keeps its place",
             place.line,
         )
     if place.member not in names:

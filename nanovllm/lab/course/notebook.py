@@ -14,6 +14,7 @@ stand in the module. Members that replace earlier ones keep their places.
 
     #| extend kv.block_pool after=touch     below the method `touch`, in the order of the cell
     #| export before=touch                  above it
+    #| export after=touch trim:after=free   the same, but the new member `trim` below `free`
     #| export into=__init__                 an assignment `x = 0` of the class body becomes
                                             `self.x = 0` at the end of `__init__`
 """
@@ -34,7 +35,7 @@ _TEST_MARKER = re.compile(r"#\s*NBVAL_")
 _MISPLACED = re.compile(r"#\|\s*(export|default_exp|extend|yours)\b")
 
 
-_PLACE = re.compile(r"(after|before)=(\w+)")
+_PLACE = re.compile(r"(?:(\w+):)?(after|before)=(\w+)")
 _INTO = "into=__init__"
 
 
@@ -73,11 +74,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the new members of a cell stand: "after" or "before" a member of the same class.
+    """Where new members of a cell stand: "after" or "before" a member of the same class.
 
-    `line` is the line of the directive in its cell, counted from 1.
+    `new` is the one that is meant, "" all that no other place names. `line` is the line of the
+    directive in its cell, counted from 1.
     """
 
+    new: str
     side: str
     member: str
     line: int
@@ -90,7 +93,8 @@ class Cell(Source):
     Attributes:
         number: counts all cells of the file from 1.
         extends: whether an earlier lecture builds `module`.
-        new_members: where new members of its classes stand in the module; None: at the end.
+        places: where new members of its classes stand in the module, by the name of the member or
+            "" for the others; those without a place stand at the end.
         into_init: the line of an `into=__init__`, counted from 1; 0 without one.
         yours: the tests of each function that workbooks leave blank.
     """
@@ -100,7 +104,7 @@ class Cell(Source):
     extends: bool = False
     module: str | None = None
     sets_module: str | None = None
-    new_members: Place | None = None
+    places: dict[str, Place] = field(default_factory=dict)
     into_init: int = 0
     yours: dict[str, str] = field(default_factory=dict)
 
@@ -246,9 +250,10 @@ def _take_places(cell: Cell, argument: str, line: int) -> str:
     rest = []
     for word in argument.split():
         if match := _PLACE.fullmatch(word):
-            if cell.new_members is not None:
+            place = Place(match[1] or "", match[2], match[3], line)
+            if place.new in cell.places:
                 raise cell.error("name one place: `after=member` or `before=member`", line)
-            cell.new_members = Place(match[1], match[2], line)
+            cell.places[place.new] = place
         elif word == _INTO:
             cell.into_init = line
         elif "=" in word:

@@ -281,6 +281,9 @@ def members(text: str) -> list[str]:
         ("export after=take", "size free take give close"),
         ("export before=take", "size free give close take"),
         ("export pool before=size", "give close size free take"),
+        ("export before=size close:after=free", "give size free close take"),
+        ("export give:after=free", "size free give take close"),
+        ("export close:after=give give:before=free", "size give free take close"),
     ],
 )
 def test_new_members_stand_where_the_directive_says(
@@ -359,6 +362,7 @@ def test_state_stays_when_init_is_replaced(tmp_path: Path) -> None:
         ("after=tke", "def give(self): ...", "line 1: class Pool has no member `tke` for new"),
         ("after=tke", "def give(self): ...", "so far it has __init__, take"),
         ("after=give", "def give(self): ...", "line 1: class Pool has no member `give`"),
+        ("x:after=take", "def give(self): ...", "line 1: `after=take` places nothing"),
         ("after=__init__", "def take(self): ...", "line 1: `after=__init__` places nothing"),
         ("into=__init__", "taken = []", "line 5: `into=__init__` takes assignments of one name"),
         ("into=__init__", "a = b = 0", "line 5: `into=__init__` takes assignments of one name"),
