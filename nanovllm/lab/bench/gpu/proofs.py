@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from _pytest._code.code import ExceptionRepr
 
 from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row
@@ -35,9 +34,8 @@ def _reason(report: pytest.TestReport) -> str:
     why = report.longrepr
     if isinstance(why, tuple):
         return why[2].removeprefix("Skipped: ")
-    if isinstance(why, ExceptionRepr) and why.reprcrash is not None:
-        return why.reprcrash.message
-    return ""
+    crash = getattr(why, "reprcrash", None)  # its class is private
+    return "" if crash is None else str(crash.message)
 
 
 def prove(setting: Setting, file: str, share: str = "0/1") -> Iterator[Row]:
