@@ -103,7 +103,7 @@ class _Simulation:
         self.num_added = 0
 
     def serve(self, requests: Sequence[SimulatedRequest], max_steps: int) -> Trace:
-        """Run all requests to their ends; see `simulate`."""
+        """Serve all requests; see `simulate`."""
         named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
         arrivals = deque(sorted(named, key=lambda pair: pair[1].arrival_step))
         aborts = {name: r.abort_step for name, r in named if r.abort_step is not None}
