@@ -169,7 +169,7 @@ def _options(benchmark: str) -> dict[str, dict[str, Any]]:
 
 
 def _workload_options() -> dict[str, dict[str, Any]]:
-    """The options of a workload that has no name, with their arguments for argparse."""
+    """Options that describe a custom workload, with their arguments for argparse."""
     own = "custom workload: "
     return {
         "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
