@@ -58,8 +58,8 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0)
 
 def start_engine(model: str, **options: Any) -> EngineCore:
     """An engine, or several with `data_parallel_size`; options are fields of `EngineConfig`."""
-    core = create_core(EngineConfig(model=model, **options))
-    return cast(EngineCore, core)  # a DataParallelCore has what is used of several engines
+    # Of several engines, callers use only what `DataParallelCore` has, too.
+    return cast(EngineCore, create_core(EngineConfig(model=model, **options)))
 
 
 def add_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> None:

@@ -7,7 +7,7 @@ tokens follow from the hidden states of these steps; `prompt_logprobs` would giv
 
 import importlib
 from math import exp
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ def documentation() -> str:
 def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
     """The log-probability of every token at each position but the first, `[tokens - 1, vocab_size]`
     float32."""
-    core = llm.engine.core
-    assert isinstance(core, EngineCore)
-    model = core.runner.model
+    model = cast(EngineCore, llm.engine.core).runner.model
     seen = list[Tensor]()
     hook = model.register_forward_hook(lambda module, inputs, hidden: seen.append(hidden.clone()))
     llm.generate(
