@@ -116,7 +116,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 # All workers need them at once: else each compiles its own.
 KERNELS := $(BIN)/python -c "from nanovllm.ops import native; native.is_available()"
-QUICK := $(addprefix tests/,test_house.py english test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
+QUICK := $(addprefix tests/,test_house.py test_reading_order.py english test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
 	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
 

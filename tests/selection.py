@@ -29,7 +29,7 @@ NOTEBOOKS = ROOT / "notebooks"
 # Not in git: the digests of lectures when they passed here.
 RECORD = ROOT / "build" / "passed_lectures.json"
 # What every run contains, however small the change.
-ALWAYS = ("tests/test_house.py", "tests/test_project.py")
+ALWAYS = ("tests/test_house.py", "tests/test_reading_order.py", "tests/test_project.py")
 # Files outside the package on which the result of a lecture depends.
 ENVIRONMENT = ("constraints.txt", "nanovllm/lab/course/sanitize.cfg", "tests/forked_kernels.py")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -219,7 +219,7 @@ def attend(
     if rotary is not None and not backend.fuses_rotary:
         q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
     # An argument of backends with `fuses_rotary` alone.
-    fused: dict[str, Any] = {"rotary": rotary} if backend.fuses_rotary else {}
+    fused: dict[str, Rotary | None] = {"rotary": rotary} if backend.fuses_rotary else {}
     connector = context.connector
     out = backend.forward(
         q, k, v, kv_cache, metadata=context.metadata, scale=scale, **options, **fused

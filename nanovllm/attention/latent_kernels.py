@@ -219,7 +219,7 @@ class TritonLatentBackend(TorchLatentBackend):
         out = q.new_empty(num_queries, num_heads, rank)
         if query_start_loc is None:
             query_start_loc = torch.arange(num_queries + 1, dtype=torch.int32, device=q.device)
-        arguments = {
+        arguments: dict[str, object] = {
             "q_ptr": q,
             "cache_ptr": kv_cache,
             "table_ptr": block_tables,
@@ -237,6 +237,7 @@ class TritonLatentBackend(TorchLatentBackend):
             latent_attention_kernel,
             arguments,
             out,
+            num_seqs=len(seq_lens),
             num_groups=triton.cdiv(num_heads, tiles.rows),
             tiles=tiles,
             splits=splits,

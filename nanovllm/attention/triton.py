@@ -5,8 +5,9 @@ Built by notebooks/15_triton_attention.ipynb: edit it there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -95,9 +96,9 @@ class Hardware(NamedTuple):
         if device.type == "cpu":
             return cls(1, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
-        shared = getattr(
-            properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
-        )
+        shared: int = properties.shared_memory_per_block
+        if torch.version.hip is None:  # NVIDIA's GPUs have more for a program that asks for it
+            shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         return cls(properties.multi_processor_count, shared, properties.warp_size, properties.major)
 
 
@@ -189,7 +190,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     hardware: Hardware | None = None,
-    widen: JITFunction[Any] | None = None,
+    widen: JITFunction[Callable[..., object]] | None = None,
 ) -> Tensor:
     """Attention over keys and values that are in the cache already; see `AttentionBackend.forward`.
     `widen` makes keys and values of a quantized cache (attention/triton_quantized.py).
@@ -202,25 +203,12 @@ def paged_attention(
     num_seqs = len(metadata.seq_lens)
     num_kv_heads = kv_cache.shape[2]
     group = num_heads // num_kv_heads
-    # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
-    arguments = {
-        "q_ptr": q,
-        "cache_ptr": kv_cache,
-        "table_ptr": metadata.block_tables,
-        "seq_len_ptr": metadata.seq_lens,
-        "query_start_ptr": metadata.query_start_loc,
+    arguments: dict[str, object] = {
+        **_tensor_arguments(q, kv_cache, metadata),
+        # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
         "score_scale": (soft_cap or scale) * LOG2_E,
         "cap_scale": 2 * LOG2_E * scale / soft_cap if soft_cap else 0.0,
         "window": sliding_window,
-        "q_stride": q.stride(0),
-        "table_stride": metadata.block_tables.stride(0),
-        "block_stride": kv_cache.stride(0),
-        "NUM_HEADS": num_heads,
-        "GROUP": group,
-        "NUM_KV_HEADS": num_kv_heads,
-        "BLOCK_SIZE": kv_cache.shape[3],
-        "HEAD_STRIDE": kv_cache.stride(2),
-        "HEAD_DIM": head_dim,
         "WINDOWED": sliding_window > 0,
         "CAPPED": soft_cap > 0,
         "WIDEN": widen,
@@ -237,6 +225,7 @@ def paged_attention(
             decode_attention_kernel,
             arguments,
             out,
+            num_seqs=num_seqs,
             num_groups=num_kv_heads,
             tiles=tiles,
             splits=splits,
@@ -245,17 +234,53 @@ def paged_attention(
         rows = metadata.max_query_len * group
         heads = 0 if widen else num_kv_heads
         tiles = choose_tiles(rows, head_dim, q.dtype, hardware, heads)
-        _attend_mixed(arguments, out, num_kv_heads, tiles, skip_decodes=split_decodes)
+        _attend_mixed(
+            arguments,
+            out,
+            num_seqs=num_seqs,
+            num_kv_heads=num_kv_heads,
+            tiles=tiles,
+            skip_decodes=split_decodes,
+        )
     return out
 
 
+def _tensor_arguments(
+    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+) -> dict[str, Tensor | int]:
+    """Arguments of all kernels that attend: the tensors, their sizes and strides."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv_cache.shape[2]
+    return {
+        "q_ptr": q,
+        "cache_ptr": kv_cache,
+        "table_ptr": metadata.block_tables,
+        "seq_len_ptr": metadata.seq_lens,
+        "query_start_ptr": metadata.query_start_loc,
+        "q_stride": q.stride(0),
+        "table_stride": metadata.block_tables.stride(0),
+        "block_stride": kv_cache.stride(0),
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": kv_cache.shape[3],
+        "HEAD_STRIDE": kv_cache.stride(2),
+        "HEAD_DIM": head_dim,
+    }
+
+
 def _attend_mixed(
-    arguments: dict[str, Any], out: Tensor, num_kv_heads: int, tiles: Tiles, *, skip_decodes: bool
+    arguments: dict[str, object],
+    out: Tensor,
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    tiles: Tiles,
+    skip_decodes: bool,
 ) -> None:
     """Attend for a mixed batch, or for its sequences with several new tokens."""
-    num_seqs = len(arguments["seq_len_ptr"])
-    num_tokens = len(out)
-    group = arguments["GROUP"]
+    num_tokens, num_heads, _ = out.shape
+    group = num_heads // num_kv_heads
     rows = max(tiles.rows, triton.next_power_of_2(group))
     tile_tokens = rows // group
     # A quantized tile needs registers in which it is widened.
@@ -275,10 +300,11 @@ def _attend_mixed(
 
 
 def attend_decodes(
-    kernel: JITFunction[Any],
-    arguments: dict[str, Any],
+    kernel: JITFunction[Callable[..., object]],
+    arguments: dict[str, object],
     out: Tensor,
     *,
+    num_seqs: int,
     num_groups: int,
     tiles: Tiles,
     splits: int,
@@ -291,7 +317,6 @@ def attend_decodes(
         num_groups: groups of query heads, each of which is served by programs of its own.
         splits: parts of each context.
     """
-    num_seqs = len(arguments["seq_len_ptr"])
     (_, num_heads, head_dim) = out.shape
     partial = log_weight = out  # of a single part
     if splits > 1:

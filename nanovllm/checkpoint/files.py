@@ -21,6 +21,8 @@ from pydantic import (
     create_model,
 )
 
+from nanovllm.data.json import JsonObject
+
 logger = logging.getLogger(__name__)
 
 # The index of a model with 100,000 tensors has 10 MB.
@@ -48,7 +50,7 @@ class Fields(dict[str, Any]):
     """The fields of a file that are not null. Indexing with another name raises an error that names
     the field and the file."""
 
-    def __init__(self, values: dict[str, Any], file: str) -> None:
+    def __init__(self, values: Mapping[str, object], file: str) -> None:
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.file = file
 
@@ -56,7 +58,7 @@ class Fields(dict[str, Any]):
         raise ModelFileError(f"{self.file}: {name} is missing")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read the object in a JSON file; empty if there is no such file.
 
     Raises:
@@ -94,21 +96,21 @@ class Description(BaseModel):
     optional: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def read(cls, values: dict[str, Any], file: str) -> Fields:
+    def read(cls, values: Mapping[str, object], file: str) -> Fields:
         """The checked fields that are not null; see `check`."""
         return Fields(cls.check(values, file), file)
 
     @classmethod
-    def check(cls, values: dict[str, Any], file: str) -> dict[str, Any]:
+    def check(cls, values: Mapping[str, object], file: str) -> JsonObject:
         """The described fields that the file has, null or not, without invalid optional ones.
 
         Raises:
             ModelFileError: a value that is of another type or out of its range; names the file and
                 the field.
         """
-        values = {name: _integral(value) for name, value in values.items()}
+        whole = {name: _integral(value) for name, value in values.items()}
         try:
-            return cls.model_validate(values).model_dump(exclude_unset=True)
+            return cls.model_validate(whole).model_dump(exclude_unset=True)
         except ValidationError as error:
             details = error.errors()[0]
             reason = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
@@ -122,8 +124,8 @@ class Description(BaseModel):
             if (name := str(details["loc"][0])) not in cls.optional:
                 raise ModelFileError(message) from error
             logger.warning("%s; %s is ignored", message, name)
-            del values[name]
-        return cls.check(values, file)
+            del whole[name]
+        return cls.check(whole, file)
 
 
 def described(
@@ -168,7 +170,7 @@ RopeScaling = described(
         Annotated[int, between(1, 2**24)]: "original_max_position_embeddings",
         bool: "truncate",
         # Parameters per layer type, which are not supported.
-        dict[str, Any]: "full_attention sliding_attention",
+        JsonObject: "full_attention sliding_attention",
     },
 )
 NEEDED_BY_ROPE_TYPE = {
@@ -178,11 +180,12 @@ NEEDED_BY_ROPE_TYPE = {
 }
 
 
-def _check_rope(found: Any) -> Any:
-    needed = NEEDED_BY_ROPE_TYPE.get(found.rope_type or found.type or "default", ())
-    if missing := [name for name in needed if getattr(found, name) is None]:
+def _check_rope(found: Description) -> Description:
+    fields = found.model_dump()
+    needed = NEEDED_BY_ROPE_TYPE.get(fields["rope_type"] or fields["type"] or "default", ())
+    if missing := [name for name in needed if fields[name] is None]:
         raise ValueError(f"must have {missing[0]}")
-    if (found.low_freq_factor or 0) >= (found.high_freq_factor or 1e9):
+    if (fields["low_freq_factor"] or 0) >= (fields["high_freq_factor"] or 1e9):
         raise ValueError("must have a low_freq_factor below its high_freq_factor")
     return found
 
@@ -192,7 +195,7 @@ Rope = Annotated[RopeScaling, AfterValidator(_check_rope)]  # type: ignore[valid
 
 # config.json, of all supported architectures: type and range of each field. Any field may be absent
 # or null.
-CONFIG_FIELDS: dict[Any, str] = {
+CONFIG_FIELDS: dict[object, str] = {
     str: "hidden_act hidden_activation topk_method scoring_func",
     bool: (
         "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave "
@@ -200,7 +203,7 @@ CONFIG_FIELDS: dict[Any, str] = {
     ),
     list[str]: "architectures layer_types",
     list[int]: "mlp_only_layers",
-    dict[str, Any]: "quantization_config",
+    JsonObject: "quantization_config",
     TokenIds: "eos_token_id",
     Rope: "rope_parameters rope_scaling",
     Count: (
@@ -231,7 +234,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 
 # generation_config.json. `SamplingParams` checks the defaults.
 GenerationConfigFile = described(
-    "GenerationConfigFile", {TokenIds: "eos_token_id", Any: " ".join(SAMPLING_DEFAULTS)}
+    "GenerationConfigFile", {TokenIds: "eos_token_id", object: " ".join(SAMPLING_DEFAULTS)}
 )
 
 
@@ -310,7 +313,7 @@ def shard_names(index: Path) -> list[str]:
     return sorted(set(IndexFile.read(read_json(index), str(index))["weight_map"].values()))
 
 
-def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
+def check_token_ids(values: Fields, vocab_size: int) -> None:
     """Check that the ids in a file are in the vocabulary.
 
     Raises:
@@ -319,6 +322,6 @@ def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
     for token_id in values.get("eos_token_id") or ():
         if not 0 <= token_id < vocab_size:
             raise ModelFileError(
-                f"{file}: eos_token_id must be from 0 to {vocab_size - 1}, the size of the "
+                f"{values.file}: eos_token_id must be from 0 to {vocab_size - 1}, the size of the "
                 f"vocabulary, got {token_id}"
             )

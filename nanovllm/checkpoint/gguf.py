@@ -9,7 +9,6 @@ Reference: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -19,6 +18,7 @@ from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrai
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from nanovllm.checkpoint.weights import save_tensors
+from nanovllm.data.json import JsonObject
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -58,7 +58,7 @@ def convert(source: Path, folder: Path) -> None:
     save_tensors(loaded["tensors"], folder / "model.safetensors", {"format": "pt"})
 
 
-def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+def load_tokenizer(metadata: JsonObject) -> PreTrainedTokenizerFast:
     """Build a byte-level BPE, with its chat template, from the metadata of a GGUF file.
 
     GGUF names the pre-tokenizer but does not describe it. "smollm" is GPT-2's, after every digit

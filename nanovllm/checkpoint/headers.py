@@ -2,9 +2,16 @@
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoint.files import ModelFileError
+
+
+def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor of a model of this dtype; a layer may mark a parameter with one that it
+    keeps, as `kept_dtype`."""
+    kept: torch.dtype = getattr(tensor, "kept_dtype", dtype)
+    return kept
 
 
 def check_memory(
@@ -18,9 +25,7 @@ def check_memory(
     """
     needed = 4 * num_rotary_numbers
     if torch.device(device).type == "cpu":
-        needed += sum(
-            p.numel() * getattr(p, "kept_dtype", dtype).itemsize for p in model.parameters()
-        )
+        needed += sum(p.numel() * dtype_of(p, dtype).itemsize for p in model.parameters())
     there = psutil.virtual_memory().total
     if needed > there:
         raise ModelFileError(

@@ -7,9 +7,10 @@ shapes say (layers/quantization)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.files import Fields, UnsupportedModelError, check_supported, described
+from nanovllm.data.json import JsonObject
 
 if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
@@ -24,17 +25,22 @@ Settings = described(
         str: "quant_method checkpoint_format format version",
         int: "bits w_bit group_size q_group_size",
         bool: "sym desc_act static_groups zero_point",
-        dict[str, dict[str, Any]]: "config_groups",
-        dict[str, Any]: "kv_cache_scheme sparsity_config transform_config",
+        dict[str, JsonObject]: "config_groups",
+        JsonObject: "kv_cache_scheme sparsity_config transform_config",
     },
 )
 Sparsity = described("Sparsity", {str: "format"})
 Group = described(
-    "Group", {str: "format", dict[str, Any]: "weights input_activations output_activations"}
+    "Group", {str: "format", JsonObject: "weights input_activations output_activations"}
 )
 Scheme = described(
     "Scheme",
-    {int: "num_bits group_size", str: "type strategy", bool: "symmetric", Any: "actorder dynamic"},
+    {
+        int: "num_bits group_size",
+        str: "type strategy",
+        bool: "symmetric",
+        object: "actorder dynamic",
+    },
 )
 
 
@@ -63,7 +69,7 @@ class QuantizationConfig:
     head: bool = False
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> QuantizationConfig:
+    def from_dict(cls, raw: JsonObject) -> QuantizationConfig:
         """Read the `quantization_config` of a parsed config.json.
 
         Raises:

@@ -20,6 +20,7 @@ import httpx
 from nanovllm.data.checks import Amount, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import Flags, ServerError, UsageError
+from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server.access import api_keys
@@ -82,7 +83,7 @@ def check_template(engine: AsyncEngine, name: str | None) -> None:
 
 
 async def engine_answer(
-    engine: AsyncEngine, options: dict[str, Any], chat: list[Message]
+    engine: AsyncEngine, options: JsonObject, chat: list[Message]
 ) -> AsyncIterator[str]:
     """Answer with an engine of this process."""
     fields = dict(options)
@@ -108,14 +109,14 @@ def reaching(client: httpx.AsyncClient) -> Iterator[None]:
         ) from error
 
 
-async def choose_model(client: httpx.AsyncClient, options: dict[str, Any]) -> None:
+async def choose_model(client: httpx.AsyncClient, options: JsonObject) -> None:
     """Check that the server can be reached; without a model's name, its first model answers."""
     with reaching(client):
         options.setdefault("model", _checked(await client.get("/v1/models"))["data"][0]["id"])
 
 
 async def server_answer(
-    client: httpx.AsyncClient, options: dict[str, Any], chat: list[Message]
+    client: httpx.AsyncClient, options: JsonObject, chat: list[Message]
 ) -> AsyncIterator[str]:
     """Answer through a server that speaks OpenAI's API."""
     body = {"messages": chat, "stream": True, **options}

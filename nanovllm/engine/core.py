@@ -80,6 +80,18 @@ class EngineCore:
         self.num_steps = self._num_added = 0
         self.first_scheduled: dict[str, float] | None = None  # see EngineLoop, which asks for it
         self._started = time.perf_counter()
+        # When the last step's results arrived, in seconds since the engine started.
+        self._last_results = 0.0
+        self._num_idle_steps = 0  # since the last step that computed something
+
+    @cached_property
+    def waves(self) -> Any:
+        """When to compute, if this engine is in lock-step with others; see `Waves`."""
+        return (
+            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")()
+            if self.config.in_lock_step
+            else None
+        )
 
     def _record_to(self, trace: Trace | None) -> StepRecorder:
         return load("nanovllm.trace.recorder:StepRecorder", "a trace")(trace, self.scheduler)
@@ -198,6 +210,34 @@ class EngineCore:
             return self.waves.running
         return self.has_unfinished or self.connector.has_work
 
+    @property
+    def engines(self) -> list[EngineCore]:
+        """The engines that can be watched: this one. See `DataParallelCore.engines`."""
+        return [self]
+
+    @property
+    def sources(self) -> list[Any]:
+        """Sockets that become readable when the next `step` has a notification to read."""
+        return [*self.connector.sources, *self.executor.sources]
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have
+        passed: there is nothing to compute, and at most transfers to wait for."""
+        if not self.has_work or self.config.kv_transfer is None:
+            return not self.has_work
+        waits = (
+            self._num_idle_steps > 0
+            and not self._in_flight
+            and not self.executor.transfer_has_ended
+        )
+        return waits and not self.connector.has_news
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long an idle engine may sleep if nothing arrives; None: without limit."""
+        return PATIENT_SECONDS if self.has_work else self.connector.idle_seconds
+
     def add_request(self, source: EngineRequest) -> None:
         """Queue a request.
 
@@ -269,48 +309,20 @@ class EngineCore:
             outputs += self.take_results()
         return outputs
 
-    def _now(self) -> float:
-        """Seconds since the engine started. A trace is written in microseconds."""
-        return round(time.perf_counter() - self._started, 6)
-
-    def _drain_if_idle(self) -> None:
-        """When idle, drain steps in flight and flush the trace."""
-        if not self.has_work:
-            with self._all_or_nothing():
-                self.take_results()
-        if not self._in_flight:
-            self.recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._start_over()
-            raise
-
-    def _start_over(self) -> None:
-        lost = list(self.scheduler.requests)
-        self._reset(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
-        self.executor.forget_requests()
-        self.connector.forget_requests()
-        self.recorder.start_over(self.scheduler, lost)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self.manager.pool.reset_prefix_cache()
-        self.recorder.ask_for_snapshot()
-        self._drain_if_idle()
-
-    def close(self) -> None:
-        """Finish the trace file, if there is one, and end ranks in other processes."""
-        self.connector.close()
-        self.executor.close()
-        self.recorder.flush(self.num_steps, self._now())
-        if self.trace is not None:
-            self.trace.close()
-
-    # ---------------------------------------------------------------- several steps in flight
+    def _take_transfers(self) -> list[EngineOutput]:
+        """Act on what the connector has received: requests of other engines, and ends of
+        transfers."""
+        received = self.connector.take_output()
+        for request in received.requests:
+            with suppress(ValueError):  # the connector has told the other engine
+                self.add_request(request)
+        for request_id in received.aborts:
+            self.abort_request(request_id)
+        update = load("nanovllm.scheduler.transfers:update_from_transfers", "KV transfer")
+        failed: list[EngineOutput] = update(self.scheduler, received)
+        for output in failed:
+            self.recorder.ended(output.request_id, "error")
+        return failed
 
     @property
     def _steps_ahead(self) -> int:
@@ -369,41 +381,38 @@ class EngineCore:
             self.scheduler.check_invariants()
         return outputs if self.has_work else outputs + self.take_results()
 
-    # -------------------------------------------------------------- in lock-step with other engines
+    def _now(self) -> float:
+        """Seconds since the engine started. A trace is written in microseconds."""
+        return round(time.perf_counter() - self._started, 6)
 
-    @cached_property
-    def waves(self) -> Any:
-        """When to compute, if this engine is in lock-step with others; see `Waves`."""
-        return (
-            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")()
-            if self.config.in_lock_step
-            else None
-        )
+    def _drain_if_idle(self) -> None:
+        """When idle, drain steps in flight and flush the trace."""
+        if not self.has_work:
+            with self._all_or_nothing():
+                self.take_results()
+        if not self._in_flight:
+            self.recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
 
-    # ---------------------------------------------------------------- one step ahead
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._start_over()
+            raise
 
-    _last_results = 0.0  # when the last step's results arrived, in seconds since the engine started
+    def _start_over(self) -> None:
+        lost = list(self.scheduler.requests)
+        self._reset(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
+        self.executor.forget_requests()
+        self.connector.forget_requests()
+        self.recorder.start_over(self.scheduler, lost)
 
-    # ---------------------------------------------------------------- transfers
-
-    def _take_transfers(self) -> list[EngineOutput]:
-        """Act on what the connector has received: requests of other engines, and ends of
-        transfers."""
-        received = self.connector.take_output()
-        for request in received.requests:
-            with suppress(ValueError):  # the connector has told the other engine
-                self.add_request(request)
-        for request_id in received.aborts:
-            self.abort_request(request_id)
-        update = load("nanovllm.scheduler.transfers:update_from_transfers", "KV transfer")
-        failed: list[EngineOutput] = update(self.scheduler, received)
-        for output in failed:
-            self.recorder.ended(output.request_id, "error")
-        return failed
-
-    _num_idle_steps = 0  # since the last step that computed something
-
-    # ---------------------------------------------------------------- what a server asks
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.manager.pool.reset_prefix_cache()
+        self.recorder.ask_for_snapshot()
+        self._drain_if_idle()
 
     def watch(self, sink: RecordSink) -> None:
         """Pass a record of every further step to `sink`. The first record has a snapshot, and is
@@ -430,33 +439,13 @@ class EngineCore:
         """
         self.executor.check_health()
 
-    @property
-    def engines(self) -> list[EngineCore]:
-        """The engines that can be watched: this one. See `DataParallelCore.engines`."""
-        return [self]
-
-    @property
-    def sources(self) -> list[Any]:
-        """Sockets that become readable when the next `step` has a notification to read."""
-        return [*self.connector.sources, *self.executor.sources]
-
-    @property
-    def is_idle(self) -> bool:
-        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have
-        passed: there is nothing to compute, and at most transfers to wait for."""
-        if not self.has_work or self.config.kv_transfer is None:
-            return not self.has_work
-        waits = (
-            self._num_idle_steps > 0
-            and not self._in_flight
-            and not self.executor.transfer_has_ended
-        )
-        return waits and not self.connector.has_news
-
-    @property
-    def idle_seconds(self) -> float | None:
-        """How long an idle engine may sleep if nothing arrives; None: without limit."""
-        return PATIENT_SECONDS if self.has_work else self.connector.idle_seconds
+    def close(self) -> None:
+        """Finish the trace file, if there is one, and end ranks in other processes."""
+        self.connector.close()
+        self.executor.close()
+        self.recorder.flush(self.num_steps, self._now())
+        if self.trace is not None:
+            self.trace.close()
 
 
 def create_core(

@@ -177,12 +177,13 @@ class DataParallelCore(WatchedProcesses):
             if outputs or not waits:
                 return outputs
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes in the engines, and the router's guesses about them."""
-        self._check()
-        self.router.forget()
+    def _start_wave(self) -> None:
+        """Have all engines start a wave if there is a request and no wave runs."""
+        if self.waves is None or self.waves.running or not self.rank_of:
+            return
+        self.waves.start(self.waves.ended)
         for rank in self.ranks:
-            rank.send(Command(order="reset_prefix_cache"))
+            rank.send(Command(order="start_wave", wave=self.waves.ended))
 
     # ---------------------------------------------------------------- reports
 
@@ -231,14 +232,6 @@ class DataParallelCore(WatchedProcesses):
             self._start_wave()
         return news
 
-    def _start_wave(self) -> None:
-        """Have all engines start a wave if there is a request and no wave runs."""
-        if self.waves is None or self.waves.running or not self.rank_of:
-            return
-        self.waves.start(self.waves.ended)
-        for rank in self.ranks:
-            rank.send(Command(order="start_wave", wave=self.waves.ended))
-
     # ---------------------------------------------------------------- life and death
 
     def _listen(self, timeout: float) -> None:
@@ -253,6 +246,13 @@ class DataParallelCore(WatchedProcesses):
         end_processes([rank.process for rank in self.ranks], self._folder)
         for rank in self.ranks:
             rank.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes in the engines, and the router's guesses about them."""
+        self._check()
+        self.router.forget()
+        for rank in self.ranks:
+            rank.send(Command(order="reset_prefix_cache"))
 
     def close(self) -> None:
         """End all engines; those that have not ended after a second are killed."""

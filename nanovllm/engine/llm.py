@@ -180,23 +180,6 @@ class LLM:
                 self.engine.abort_request(request_id)
             raise
 
-    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        gathered: dict[str, OutputCollector] = {
-            request_id: OutputCollector() for request_id in request_ids
-        }
-        with tqdm(
-            total=len(request_ids),
-            desc="Processed prompts",
-            disable=not use_tqdm,
-            dynamic_ncols=True,
-        ) as bar:
-            while self.engine.has_unfinished:
-                for output in self.engine.step():
-                    if output.request_id in gathered:
-                        gathered[output.request_id].add(output)
-                        bar.update(int(output.finished))
-        return [gathered[request_id].result() for request_id in request_ids]
-
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -226,6 +209,23 @@ class LLM:
             messages, self.engine.tokenizer, **options, **(chat_template_kwargs or {})
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        gathered: dict[str, OutputCollector] = {
+            request_id: OutputCollector() for request_id in request_ids
+        }
+        with tqdm(
+            total=len(request_ids),
+            desc="Processed prompts",
+            disable=not use_tqdm,
+            dynamic_ncols=True,
+        ) as bar:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    if output.request_id in gathered:
+                        gathered[output.request_id].add(output)
+                        bar.update(int(output.finished))
+        return [gathered[request_id].result() for request_id in request_ids]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -143,17 +143,6 @@ class EngineLoop:
             if self._report.outputs or self._has_news or self.core.stats != self._report.stats:
                 self._send_report()
 
-    def _send_report(self) -> None:
-        report = self._report
-        report.stats = self.core.stats
-        report.time = time.monotonic()
-        if self.core.first_scheduled:
-            report.first_scheduled = self.core.first_scheduled
-            self.core.first_scheduled = {}
-        self.reports.send(msgspec.msgpack.encode(report))
-        self._report = Report(stats=report.stats, num_taken=report.num_taken)
-        self._has_news = False
-
     def _take_commands(self, wait: bool) -> bool:
         """Obey the commands that have arrived; with `wait`, sleep until something has. False means
         stop."""
@@ -217,6 +206,17 @@ class EngineLoop:
         self._report.steps.setdefault(engine, []).append(
             msgspec.Raw(msgspec.msgpack.encode(record))
         )
+
+    def _send_report(self) -> None:
+        report = self._report
+        report.stats = self.core.stats
+        report.time = time.monotonic()
+        if self.core.first_scheduled:
+            report.first_scheduled = self.core.first_scheduled
+            self.core.first_scheduled = {}
+        self.reports.send(msgspec.msgpack.encode(report))
+        self._report = Report(stats=report.stats, num_taken=report.num_taken)
+        self._has_news = False
 
 
 def run_engine(

@@ -185,6 +185,39 @@ class RemoteExecutor(WatchedProcesses, Executor):
         """End all ranks, whatever they do. Their connections are closed."""
         raise NotImplementedError
 
+    def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
+        """See `Executor`."""
+        number = self._order(method, *arguments)
+        return [self._answer(rank, number) for rank in self.ranks]
+
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Order a step from every rank, without waiting for it: the order is called "launch".
+
+        Returns:
+            A function that waits for the result (`_answer`), which comes from the first tensor rank
+            of the last stage; the ranks are in order, stage by stage. If the step has
+            `connector_metadata`, every rank answers, with a `connector_output`: `_transfers.add`
+            combines them into that of the result. Such a step also drops the notifications about
+            transfers that have ended (`forget_ends`) before the order, since each rank will report.
+        """
+        output_rank = -self.grid.tensor
+        has_transfers = schedule.connector_metadata is not None
+        if has_transfers:
+            self.forget_ends()
+        number = self._order("launch", schedule)
+
+        def gather() -> ModelRunnerOutput:
+            if not has_transfers:
+                return cast(ModelRunnerOutput, self._answer(self.ranks[output_rank], number))
+            results: list[ModelRunnerOutput] = [self._answer(rank, number) for rank in self.ranks]
+            # A KV transfer has ended once it has ended on every rank.
+            results[output_rank].connector_output = self._transfers.add(
+                [r.connector_output for r in results]
+            )
+            return results[output_rank]
+
+        return gather
+
     def _order(self, name: str, *arguments: object) -> int:
         """Send all ranks an order; returns its number."""
         self._check()
@@ -233,39 +266,6 @@ class RemoteExecutor(WatchedProcesses, Executor):
         answer = rank.answers[order]
         rank.answers = {number: other for number, other in rank.answers.items() if number > order}
         return answer
-
-    def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
-        """See `Executor`."""
-        number = self._order(method, *arguments)
-        return [self._answer(rank, number) for rank in self.ranks]
-
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Order a step from every rank, without waiting for it: the order is called "launch".
-
-        Returns:
-            A function that waits for the result (`_answer`), which comes from the first tensor rank
-            of the last stage; the ranks are in order, stage by stage. If the step has
-            `connector_metadata`, every rank answers, with a `connector_output`: `_transfers.add`
-            combines them into that of the result. Such a step also drops the notifications about
-            transfers that have ended (`forget_ends`) before the order, since each rank will report.
-        """
-        output_rank = -self.grid.tensor
-        has_transfers = schedule.connector_metadata is not None
-        if has_transfers:
-            self.forget_ends()
-        number = self._order("launch", schedule)
-
-        def gather() -> ModelRunnerOutput:
-            if not has_transfers:
-                return cast(ModelRunnerOutput, self._answer(self.ranks[output_rank], number))
-            results: list[ModelRunnerOutput] = [self._answer(rank, number) for rank in self.ranks]
-            # A KV transfer has ended once it has ended on every rank.
-            results[output_rank].connector_output = self._transfers.add(
-                [r.connector_output for r in results]
-            )
-            return results[output_rank]
-
-        return gather
 
     @property
     def transfer_has_ended(self) -> bool:  # type: ignore[override]

@@ -57,6 +57,30 @@ class KVConnectorScheduler:
             set()
         )  # transfers, by the ids under which the ranks report their ends
 
+    @property
+    def has_work(self) -> bool:
+        """True if there is something to do even if no request runs."""
+        return bool(self._in_flight) or self.has_news
+
+    @property
+    def has_news(self) -> bool:
+        """True if the scheduler has something to act on at once, without which nothing more would
+        happen."""
+        return bool(self._output)
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """After how long the engine should look again even if nothing comes; None: it need not."""
+        return None
+
+    @property
+    def information(self) -> dict[str, Any]:
+        """What a client or router needs to know."""
+        return {
+            name: getattr(self.kv_transfer, name)
+            for name in ("engine_id", "kv_connector", "kv_role")
+        }
+
     # ---------------------------------------------------------- a request's KV comes from elsewhere
 
     def check_request(self, request: Request) -> None:
@@ -93,6 +117,30 @@ class KVConnectorScheduler:
     def decline(self, request: Request, reason: str) -> None:
         """The engine refuses a request. Another engine that holds KV for it need not hold it any
         longer; an engine that has asked for the request is told the reason."""
+
+    # ---------------------------------------------------------------- every step
+
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> Any:
+        """What the ranks have to do with this step, pickled on its way; None if nothing, and if no
+        transfer is in flight.
+
+        Args:
+            tables: of all requests that have blocks.
+        """
+        return None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Take in what all ranks have reported."""
+        self._output.add(output)
+        self._in_flight -= output.finished_sending | output.finished_recving
+
+    def take_output(self) -> KVConnectorOutput:
+        """What has become final since the last call. Requests that `reasons` names have to fail."""
+        output = self._output
+        self._output = KVConnectorOutput()
+        if output.reasons and self.kv_transfer.kv_load_failure_policy == "recompute":
+            output.reasons.clear()
+        return output
 
     # ---------------------------------------------------------------- a request's KV goes elsewhere
 
@@ -150,58 +198,10 @@ class KVConnectorScheduler:
             return None
         return victim
 
-    # ---------------------------------------------------------------- every step
-
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> Any:
-        """What the ranks have to do with this step, pickled on its way; None if nothing, and if no
-        transfer is in flight.
-
-        Args:
-            tables: of all requests that have blocks.
-        """
-        return None
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what all ranks have reported."""
-        self._output.add(output)
-        self._in_flight -= output.finished_sending | output.finished_recving
-
-    def take_output(self) -> KVConnectorOutput:
-        """What has become final since the last call. Requests that `reasons` names have to fail."""
-        output = self._output
-        self._output = KVConnectorOutput()
-        if output.reasons and self.kv_transfer.kv_load_failure_policy == "recompute":
-            output.reasons.clear()
-        return output
-
     def forget_requests(self) -> None:
         """A step broke off, and all requests are lost; the ranks have stopped their transfers."""
         self._output = KVConnectorOutput()
         self._in_flight = set()
-
-    @property
-    def has_work(self) -> bool:
-        """True if there is something to do even if no request runs."""
-        return bool(self._in_flight) or self.has_news
-
-    @property
-    def has_news(self) -> bool:
-        """True if the scheduler has something to act on at once, without which nothing more would
-        happen."""
-        return bool(self._output)
-
-    @property
-    def idle_seconds(self) -> float | None:
-        """After how long the engine should look again even if nothing comes; None: it need not."""
-        return None
-
-    @property
-    def information(self) -> dict[str, Any]:
-        """What a client or router needs to know."""
-        return {
-            name: getattr(self.kv_transfer, name)
-            for name in ("engine_id", "kv_connector", "kv_role")
-        }
 
     def close(self) -> None:
         """End all connections."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint import files
 from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json
+from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.models.defaults import DEFAULTS, with_defaults
@@ -19,38 +21,69 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Architecture in config.json -> how it differs from Llama. "routing" are values of keys that may be
-# absent or null; "class" is the model's class, and "moe" a reader of its experts: parts of the
-# package that are loaded when a checkpoint needs them. defaults.py has the defaults of missing
-# keys.
-_DEEPSEEK: dict[str, Any] = {
-    "moe": "nanovllm.models.moe_config:MoEConfig",
-    "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
-    "latent": True,
-    "rope_types": ("default", "yarn"),
-}
-_V3_ROUTING = dict(
-    topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5
-)
-_MIXTRAL: dict[str, Any] = {
-    "moe": "nanovllm.models.moe_config:MoEConfig",
-    "class": "nanovllm.models.moe:MoEForCausalLM",
-}
 QUANTIZATION = "nanovllm.checkpoint.quantization:QuantizationConfig"
-SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {},
-    "Qwen2ForCausalLM": {"qkv_bias": True},
-    "Qwen3ForCausalLM": {"qk_norm": True},
-    "MixtralForCausalLM": _MIXTRAL | {"routing": {"norm_topk_prob": True}},
-    "Qwen3MoeForCausalLM": _MIXTRAL | {"qk_norm": True},
-    "Gemma2ForCausalLM": {
-        "class": "nanovllm.models.gemma2:Gemma2ForCausalLM",
-        "alternating": True,
-        "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-    },
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How an architecture differs from Llama.
+
+    Attributes:
+        model_class, moe: the model's class, and the reader of its experts, if it has any: parts of
+            the package that are loaded when a checkpoint needs them.
+        latent: latent attention (DeepSeek).
+        qkv_bias: of the projections to q, k and v; None: config.json says it (`attention_bias`).
+        qk_norm: queries and keys are normalised.
+        alternating: every second layer has a sliding window.
+        activation: key of the activation function, and its only supported value.
+        rope_types: supported types of rotary scaling.
+        routing: values of keys that may be absent or null. defaults.py has the defaults of missing
+            keys.
+    """
+
+    model_class: str = "nanovllm.models.llama:LlamaForCausalLM"
+    moe: str = ""
+    latent: bool = False
+    qkv_bias: bool | None = None
+    qk_norm: bool = False
+    alternating: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
+    routing: Mapping[str, object] = field(default_factory=dict)
+
+
+_MIXTRAL = Architecture(
+    model_class="nanovllm.models.moe:MoEForCausalLM",
+    moe="nanovllm.models.moe_config:MoEConfig",
+    routing={"norm_topk_prob": True},
+)
+_DEEPSEEK = Architecture(
+    model_class="nanovllm.models.deepseek:DeepseekForCausalLM",
+    moe="nanovllm.models.moe_config:MoEConfig",
+    latent=True,
+    rope_types=("default", "yarn"),
+)
+_V3_ROUTING = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+# By the name in config.json.
+SUPPORTED_ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "MixtralForCausalLM": _MIXTRAL,
+    "Qwen3MoeForCausalLM": replace(_MIXTRAL, qk_norm=True, routing={}),
+    "Gemma2ForCausalLM": Architecture(
+        model_class="nanovllm.models.gemma2:Gemma2ForCausalLM",
+        alternating=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+    ),
     "DeepseekV2ForCausalLM": _DEEPSEEK,
-    "DeepseekV3ForCausalLM": _DEEPSEEK | {"routing": _V3_ROUTING},
+    "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing=_V3_ROUTING),
 }
 
 
@@ -86,7 +119,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    rope_scaling: JsonObject = field(default_factory=lambda: {"rope_type": "default"})
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -104,7 +137,7 @@ class ModelConfig:
     rope_interleave: bool = False
     quantization: QuantizationConfig | None = None
     eos_token_ids: list[int] = field(default_factory=list)
-    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    generation_defaults: JsonObject = field(default_factory=dict)
 
     @classmethod
     def from_pretrained(cls, folder: str | pathlib.Path) -> ModelConfig:
@@ -124,32 +157,23 @@ class ModelConfig:
         return cls.from_dict({"quantization_config": of_gptq or of_awq or None} | raw, generation)
 
     @classmethod
-    def from_dict(
-        cls, raw: dict[str, Any], generation: dict[str, Any] | None = None
-    ) -> ModelConfig:
+    def from_dict(cls, raw: JsonObject, generation: JsonObject | None = None) -> ModelConfig:
         """The same from parsed files; transformers 4 and 5 spell some keys differently, and both
         are read."""
-        raw = files.ConfigFile.check(raw, "config.json")
-        architecture = (raw.get("architectures") or ["none"])[0]
+        checked = files.ConfigFile.check(raw, "config.json")
+        architecture = (checked.get("architectures") or ["none"])[0]
         files.check_supported("architecture", architecture, SUPPORTED_ARCHITECTURES)
         traits = SUPPORTED_ARCHITECTURES[architecture]
-        raw = Fields(with_defaults(raw, architecture), "config.json")
-        raw = Fields(traits.get("routing", {}) | raw, "config.json")
-        key, activation = traits.get("activation", ("hidden_act", "silu"))
-        files.check_supported(key, raw.get(key, activation), [activation])
-        if raw.get("use_bidirectional_attention"):
-            raise UnsupportedModelError(
-                "use_bidirectional_attention is not supported; supported is causal attention"
-            )
-        num_heads = raw["num_attention_heads"]
-        num_layers = raw["num_hidden_layers"]
-        theta, scaling = _rotary(raw, architecture)
-        generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
-        for fields in (raw, generation):
-            files.check_token_ids(fields, raw["vocab_size"], fields.file)
+        fields = _with_defaults(checked, architecture)
+        num_heads = fields["num_attention_heads"]
+        num_layers = fields["num_hidden_layers"]
+        theta, scaling = _rotary(fields, architecture)
+        defaults = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
+        for file in (fields, defaults):
+            files.check_token_ids(file, fields["vocab_size"])
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
-        attention_bias = raw.get("attention_bias", False)
-        latent = traits.get("latent", False)
+        attention_bias = fields.get("attention_bias", False)
+        latent = traits.latent
         same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
         same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
         optional = ["rms_norm_eps", "tie_word_embeddings", "mlp_bias"]
@@ -158,32 +182,32 @@ class ModelConfig:
             architecture=architecture,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_heads,
-            head_dim=raw.get("qk_rope_head_dim")
-            or raw.get("head_dim")
-            or raw["hidden_size"] // num_heads,
+            num_kv_heads=1 if latent else fields.get("num_key_value_heads") or num_heads,
+            head_dim=fields.get("qk_rope_head_dim")
+            or fields.get("head_dim")
+            or fields["hidden_size"] // num_heads,
             rope_theta=theta,
             rope_scaling=scaling,
-            qkv_bias=traits.get("qkv_bias", attention_bias),
+            qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
             output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
-            qk_norm=traits.get("qk_norm", False),
-            layer_windows=_windows(raw, architecture),
-            attention_scale=raw["query_pre_attn_scalar"] ** -0.5
-            if "query_pre_attn_scalar" in raw
+            qk_norm=traits.qk_norm,
+            layer_windows=_windows(fields, architecture),
+            attention_scale=fields["query_pre_attn_scalar"] ** -0.5
+            if "query_pre_attn_scalar" in fields
             else 0.0,
-            attention_soft_cap=raw.get("attn_logit_softcapping", 0.0),
-            logit_soft_cap=raw.get("final_logit_softcapping", 0.0),
-            moe=load(traits["moe"], f"architecture {architecture}").from_dict(raw)
-            if "moe" in traits
+            attention_soft_cap=fields.get("attn_logit_softcapping", 0.0),
+            logit_soft_cap=fields.get("final_logit_softcapping", 0.0),
+            moe=load(traits.moe, f"architecture {architecture}").from_dict(fields)
+            if traits.moe
             else None,
-            rope_interleave=latent and raw.get("rope_interleave", True),
-            eos_token_ids=_eos_token_ids(raw, generation),
-            generation_defaults=_sampling_defaults(generation),
-            quantization=load(QUANTIZATION, "quantization").from_dict(raw)
-            if raw.get("quantization_config")
+            rope_interleave=latent and fields.get("rope_interleave", True),
+            eos_token_ids=_eos_token_ids(fields, defaults),
+            generation_defaults=_sampling_defaults(defaults),
+            quantization=load(QUANTIZATION, "quantization").from_dict(fields)
+            if fields.get("quantization_config")
             else None,
-            **{name: raw[name] for name in same},
-            **{name: raw[name] for name in optional if name in raw},
+            **{name: fields[name] for name in same},
+            **{name: fields[name] for name in optional if name in fields},
         )
         config._check_heads()
         return config
@@ -218,7 +242,25 @@ class ModelConfig:
         return self.kv_lora_rank + self.head_dim
 
 
-def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, Any]]:
+def _with_defaults(raw: JsonObject, architecture: str) -> Fields:
+    """The fields of a config.json and the defaults of missing ones.
+
+    Raises:
+        UnsupportedModelError: an activation function or attention that is not supported.
+    """
+    traits = SUPPORTED_ARCHITECTURES[architecture]
+    found = Fields(with_defaults(raw, architecture), "config.json")
+    found = Fields({**traits.routing, **found}, "config.json")
+    key, activation = traits.activation
+    files.check_supported(key, found.get(key, activation), [activation])
+    if found.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(
+            "use_bidirectional_attention is not supported; supported is causal attention"
+        )
+    return found
+
+
+def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
     """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and
     transformers 4 into `rope_theta` and `rope_scaling`. If a file has both, `rope_scaling` replaces
     all of `rope_parameters`, theta included, as in transformers."""
@@ -241,9 +283,7 @@ def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, An
     theta = scaling.pop("rope_theta", raw.get("rope_theta", DEFAULTS[architecture]["rope_theta"]))
     kind = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", kind)
-    supported = SUPPORTED_ARCHITECTURES[architecture].get(
-        "rope_types", ("default", "linear", "llama3")
-    )
+    supported = SUPPORTED_ARCHITECTURES[architecture].rope_types
     files.check_supported("rope_scaling of type", kind, supported)
     if kind in ("llama3", "yarn"):
         original = raw.get(
@@ -253,7 +293,7 @@ def _rotary(raw: dict[str, Any], architecture: str) -> tuple[float, dict[str, An
     return float(theta), scaling
 
 
-def _windows(raw: dict[str, Any], architecture: str) -> list[int]:
+def _windows(raw: Fields, architecture: str) -> list[int]:
     """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer
     from the first, and Qwen for those that `layer_types` or `max_window_layers` names, if
     `use_sliding_window` is true."""
@@ -268,18 +308,18 @@ def _windows(raw: dict[str, Any], architecture: str) -> list[int]:
         for kind in kinds:
             files.check_supported("a layer of type", kind, ("full_attention", "sliding_attention"))
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
-    if SUPPORTED_ARCHITECTURES[architecture].get("alternating"):
+    if SUPPORTED_ARCHITECTURES[architecture].alternating:
         return [0 if layer % 2 else window for layer in range(num_layers)]
     first = raw.get("max_window_layers", 0) if "max_window_layers" in keys else 0
     return [window if layer >= first else 0 for layer in range(num_layers)]
 
 
-def _eos_token_ids(raw: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+def _eos_token_ids(raw: Fields, generation: Fields) -> list[int]:
     """The tokens that end an output, of both files, each once."""
     return list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", [])))
 
 
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+def _sampling_defaults(generation: Fields) -> JsonObject:
     """The recommended values that `SamplingParams` accepts; others are ignored with a warning."""
     defaults = {name: generation[name] for name in files.SAMPLING_DEFAULTS if name in generation}
     for name, value in list(defaults.items()):

@@ -6,7 +6,10 @@ table. A default of None means that the key is optional."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import TypedDict
+
+from nanovllm.data.json import JsonObject
 
 
 class Defaults(TypedDict, total=False):
@@ -24,7 +27,7 @@ class Defaults(TypedDict, total=False):
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_parameters: dict[str, Any] | None
+    rope_parameters: JsonObject | None
     tie_word_embeddings: bool
     attention_bias: bool
     use_bidirectional_attention: bool | None
@@ -261,10 +264,10 @@ DEFAULTS: dict[str, Defaults] = {
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def with_defaults(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+def with_defaults(raw: Mapping[str, object], architecture: str) -> dict[str, object]:
     """Return the values of a config.json, and the defaults of its missing keys. A value of null
     stays null, as in transformers."""
-    defaults: dict[str, Any] = dict(DEFAULTS[architecture])
+    defaults: dict[str, object] = dict(DEFAULTS[architecture])
     if any(raw.get(name) is not None for name in NUM_EXPERTS):
         defaults = {name: value for name, value in defaults.items() if name not in NUM_EXPERTS}
-    return defaults | raw
+    return {**defaults, **raw}

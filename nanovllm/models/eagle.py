@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from nanovllm.checkpoint.files import (
     read_json,
 )
 from nanovllm.checkpoint.weights import open_tensors, weight_files
+from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import load
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
@@ -60,7 +61,7 @@ EagleFile = described(
         bool: "norm_before_residual norm_before_fc fc_norm norm_output",
         str: "speculators_model_type",
         list[int]: "eagle_aux_hidden_state_layer_ids",
-        dict[str, Any]: "eagle_config transformer_layer_config",
+        JsonObject: "eagle_config transformer_layer_config",
     },
 )
 AuxFile = described(
@@ -99,7 +100,7 @@ class EagleConfig:
     fc_bias: bool
 
     @classmethod
-    def of(cls, raw: dict[str, Any], tensors: dict[str, Tensor], num_layers: int) -> EagleConfig:
+    def of(cls, raw: JsonObject, tensors: dict[str, Tensor], num_layers: int) -> EagleConfig:
         """From a parsed config.json, and the names of the tensors.
 
         Args:
@@ -212,7 +213,7 @@ class EagleModel(nn.Module):
     """
 
     fused: FusedLayers | None = None
-    pack_weights: Any = LlamaForCausalLM.pack_weights
+    pack_weights: Callable[[], None] = LlamaForCausalLM.pack_weights  # type: ignore[assignment]
     draft_to_target: Tensor
     cos_sin: Tensor
 
@@ -386,7 +387,7 @@ def _check_fit(
             )
 
 
-def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_head(path: Path) -> tuple[JsonObject, dict[str, Tensor]]:
     """The configuration and the tensors of a head, under EAGLE-3's own names."""
     raw = read_json(path / "config.json")
     found = dict[str, Tensor]()

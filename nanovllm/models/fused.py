@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from nanovllm.attention.base import AttentionMetadata, Rotary, get_forward_context
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.distributed.pipeline_parallel import Elsewhere
-from nanovllm.models.llama import DecoderLayer, LlamaForCausalLM
+from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM, SelfAttention
 from nanovllm.ops.native import call, kernel_of
 
 if TYPE_CHECKING:
     from nanovllm.layers.quantization import QuantizedWeight
-    from nanovllm.models.eagle import EagleModel
+    from nanovllm.models.eagle import EagleLayer, EagleModel
 
 #: What the C++ code computes. A layer with a module of another file, such as a lecture or a model
 # with experts, runs as it is.
@@ -43,13 +43,17 @@ def fuse_layers(model: LlamaForCausalLM | EagleModel) -> None:
     if not isinstance(model, LlamaForCausalLM):  # a model that drafts
         model.fused = _fuse([model.midlayer])
         return
-    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
+    layers = [
+        cast(DecoderLayer, layer)
+        for layer in model.model.layers
+        if not isinstance(layer, Elsewhere)
+    ]
     if (fused := _fuse(layers)) is not None:
         model.model.fused = (fused,)
         model.model.collect_hidden_states(model.model.aux_hidden_state_layers)
 
 
-def _fuse(layers: Sequence[Any]) -> FusedLayers | None:
+def _fuse(layers: Sequence[DecoderLayer | EagleLayer]) -> FusedLayers | None:
     return (
         FusedLayers(layers) if all(map(_fits, layers)) and get_tp_group().world_size == 1 else None
     )
@@ -80,9 +84,10 @@ def _weight(layer: nn.Module, name: str) -> tuple[int, int]:
 class FusedLayers:
     """In the place of layers: `(x, residual, rotary)` to what the last of them returns."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer | EagleLayer]) -> None:
         self.layers = layers
-        self.self_attn = layers[0].self_attn
+        attentions = [cast(SelfAttention, layer.self_attn) for layer in layers]
+        self.self_attn = attentions[0]
         rows = []
         modules = [module for layer in layers for module in layer.modules()]
         self.hooks = [
@@ -90,7 +95,7 @@ class FusedLayers:
             for module in modules
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
-        for layer in layers:
+        for layer, attention in zip(layers, attentions, strict=True):
             found = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
             row = [found.get(f"{name}.weight", 0) for name in NORMS]
             row[0] *= isinstance(
@@ -99,9 +104,9 @@ class FusedLayers:
             for name in MATRICES:
                 row += [*_weight(layer, name), found.get(f"{name}.bias", 0)]
             # The addresses of the cache and of its functions are known when there is one.
-            rows.append([*row, 0, 0, 0, layer.self_attn.options["sliding_window"]])
+            rows.append([*row, 0, 0, 0, attention.options["sliding_window"]])
         self.addresses = torch.tensor(rows)
-        self.numbers = [layer.self_attn.layer for layer in layers]
+        self.numbers = [attention.layer for attention in attentions]
         # Whose addresses these are.
         self.functions: tuple[int, int] | None = None
         self.caches: list[Tensor] = []
@@ -149,7 +154,7 @@ class FusedLayers:
             batch.query_start_loc,
         )
         heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
-        width = self.layers[0].mlp.down_proj.shard.size
+        width = cast(MLP, self.layers[0].mlp).down_proj.shard.size
         num_blocks, _, _, block_size, _ = kv_cache.shape
         cache_sizes = (
             block_size,

@@ -7,9 +7,9 @@ Built by notebooks/10_first_tokens.ipynb and 23: edit it there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from nanovllm.layers.tensor_parallel import (
 )
 from nanovllm.models.config import ModelConfig
 
+if TYPE_CHECKING:
+    from nanovllm.models.fused import FusedLayers
+
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
     """Angle per position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al.
@@ -41,7 +44,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     )
     frequencies: Tensor = 1.0 / config.rope_theta**exponents
-    scaling: dict[str, Any] = config.rope_scaling
+    scaling = config.rope_scaling
     factor: float = scaling.get("factor", 1.0)
     if scaling["rope_type"] == "linear":
         return frequencies / factor
@@ -131,7 +134,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
-    attention_class: type[Any] = SelfAttention
+    attention_class: type[nn.Module] = SelfAttention
     norm_class: type[RMSNorm] = RMSNorm
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -161,7 +164,7 @@ class LlamaModel(nn.Module):
     """
 
     __call__: Callable[..., Tensor]
-    fused: Sequence[Any] = ()
+    fused: Sequence[FusedLayers] = ()
     aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
@@ -197,8 +200,8 @@ class LlamaModel(nn.Module):
         residual = torch.zeros_like(x)
         rotary = Rotary(positions, self.cos_sin)
         self.aux_hidden_states = list[Tensor]()
-        layers: Any = self.fused or islice(self.layers, self.here.start, self.here.stop)
-        for layer in layers:
+        layers = cast("Iterable[DecoderLayer]", self.layers)
+        for layer in self.fused or islice(layers, self.here.start, self.here.stop):
             if (
                 self.aux_hidden_state_layers
                 and layer.self_attn.layer in self.aux_hidden_state_layers
@@ -216,7 +219,9 @@ class LlamaModel(nn.Module):
         self.aux_hidden_state_layers = layers
         cuts = sorted({self.here.start, self.here.stop, *layers})
         self.fused = [
-            type(self.fused[0])(list(self.layers[a:b])) for a, b in pairwise(cuts) if self.fused
+            type(self.fused[0])(cast("list[DecoderLayer]", list(self.layers[a:b])))
+            for a, b in pairwise(cuts)
+            if self.fused
         ]
 
 
@@ -233,7 +238,7 @@ class LlamaForCausalLM(nn.Module):
 
     embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
     layer_class: type[DecoderLayer] = DecoderLayer
-    rotary_table: Any = staticmethod(rotary_table)
+    rotary_table: Callable[[ModelConfig, int], Tensor] = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         nn.Module.__init__(self)
@@ -272,12 +277,9 @@ class LlamaForCausalLM(nn.Module):
         """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that
         holds no part of a tensor that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
-        embed_tokens = self.model.embed_tokens
-        embedding = getattr(embed_tokens, "weight", None)
         for path, module in self.named_modules():
-            if isinstance(module, Layer) and not (
-                path == "lm_head" and module.weight is embedding
-            ):  # tied
+            is_tied = path == "lm_head" and self.config.tie_word_embeddings
+            if isinstance(module, Layer) and not is_tied:
                 for name, place in module.places(path):
                     found.setdefault(name, []).append(place)
         return found

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoint.headers import check_memory
+from nanovllm.checkpoint.headers import check_memory, dtype_of
 from nanovllm.checkpoint.weights import (
     CheckpointError,
     has_own_head,
@@ -121,20 +121,17 @@ def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Ten
 def build_model(config: ModelConfig) -> LlamaForCausalLM:
     """The model, or this rank's part of it, on torch's meta device: with shapes, but without
     memory."""
-    entry = SUPPORTED_ARCHITECTURES[config.architecture].get(
-        "class", "nanovllm.models.llama:LlamaForCausalLM"
-    )
+    entry = SUPPORTED_ARCHITECTURES[config.architecture].model_class
     model_class: type[LlamaForCausalLM] = load(entry, f"architecture {config.architecture}")
     with torch.device("meta"):
         return model_class(config, 1)
 
 
 def allocate_weights(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give the tensors of a model on the meta device memory, without values. A layer may mark a
-    parameter with a dtype that it keeps, as `kept_dtype`."""
+    """Give the tensors of a model on the meta device memory, without values."""
     # As `to_empty`, but without the half second that torch needs for its imports there.
     take = weight_memory(device)
-    model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
+    model._apply(lambda tensor: take(tensor.shape, dtype_of(tensor, dtype)))
 
 
 @torch.inference_mode()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from nanovllm.checkpoint.files import check_supported
+from nanovllm.checkpoint.files import Fields, check_supported
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 
@@ -103,7 +102,7 @@ class MoEConfig:
         )
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> MoEConfig | None:
+    def from_dict(cls, raw: Fields) -> MoEConfig | None:
         """Read a parsed config.json; None for a model without experts. transformers 5 writes
         `num_local_experts` where the files of the hub have `num_experts` (Qwen3-MoE) or
         `n_routed_experts` (DeepSeek).

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from nanovllm.attention.base import (
     kv_cache_shape,
 )
 from nanovllm.checkpoint.weights import save_tensors
+from nanovllm.data.json import JsonObject
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.llm import LLM
 from nanovllm.models.llama import LlamaForCausalLM
@@ -117,7 +117,7 @@ def make_samples(model: str, recipe: TrainingRecipe, device: str, deadline: floa
     length = recipe.sample_length
     seqs = SEQS[device]
     blocks = seqs * (length // BLOCK_SIZE + 2)
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "max_num_seqs": seqs,
         "max_num_batched_tokens": TOKENS[device],
         "block_size": BLOCK_SIZE,

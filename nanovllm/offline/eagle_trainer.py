@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nanovllm.data.json import JsonObject
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import Samples, target_states
@@ -90,7 +90,7 @@ class Trainer:
         with torch.no_grad():  # the target's own head, but not as sure, as long as it knows little
             self.head.weights["lm_head.weight"].copy_(self.target_head)
             self.head.weights["norm.weight"].copy_(0.3 * target.model.norm.weight)
-        settings: dict[str, Any] = {
+        settings: JsonObject = {
             "lr": recipe.learning_rate,
             "betas": (0.9, 0.95),
             "weight_decay": 0.01,
@@ -247,14 +247,14 @@ class Trainer:
         self.scale = state["scale"]
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> JsonObject:
         """Draft for held-out samples.
 
         Returns: for greedy samples and for drawn ones, the share of first, second... draft tokens
             that are accepted with all before them, and the tokens per step of the target, for
             drafts of 1, 2... tokens.
         """
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         for name, greedy in (("temperature 0", True), ("temperature 0.7", False)):
             numbers = self.held_out[self.samples.greedy[self.held_out] == greedy]
             runs = list[Tensor]()

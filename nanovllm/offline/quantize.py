@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.weights import save_tensors
 from nanovllm.data.disk import writing
+from nanovllm.data.json import JsonObject
 from nanovllm.layers.basic import Layer, Linear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -114,7 +114,7 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
 
 
 def _write_or_remove(
-    folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]
+    folder: Path, out: Path, tensors: dict[str, Tensor], config: JsonObject
 ) -> None:
     """Write a checkpoint as `_write` does. If that fails, remove the folder: half a checkpoint is
     of no use, and would be in the way of the next attempt."""
@@ -126,7 +126,7 @@ def _write_or_remove(
         raise
 
 
-def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+def _write(folder: Path, out: Path, tensors: dict[str, Tensor], config: JsonObject) -> None:
     """Write a checkpoint: new weights and a new config.json, and copies of the other files of a
     folder."""
     out.mkdir(parents=True, exist_ok=True)
@@ -324,7 +324,7 @@ def stored(layer: str, matrix: Quantized, form: Format) -> dict[str, Tensor]:
     return {f"{layer}.{kind}": tensor for kind, tensor in tensors.items()}
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def settings_of(recipe: Recipe) -> JsonObject:
     """The `quantization_config` that describes the files."""
     common = {"num_bits": 8, "type": "int", "symmetric": True}
     weights, inputs = (
@@ -336,7 +336,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "weights": weights,
         "input_activations": inputs,
     }
-    groups: dict[str, Any] = {"group_0": rows}
+    groups: JsonObject = {"group_0": rows}
     if recipe.scheme == "w4a16":
         weights = weights | {"num_bits": 4, "symmetric": not recipe.asymmetric}
         weights |= (

@@ -13,11 +13,11 @@ import math
 import time
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.weights import save_tensors
+from nanovllm.data.json import JsonObject
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle import default_aux_layers
 from nanovllm.models.loader import load_model
@@ -27,7 +27,7 @@ from nanovllm.offline.eagle_trainer import Trainer
 from nanovllm.ops.device import choose_device, choose_dtype
 
 
-def head_config(folder: Path, config: ModelConfig, draft_vocab_size: int) -> dict[str, Any]:
+def head_config(folder: Path, config: ModelConfig, draft_vocab_size: int) -> JsonObject:
     """The head's config.json, which vLLM reads, too."""
     raw = read_json(folder / "config.json")
     kept = (
@@ -90,7 +90,7 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     raw = head_config(folder, config, len(trainer.draft_to_target))
     found = trainer.evaluate()
     command = " ".join(["nanovllm train-eagle", name_or_folder, *recipe.words()])
-    origin: dict[str, Any] = {
+    origin: JsonObject = {
         "command": command,
         "date": str(date.today()),
         "answer_tokens": len(samples.answers),

@@ -21,8 +21,9 @@ import contextlib
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -42,20 +43,38 @@ for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(MAX_COMPILED_PRODUCTS))
 
 
+class Kernels(Protocol):
+    """The operators that each module of kernels has; the functions below describe them."""
+
+    __name__: str
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    apply_rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    write_kv_cache: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    pack_weight: Callable[[Tensor], Tensor]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    grouped_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
+    widen: Callable[[Tensor], Tensor]
+    argmax: Callable[[Tensor], Tensor]
+    paged_attention: Callable[..., Tensor]
+
+
 @cache
-def _kernels(device: torch.device) -> ModuleType:
+def _kernels(device: torch.device) -> Kernels:
     """The module whose functions serve tensors on this device; decided once per process."""
     if device.type == "cpu":
         with contextlib.suppress(MissingPartError):
             if load("nanovllm.ops.native:is_available", "compiled operators")():
-                return importlib.import_module("nanovllm.ops.native")
+                return cast(Kernels, importlib.import_module("nanovllm.ops.native"))
     if device.type == "cuda":
         # Each operator checks dtypes and sizes itself.
         obstacle = why_no_triton(device, head_dim=0)
         if obstacle is None:
-            return importlib.import_module("nanovllm.ops.triton")
+            return cast(Kernels, importlib.import_module("nanovllm.ops.triton"))
         logger.warning("no Triton operators, using plain torch: %s", obstacle)
-    return reference
+    return cast(Kernels, reference)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -161,7 +180,8 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     Returns: `[tokens, hidden]`.
     """
     if not isinstance(weight, Tensor):
-        return weight.rows(token_ids)
+        rows: Tensor = weight.rows(token_ids)
+        return rows
     return _kernels(weight.device).embedding(token_ids, weight)
 
 

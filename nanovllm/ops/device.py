@@ -46,7 +46,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
             "half"
         )
     if name != "auto":
-        return getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     if device.type == "cuda":
         return torch.bfloat16 if native else torch.float16
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()

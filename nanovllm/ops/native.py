@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ _INT = ctypes.c_int
 _BOOL = ctypes.c_bool
 # Return type and arguments of each kernel. Those that return a flag refuse indices that point
 # outside their tensors.
-_SIGNATURES: dict[str, list[Any]] = {
+_SIGNATURES: dict[str, list[type | None]] = {
     "rms_norm": [None, *[_POINTER] * 3, *[_SIZE] * 4, _FLOAT, _INT],
     "add_rms_norm": [None, *[_POINTER] * 4, *[_SIZE] * 2, _FLOAT, _INT],
     "apply_rope": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 7, _INT],

@@ -72,7 +72,8 @@ def _kernel(
 
 def _packed(words: Tensor) -> Tensor:
     """`[out_features, words, ...]` with the words of 16 outputs side by side."""
-    return words.unflatten(0, (-1, native.PACKED_OUTPUTS)).transpose(1, 2).flatten(2).contiguous()
+    grouped: Tensor = words.unflatten(0, (-1, native.PACKED_OUTPUTS))
+    return grouped.transpose(1, 2).flatten(2).contiguous()
 
 
 def pack_nibbles(nibbles: Tensor, *scales_and_zeros: Tensor) -> list[Tensor]:
@@ -97,7 +98,8 @@ def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
         return values if rows is None else values[rows]
     rows = torch.arange(len(values) * native.PACKED_OUTPUTS) if rows is None else rows
     words = values.unflatten(-1, (native.PACKED_OUTPUTS, -1))
-    picked = words[rows // native.PACKED_OUTPUTS, :, rows % native.PACKED_OUTPUTS].flatten(1)
+    picked: Tensor = words[rows // native.PACKED_OUTPUTS, :, rows % native.PACKED_OUTPUTS]
+    picked = picked.flatten(1)
     return picked ^ -128 if values.dtype is torch.int8 else picked
 
 
@@ -138,7 +140,8 @@ def _linear(
             tensor if tensor is None or tensor.ndim < 2 else _unpacked(tensor)
             for tensor in (scales, *optional)
         )
-        return getattr(reference_quantized, name)(x, _unpacked(values), *plain)
+        product: Callable[..., Tensor] = getattr(reference_quantized, name)
+        return product(x, _unpacked(values), *plain)
     out = x.new_empty(len(x), len(values) * native.PACKED_OUTPUTS)
     zeros, bias = (
         native._NOTHING if tensor is None else tensor for tensor in (None, *optional)[-2:]

@@ -42,7 +42,8 @@ def _kernel(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> Callable[..
     """The C function for a cache and queries of these dtypes; None where there is none."""
     if dtype not in native._SUFFIXES or _library() is None:
         return None
-    return ctypes.CFUNCTYPE(*native._SIGNATURES[name])(_address(name, kv_dtype, dtype))
+    signature = native._SIGNATURES[name]
+    return ctypes.CFUNCTYPE(*signature)(_address(name, kv_dtype, dtype))  # type: ignore[arg-type]
 
 
 def compiled(kv_dtype: torch.dtype) -> dict[torch.dtype, tuple[int, int]]:

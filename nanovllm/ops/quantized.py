@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,11 +28,26 @@ from nanovllm import ops
 from nanovllm.ops import reference_quantized
 
 
+class Kernels(Protocol):
+    """The operators that each module of kernels has; the functions below describe them."""
+
+    linear_w4a16: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    linear_w4a8: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    linear_w8a16: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    linear_w8a8: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
+    rows: Callable[[Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+    compiled: Callable[..., tuple[int, Tensor]]
+    pack_nibbles: Callable[..., list[Tensor]]
+    pack_values: Callable[[Tensor], Tensor]
+
+
 @cache
-def _kernels(device: torch.device) -> ModuleType:
+def _kernels(device: torch.device) -> Kernels:
     """The module whose functions serve tensors on this device; decided once per process."""
     name = f"{ops._kernels(device).__name__}_quantized"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else reference_quantized
+    has_module = importlib.util.find_spec(name) is not None
+    return cast(Kernels, importlib.import_module(name) if has_module else reference_quantized)
 
 
 def linear_w4a16(

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.attention import paged_attention, write_kv_cache  # noqa: F401
+from nanovllm.ops.attention import paged_attention as paged_attention
+from nanovllm.ops.attention import write_kv_cache as write_kv_cache
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +46,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 def unpack_weight(packed: Tensor) -> Tensor:
     """`[out_features, in_features]` from a packed weight (see `nanovllm.ops.pack_weight`)."""
     groups, _, _, width = packed.shape  # 16 outputs, each with the values of a word
-    return packed.unflatten(3, (16, width // 16)).permute(0, 3, 1, 2, 4).reshape(groups * 16, -1)
+    split: Tensor = packed.unflatten(3, (16, width // 16))
+    return split.permute(0, 3, 1, 2, 4).reshape(groups * 16, -1)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -16,13 +16,15 @@ def unpack(words: Tensor, bits: int = 4) -> Tensor:
     """The unsigned integers in 32-bit words, `[..., width]` to `[..., width * 32 / bits]`, lowest
     bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> shifts & 2**bits - 1).flatten(-2)
+    values: Tensor = words[..., None] >> shifts & 2**bits - 1
+    return values.flatten(-2)
 
 
 def pack(values: Tensor, bits: int = 4) -> Tensor:
     """Unsigned integers as int32 words: undoes `unpack`."""
     shifts = torch.arange(0, 32, bits, device=values.device)
-    return (values.long().unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1).to(torch.int32)
+    of_words: Tensor = values.long().unflatten(-1, (-1, 32 // bits))
+    return (of_words << shifts).sum(-1).to(torch.int32)
 
 
 def round_to_nearest(
@@ -71,7 +73,8 @@ def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torc
         0 if zeros is None else zeros[..., None]
     )
     wide = torch.promote_types(scales.dtype, torch.float32)
-    return (groups.to(wide) * scales[..., None].to(wide)).flatten(-2).to(dtype)
+    weight: Tensor = groups.to(wide) * scales[..., None].to(wide)
+    return weight.flatten(-2).to(dtype)
 
 
 def linear_w4a16(

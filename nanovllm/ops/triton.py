@@ -7,6 +7,8 @@ same up to the order of a sum and the last bits of `exp` and `rsqrt`. Inputs tha
 (other dtypes, rows with gaps, gradients) go to `reference`, and so do the operators that torch's
 own kernels serve well."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -265,6 +267,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return load("nanovllm.ops.triton_grouped:grouped_linear", "a mixture of experts on a GPU")(
-        x, weight, counts
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = load(
+        "nanovllm.ops.triton_grouped:grouped_linear", "a mixture of experts on a GPU"
     )
+    return product(x, weight, counts)

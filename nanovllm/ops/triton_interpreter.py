@@ -14,7 +14,6 @@ and not used by the kernels here: `tl.sum` and `tl.fma` in bfloat16, and atomics
 
 from collections.abc import Callable
 from functools import cache, partialmethod
-from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -36,14 +35,14 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 
 def _is_bfloat16(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar == tl.bfloat16
+    return bool(handle.dtype.scalar == tl.bfloat16)
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
 
-def _elementwise(self: InterpreterBuilder, original: Operation, *operands: Any) -> TensorHandle:
+def _elementwise(self: InterpreterBuilder, original: Operation, *operands: object) -> TensorHandle:
     """An operation on one or two tensors, computed in float32 and rounded once where they are
     bfloat16."""
     *handles, function = operands
@@ -67,7 +66,7 @@ def _cast(
 
 
 def _dot(
-    self: InterpreterBuilder, original: Operation, a: TensorHandle, b: TensorHandle, *others: Any
+    self: InterpreterBuilder, original: Operation, a: TensorHandle, b: TensorHandle, *others: object
 ) -> TensorHandle:
     # A product of two bfloat16 numbers is exact in float32, where tensor cores add the products up,
     # too.

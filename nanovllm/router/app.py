@@ -11,7 +11,6 @@ import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpcore
 import jinja2
@@ -23,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 import nanovllm
+from nanovllm.data.json import JsonObject
 from nanovllm.router.backends import FAILURES, Backend, describe
 from nanovllm.router.call import OF_CONNECTION, Call
 from nanovllm.router.policies import choose
@@ -100,7 +100,7 @@ class Transfer:
             it; decode first: the one that will be busy with the request.
     """
 
-    params: dict[str, Any] = field(default_factory=dict)
+    params: JsonObject = field(default_factory=dict)
     server: Backend | None = None
 
 
@@ -272,7 +272,7 @@ class RouterApp:
             content = await answer.aread()
         server.num_answered += 1
         if answer.status < 400:
-            params = msgspec.json.decode(content, type=dict[str, Any]).get("kv_transfer_params")
+            params = msgspec.json.decode(content, type=JsonObject).get("kv_transfer_params")
             return answer.status, Transfer(params or {}, server)
         return answer.status, (
             with_headers(Response(content, answer.status), answer) if answer.status < 500 else None

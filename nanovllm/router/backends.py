@@ -143,6 +143,25 @@ class Backend:
             async with stream as answer:
                 yield answer
 
+    async def fetch(self, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
+        """GET, or POST a body of JSON, with the router's own key: status and body of the answer.
+
+        Raises:
+            FAILURES: there is no answer.
+        """
+        async with self.ask(
+            Call("POST" if body else "GET", path, self._own_headers, body)
+        ) as answer:
+            return answer.status, await answer.aread()
+
+    async def release(self, remote_request_id: str) -> None:
+        """Tell a prefill server that no decode server will read the KV that it holds for a request.
+        If this message is lost, the server holds the KV until the lease ends."""
+        body = msgspec.json.encode({"remote_request_id": remote_request_id})
+        with contextlib.suppress(*FAILURES):
+            async with asyncio.timeout(HEALTH_SECONDS):
+                await self.fetch(b"/kv_transfer/release", body)
+
     def note_failure(self, error: Exception | None = None) -> None:
         """Note that a request to this server has failed. If it refuses connections, it gets no more
         requests until a health check succeeds; otherwise, its health is checked soon.
@@ -161,8 +180,6 @@ class Backend:
             logger.log(logging.WARNING if problem else logging.INFO, "%s %s", self.name, news)
             self.sent.clear()  # it may be restarted, with an empty cache
         self.problem = problem
-
-    # ---------------------------------------------------------------- health
 
     async def look_after(self) -> None:
         """Check its health, for ever."""
@@ -210,25 +227,6 @@ class Backend:
             return f"runs with --kv-role {wrong.pop()}: a {self.role} server needs {wanted} or both"
         self.kv_addresses = [(e.kv_host, e.kv_port) for e in engines if e.kv_host and e.kv_port]
         return ""
-
-    async def release(self, remote_request_id: str) -> None:
-        """Tell a prefill server that no decode server will read the KV that it holds for a request.
-        If this message is lost, the server holds the KV until the lease ends."""
-        body = msgspec.json.encode({"remote_request_id": remote_request_id})
-        with contextlib.suppress(*FAILURES):
-            async with asyncio.timeout(HEALTH_SECONDS):
-                await self.fetch(b"/kv_transfer/release", body)
-
-    async def fetch(self, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
-        """GET, or POST a body of JSON, with the router's own key: status and body of the answer.
-
-        Raises:
-            FAILURES: there is no answer.
-        """
-        async with self.ask(
-            Call("POST" if body else "GET", path, self._own_headers, body)
-        ) as answer:
-            return answer.status, await answer.aread()
 
 
 def describe(error: Exception) -> str:

@@ -4,11 +4,11 @@ server that it becomes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
+from nanovllm.data.json import JsonObject
 from nanovllm.server.errors import APIError
 
 # Headers that concern one connection (RFC 9110, 7.6.1), or that each server writes itself.
@@ -48,7 +48,7 @@ class Call:
     path: bytes
     headers: list[tuple[bytes, bytes]]
     content: bytes = b""
-    body: dict[str, Any] = field(default_factory=dict)
+    body: JsonObject = field(default_factory=dict)
 
     @classmethod
     async def from_request(cls, request: Request, parse: bool) -> Call:
@@ -92,7 +92,7 @@ class Call:
         ]  # the router reads the answer
         return replace(self, headers=headers, content=msgspec.json.encode(body))
 
-    def with_transfer(self, params: dict[str, Any]) -> Call:
+    def with_transfer(self, params: JsonObject) -> Call:
         """The request to a decode server: the client's bytes, or with the parameters of a KV
         transfer."""
         if not params:

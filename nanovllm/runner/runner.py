@@ -100,6 +100,61 @@ class ModelRunner:
             )
             self.prepare_model(self.model)
         self.sampler = Sampler()
+        self.graphs: DecodeGraphs | None = None  # once they are recorded
+
+    @cached_property
+    def connector(self) -> KVConnectorWorker:
+        """This rank's half of the connector, which moves KV between engines; the default one moves
+        none."""
+        return cast("KVConnectorWorker", NoConnector())
+
+    @cached_property
+    def structured_output(self) -> StructuredOutputManager:
+        """Computes what the requests' grammars allow; see `StructuredOutputManager.start`."""
+        create: type[StructuredOutputManager] = load(
+            "nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs"
+        )
+        return create(self.config, self.model_config, self.folder)
+
+    @cached_property
+    def link(self) -> StageLink | None:
+        """The connection to the other stages of the pipeline; None if this rank has all layers."""
+        if get_pp_group().world_size == 1:
+            return None
+        create: type[StageLink] = load(
+            "nanovllm.distributed.stage_link:StageLink", "pipeline_parallel_size"
+        )
+        return create(self.model_config.hidden_size, self.dtype, self.device)
+
+    @cached_property
+    def balancer(self) -> LoadBalancer | None:
+        """Moves experts between ranks (lecture 24); None if it is not to."""
+        if not self.config.enable_eplb:
+            return None
+        create: Callable[[nn.Module, str], LoadBalancer] = load(
+            "nanovllm.models.moe:load_balancer", "enable_eplb"
+        )
+        return create(self.model, self.config.eplb_config or "{}")
+
+    @cached_property
+    def make_graph(self) -> Callable[[], CudaGraph] | None:
+        """See `graph_maker`."""
+        # The host has to know how many tokens go to which rank, in the middle of a step: no graph
+        # can hold that.
+        eager = self.config.enforce_eager or getattr(
+            self.model_config.moe, "enable_expert_parallel", False
+        )
+        return graph_maker(self.device, self.backend, eager)
+
+    @cached_property
+    def speculator(self) -> Speculator | None:
+        """Verifies drafts, and makes them; None without `config.speculative`."""
+        if self.config.speculative is None:
+            return None
+        create: type[Speculator] = load(
+            "nanovllm.runner.speculative.speculator:Speculator", "speculative_config"
+        )
+        return create(self)
 
     def prepare_model(self, model: LlamaForCausalLM | EagleModel) -> None:
         """Arrange the weights, and let the layers run in one call if this machine can."""
@@ -170,6 +225,10 @@ class ModelRunner:
             num_blocks, heads, self.config.block_size, width + self.backend.scale_bytes
         )
 
+    def _cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
+        drafter = self.speculator.cache_shapes(num_blocks) if self.speculator is not None else []
+        return [self._cache_shape(num_blocks)] * len(self.layers) + drafter
+
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
         seqs = max(self.config.max_num_seqs, self.config.max_decodes)
@@ -189,6 +248,11 @@ class ModelRunner:
         self._picks = StepBuffer((4, self.config.max_num_samples), torch.int64, self.device)
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Device memory that one KV block takes, over all layers of this rank."""
+        return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
         """Pack the step's tokens one request after another, into buffers that are always the same
@@ -408,6 +472,17 @@ class ModelRunner:
             hidden: Tensor = self.model(input_ids, positions, received)
             return hidden
 
+    def blank(self, num_tokens: int) -> Tensor | None:
+        """A substitute for received hidden states, for steps that a stage runs alone to measure or
+        to record them."""
+        return None if get_pp_group().is_first else self.blank_output(num_tokens)
+
+    def blank_output(self, num_tokens: int) -> Tensor:
+        """A buffer for this stage's output."""
+        return torch.zeros(
+            num_tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device
+        )
+
     def _sampling_rows(
         self, schedule: SchedulerOutput, batch: Batch
     ) -> dict[SampleKey, SamplingRow]:
@@ -449,17 +524,24 @@ class ModelRunner:
             for name, token_id, logprobs in zip(rows, *arrive(), strict=True)
         }
 
-    def forget_requests(self) -> None:
-        """Drop the state of all requests, once a step was broken off, and stop all KV transfers."""
-        for request_id in list(self.rows.row_of):
-            self.rows.remove(request_id)
-        self.connector.forget_requests()
+    def any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
+        """Whether any of the engines in lock-step has requests; all engines get the same answer for
+        the same step.
 
-    @cached_property
-    def connector(self) -> KVConnectorWorker:
-        """This rank's half of the connector, which moves KV between engines; the default one moves
-        none."""
-        return cast("KVConnectorWorker", NoConnector())
+        Every rank starts the same all-reduce, of a tensor with the number of this engine's
+        `schedule.unfinished` (`upload`), and does not wait
+        here: `start_fetch` of the sum returns a function that waits for it and returns `[[sum]]`. A
+            group of one needs neither of them.
+
+        Returns: a function that waits for the answer, a `bool`.
+        """
+        group = get_dp_group()
+        if group.world_size == 1:
+            return lambda: schedule.unfinished
+        arrive = start_fetch(
+            group.all_reduce(upload([schedule.unfinished], torch.float32, self.device))
+        )
+        return lambda: arrive() != [[0.0]]
 
     def _start_prompt_logprobs(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
@@ -495,98 +577,11 @@ class ModelRunner:
             for name, parts in arrivals.items()
         }
 
-    # ---------------------------------------------------------------- memory
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Device memory that one KV block takes, over all layers of this rank."""
-        return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
-
-    # ----------------------------------------------------- parts, each made when it is first needed
-
-    @cached_property
-    def structured_output(self) -> StructuredOutputManager:
-        """Computes what the requests' grammars allow; see `StructuredOutputManager.start`."""
-        create: type[StructuredOutputManager] = load(
-            "nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs"
-        )
-        return create(self.config, self.model_config, self.folder)
-
-    @cached_property
-    def link(self) -> StageLink | None:
-        """The connection to the other stages of the pipeline; None if this rank has all layers."""
-        if get_pp_group().world_size == 1:
-            return None
-        create: type[StageLink] = load(
-            "nanovllm.distributed.stage_link:StageLink", "pipeline_parallel_size"
-        )
-        return create(self.model_config.hidden_size, self.dtype, self.device)
-
-    def blank(self, num_tokens: int) -> Tensor | None:
-        """A substitute for received hidden states, for steps that a stage runs alone to measure or
-        to record them."""
-        return None if get_pp_group().is_first else self.blank_output(num_tokens)
-
-    def blank_output(self, num_tokens: int) -> Tensor:
-        """A buffer for this stage's output."""
-        return torch.zeros(
-            num_tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device
-        )
-
-    @cached_property
-    def balancer(self) -> LoadBalancer | None:
-        """Moves experts between ranks (lecture 24); None if it is not to."""
-        if not self.config.enable_eplb:
-            return None
-        create: Callable[[nn.Module, str], LoadBalancer] = load(
-            "nanovllm.models.moe:load_balancer", "enable_eplb"
-        )
-        return create(self.model, self.config.eplb_config or "{}")
-
-    def any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
-        """Whether any of the engines in lock-step has requests; all engines get the same answer for
-        the same step.
-
-        Every rank starts the same all-reduce, of a tensor with the number of this engine's
-        `schedule.unfinished` (`upload`), and does not wait
-        here: `start_fetch` of the sum returns a function that waits for it and returns `[[sum]]`. A
-            group of one needs neither of them.
-
-        Returns: a function that waits for the answer, a `bool`.
-        """
-        group = get_dp_group()
-        if group.world_size == 1:
-            return lambda: schedule.unfinished
-        arrive = start_fetch(
-            group.all_reduce(upload([schedule.unfinished], torch.float32, self.device))
-        )
-        return lambda: arrive() != [[0.0]]
-
-    graphs: DecodeGraphs | None = None  # once they are recorded
-
-    @cached_property
-    def make_graph(self) -> Callable[[], CudaGraph] | None:
-        """See `graph_maker`."""
-        # The host has to know how many tokens go to which rank, in the middle of a step: no graph
-        # can hold that.
-        eager = self.config.enforce_eager or getattr(
-            self.model_config.moe, "enable_expert_parallel", False
-        )
-        return graph_maker(self.device, self.backend, eager)
-
-    @cached_property
-    def speculator(self) -> Speculator | None:
-        """Verifies drafts, and makes them; None without `config.speculative`."""
-        if self.config.speculative is None:
-            return None
-        create: type[Speculator] = load(
-            "nanovllm.runner.speculative.speculator:Speculator", "speculative_config"
-        )
-        return create(self)
-
-    def _cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
-        drafter = self.speculator.cache_shapes(num_blocks) if self.speculator is not None else []
-        return [self._cache_shape(num_blocks)] * len(self.layers) + drafter
+    def forget_requests(self) -> None:
+        """Drop the state of all requests, once a step was broken off, and stop all KV transfers."""
+        for request_id in list(self.rows.row_of):
+            self.rows.remove(request_id)
+        self.connector.forget_requests()
 
 
 def graph_maker(

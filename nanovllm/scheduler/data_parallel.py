@@ -144,10 +144,6 @@ class Router:
         self._remember(rank, names)
         return rank
 
-    def forget(self) -> None:
-        """Forget everything: the engines' caches are empty."""
-        self._sent = [OrderedDict() for _ in self._sent]
-
     def _names(self, request: EngineRequest) -> list[bytes]:
         """Hashes of the prompt's first full blocks, without the last token, which is always
         computed."""
@@ -169,3 +165,7 @@ class Router:
             sent.move_to_end(name)
         while len(sent) > self.capacity:
             sent.popitem(last=False)
+
+    def forget(self) -> None:
+        """Forget everything: the engines' caches are empty."""
+        self._sent = [OrderedDict() for _ in self._sent]

@@ -59,6 +59,17 @@ class Scheduler:
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
         self.step_times = StepTimes()
+        self.steps_in_flight: tuple[SchedulerOutput, ...] = ()  # the results are still missing
+
+    @cached_property
+    def speculation(self) -> Any:
+        """Drafts tokens, or says how many the runner shall draft; None without
+        `config.speculative`."""
+        if self.config.speculative is None:
+            return None
+        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(
+            self.config.speculative
+        )
 
     # ---------------------------------------------------------------- in and out
 
@@ -155,6 +166,52 @@ class Scheduler:
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if the next step has to wait for pending tokens, which a penalty, a grammar or
+        drafts depend on."""
+        ahead = bool(self.steps_in_flight) and not self._in_stages
+        return ahead and any(
+            (r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running
+        )
+
+    def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
+        """Do in less time what `_continue_running` would for the head of the queue, where each
+        request misses one token.
+
+        Returns the running requests from the first one on that it leaves to `_continue_running`:
+        this one misses more tokens, or the runner does not know it, or no block is free for it. In
+        a pipeline, and with drafts, it leaves all."""
+        leaves_all = self._in_stages or self.speculation is not None
+        block_size = self.manager.block_size
+        count = 0 if leaves_all else self.config.token_budget
+        for i, request in enumerate(self.running[:count]):
+            start = request.num_computed_tokens
+            pending = request.num_pending_tokens
+            num_sent = request.num_sent_tokens
+            num_tokens = len(request.token_ids)
+            end = start + 1
+            if end != num_tokens + pending or start < request.num_prompt_tokens or num_sent == 0:
+                return self.running[i:]
+            if pending and end >= request.max_num_tokens:
+                continue  # the pending token is the last one
+            blocks = () if start % block_size else self.manager.allocate_slots(request, end)
+            if blocks is None:
+                return self.running[i:]
+            name = request.request_id
+            new = request.token_ids[num_sent:]
+            plan.requests.append(
+                ScheduledRequest(
+                    name, start, 1, new, blocks, samples=1, last_is_pending=pending > 0
+                )
+            )
+            request.num_computed_tokens = end
+            request.num_sent_tokens = num_tokens
+            request.num_pending_tokens = pending + 1
+            if end % block_size == 0:
+                self.manager.cache_blocks(request, start)
+        return self.running[count:]
+
     def share(self, request: Request, plan: SchedulerOutput) -> int:
         """How many tokens of the request this step may compute.
 
@@ -182,6 +239,17 @@ class Scheduler:
         if request.in_prefill:
             budget = min(budget, plan.max_prefill_tokens - plan.num_prefill_tokens)
         return min(wanted, budget)
+
+    @property
+    def _in_stages(self) -> bool:
+        return self.config.pipeline_parallel_size > 1
+
+    def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
+        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other
+        stages need work, too."""
+        return self._in_stages and plan.num_samples >= -(
+            -num_requests // self.config.pipeline_parallel_size
+        )
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
         """Give each running request its share (`share`), first come first served; preempt from the
@@ -293,6 +361,19 @@ class Scheduler:
             self._schedule(request, share, [], plan)
         return ""
 
+    def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
+        share = self.share(request, plan)
+        if share == 0:
+            return "max_num_batched_tokens"
+        copies = self.manager.swap_in(request, request.num_computed_tokens + share)
+        if copies is None:
+            return "kv blocks"
+        plan.swap_in += copies
+        plan.resumed.append(request.request_id)
+        self.move(request, RequestStatus.RUNNING)
+        self._schedule(request, share, [], plan)
+        return ""
+
     def _schedule(
         self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput
     ) -> None:
@@ -325,6 +406,25 @@ class Scheduler:
         request.num_computed_tokens += share
         request.num_sent_tokens = request.num_tokens
         self.manager.cache_blocks(request, before)
+
+    def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
+        """Append a step to `steps_in_flight` (a tuple) until its result comes, and count the
+        tokens that it samples as pending.
+
+        The requests' `num_computed_tokens` count this step already. If more tokens of a request are
+        computed than known (`num_tokens`), the step computes a pending token: the request's share
+        gets `last_is_pending`. Each request for which the step samples (`samples` of its share) has
+        so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are
+        computed, but neither known nor pending. Shares before number `first` are counted already.
+        """
+        self.steps_in_flight += (plan,)
+        for scheduled in plan.requests[first:]:
+            request = self.requests[scheduled.request_id]
+            num_drafts = len(scheduled.draft_token_ids)
+            scheduled.last_is_pending = (
+                request.num_computed_tokens - num_drafts > request.num_tokens
+            )
+            request.num_pending_tokens += scheduled.samples
 
     # ---------------------------------------------------------------- after the step
 
@@ -430,19 +530,6 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
-        share = self.share(request, plan)
-        if share == 0:
-            return "max_num_batched_tokens"
-        copies = self.manager.swap_in(request, request.num_computed_tokens + share)
-        if copies is None:
-            return "kv blocks"
-        plan.swap_in += copies
-        plan.resumed.append(request.request_id)
-        self.move(request, RequestStatus.RUNNING)
-        self._schedule(request, share, [], plan)
-        return ""
-
     # ---------------------------------------------------------------- is everything in order?
 
     def check_invariants(self) -> None:
@@ -469,95 +556,3 @@ class Scheduler:
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
         assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs
         self.manager.check_invariants(queued)
-
-    # ---------------------------------------------------------------- several steps in flight
-
-    steps_in_flight: tuple[SchedulerOutput, ...] = ()
-
-    def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
-        """Append a step to `steps_in_flight` (a tuple) until its result comes, and count the
-        tokens that it samples as pending.
-
-        The requests' `num_computed_tokens` count this step already. If more tokens of a request are
-        computed than known (`num_tokens`), the step computes a pending token: the request's share
-        gets `last_is_pending`. Each request for which the step samples (`samples` of its share) has
-        so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are
-        computed, but neither known nor pending. Shares before number `first` are counted already.
-        """
-        self.steps_in_flight += (plan,)
-        for scheduled in plan.requests[first:]:
-            request = self.requests[scheduled.request_id]
-            num_drafts = len(scheduled.draft_token_ids)
-            scheduled.last_is_pending = (
-                request.num_computed_tokens - num_drafts > request.num_tokens
-            )
-            request.num_pending_tokens += scheduled.samples
-
-    @property
-    def _in_stages(self) -> bool:
-        return self.config.pipeline_parallel_size > 1
-
-    def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
-        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other
-        stages need work, too."""
-        return self._in_stages and plan.num_samples >= -(
-            -num_requests // self.config.pipeline_parallel_size
-        )
-
-    @cached_property
-    def speculation(self) -> Any:
-        """Drafts tokens, or says how many the runner shall draft; None without
-        `config.speculative`."""
-        if self.config.speculative is None:
-            return None
-        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(
-            self.config.speculative
-        )
-
-    # ---------------------------------------------------------------- one step ahead
-
-    @property
-    def waits_for_tokens(self) -> bool:
-        """True if the next step has to wait for pending tokens, which a penalty, a grammar or
-        drafts depend on."""
-        ahead = bool(self.steps_in_flight) and not self._in_stages
-        return ahead and any(
-            (r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running
-        )
-
-    def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
-        """Do in less time what `_continue_running` would for the head of the queue, where each
-        request misses one token.
-
-        Returns the running requests from the first one on that it leaves to `_continue_running`:
-        this one misses more tokens, or the runner does not know it, or no block is free for it. In
-        a pipeline, and with drafts, it leaves all."""
-        leaves_all = self._in_stages or self.speculation is not None
-        block_size = self.manager.block_size
-        count = 0 if leaves_all else self.config.token_budget
-        for i, request in enumerate(self.running[:count]):
-            start = request.num_computed_tokens
-            pending = request.num_pending_tokens
-            num_sent = request.num_sent_tokens
-            num_tokens = len(request.token_ids)
-            end = start + 1
-            if end != num_tokens + pending or start < request.num_prompt_tokens or num_sent == 0:
-                return self.running[i:]
-            if pending and end >= request.max_num_tokens:
-                continue  # the pending token is the last one
-            blocks = () if start % block_size else self.manager.allocate_slots(request, end)
-            if blocks is None:
-                return self.running[i:]
-            name = request.request_id
-            new = request.token_ids[num_sent:]
-            plan.requests.append(
-                ScheduledRequest(
-                    name, start, 1, new, blocks, samples=1, last_is_pending=pending > 0
-                )
-            )
-            request.num_computed_tokens = end
-            request.num_sent_tokens = num_tokens
-            request.num_pending_tokens = pending + 1
-            if end % block_size == 0:
-                self.manager.cache_blocks(request, start)
-        return self.running[count:]

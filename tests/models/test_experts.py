@@ -107,7 +107,7 @@ ROUTERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
 
 
 def read_experts(raw: dict[str, Any]) -> MoEConfig | None:
-    defaults = SUPPORTED_ARCHITECTURES[raw["architectures"][0]].get("routing", {})
+    defaults = SUPPORTED_ARCHITECTURES[raw["architectures"][0]].routing
     return MoEConfig.from_dict(Fields(defaults | Fields(raw, "config.json"), "config.json"))
 
 

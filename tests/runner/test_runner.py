@@ -56,6 +56,7 @@ class BareRunner(ModelRunner):
         self.model_config = SHAPE
         self.device = torch.device(device)
         self.dtype = self.kv_dtype = torch.float32
+        self.graphs = None
 
 
 def bare_runner(max_tokens: int = 40, num_blocks: int = 10, **options: Any) -> BareRunner:

@@ -253,6 +253,7 @@ class Core(EngineCore):
             **({"async_scheduling": True, "check_invariants": False} | config)
         )  # type: ignore[assignment]
         self.waves = None
+        self._last_results = 0.0
         self.times = list[Any]()
         self.scheduler = SimpleNamespace(  # type: ignore[assignment]
             update_from_output=self.update,

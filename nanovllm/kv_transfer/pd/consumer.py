@@ -106,44 +106,6 @@ class ConsumerSide(Side):
         self.fetches: dict[str, Fetch] = {}
         self._numbers = itertools.count()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler.update_connector_output`."""
-        received = output.finished_sending & self.fetches.keys()
-        self._in_flight -= received
-        super().update_connector_output(KVConnectorOutput(output.finished_sending - received))
-        for transfer_id in received:
-            self._received(self.fetches[transfer_id], output.reasons.get(transfer_id, ""))
-
-    def take_output(self) -> KVConnectorOutput:
-        """Give up fetches that have been in one stage for too long."""
-        now = time.monotonic()
-        for fetch in [f for f in self.fetches.values() if f.deadline < now]:
-            self._happens(fetch, "error", f"no KV arrived for {self.prefill_timeout:g} seconds")
-        return super().take_output()
-
-    def request_finished(
-        self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """If the request's KV is in flight, its blocks must be held until that has ended."""
-        for fetch in self._fetches_of(request):
-            self._happens(fetch, "error", "the request has ended")
-            return True, None
-        self._decline(request)
-        return super().request_finished(request, block_ids)
-
-    def forget_requests(self) -> None:
-        """A step broke off, and the ranks have stopped all transfers."""
-        super().forget_requests()
-        for fetch in self.fetches.values():
-            fetch.producer.tell(Release(fetch.remote_id))
-        self.fetches.clear()
-
-    def close(self) -> None:
-        """See `KVConnectorScheduler.close`."""
-        for producer in self._producers.values():
-            producer.close()
-        super().close()
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
@@ -265,19 +227,6 @@ class ConsumerSide(Side):
         else:
             self._end(fetch)
 
-    def _end(self, fetch: Fetch) -> None:
-        """Tell the scheduler that a fetch is over."""
-        del self.fetches[fetch.transfer_id]
-        self._output.finished_recving.add(fetch.request_id)
-        if fetch.error:
-            fetch.producer.tell(
-                Release(fetch.remote_id)
-            )  # it need neither compute nor hold anything any longer
-            self._output.invalid_block_ids[fetch.request_id] = set(fetch.local_block_ids)
-            if not fetch.is_given_up:
-                self._output.reasons[fetch.request_id] = fetch.error
-            logger.warning("the KV of %s did not arrive: %s", fetch.request_id, fetch.error)
-
     def _move_if_ready(self, fetch: Fetch) -> None:
         """The ranks can begin once the producer's ranks are known and, to read, its blocks."""
         if (
@@ -317,11 +266,49 @@ class ConsumerSide(Side):
         elif fetch.stage == "asked":
             fetch.remote_block_ids = message.block_ids[num_blocks - len(fetch.local_block_ids) :]
 
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorScheduler.update_connector_output`."""
+        received = output.finished_sending & self.fetches.keys()
+        self._in_flight -= received
+        super().update_connector_output(KVConnectorOutput(output.finished_sending - received))
+        for transfer_id in received:
+            self._received(self.fetches[transfer_id], output.reasons.get(transfer_id, ""))
+
     def _received(self, fetch: Fetch, error: str) -> None:
         """All ranks have reported that a fetch has ended."""
         error = fetch.error or error
         success = "pushed" if fetch.is_push else "read"
         self._happens(fetch, "broken" if error else success, error)
+
+    def take_output(self) -> KVConnectorOutput:
+        """Give up fetches that have been in one stage for too long."""
+        now = time.monotonic()
+        for fetch in [f for f in self.fetches.values() if f.deadline < now]:
+            self._happens(fetch, "error", f"no KV arrived for {self.prefill_timeout:g} seconds")
+        return super().take_output()
+
+    def _end(self, fetch: Fetch) -> None:
+        """Tell the scheduler that a fetch is over."""
+        del self.fetches[fetch.transfer_id]
+        self._output.finished_recving.add(fetch.request_id)
+        if fetch.error:
+            fetch.producer.tell(
+                Release(fetch.remote_id)
+            )  # it need neither compute nor hold anything any longer
+            self._output.invalid_block_ids[fetch.request_id] = set(fetch.local_block_ids)
+            if not fetch.is_given_up:
+                self._output.reasons[fetch.request_id] = fetch.error
+            logger.warning("the KV of %s did not arrive: %s", fetch.request_id, fetch.error)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """If the request's KV is in flight, its blocks must be held until that has ended."""
+        for fetch in self._fetches_of(request):
+            self._happens(fetch, "error", "the request has ended")
+            return True, None
+        self._decline(request)
+        return super().request_finished(request, block_ids)
 
     def _fetches_of(self, request: Request) -> list[Fetch]:
         return [fetch for fetch in self.fetches.values() if fetch.request_id == request.request_id]
@@ -334,3 +321,16 @@ class ConsumerSide(Side):
                 return self._happens(
                     fetch, "error", "it depends on an engine that may depend on this one"
                 )
+
+    def forget_requests(self) -> None:
+        """A step broke off, and the ranks have stopped all transfers."""
+        super().forget_requests()
+        for fetch in self.fetches.values():
+            fetch.producer.tell(Release(fetch.remote_id))
+        self.fetches.clear()
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler.close`."""
+        for producer in self._producers.values():
+            producer.close()
+        super().close()

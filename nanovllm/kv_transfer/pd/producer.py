@@ -64,39 +64,6 @@ class ProducerSide(Side):
             self._listener = listen(host, port, self.credentials, self.mailbox, self.leases)
             self.address = self._listener.address
 
-    def take_output(self) -> KVConnectorOutput:
-        """See `KVConnectorScheduler.take_output`."""
-        # If the ranks have stopped pushing a request that still runs, the push has failed, and its
-        # consumer cannot use the rest.
-        self._output.aborts += self._output.finished_sending & self.orders.keys()
-        self._output.finished_sending |= self.leases.take_ended()
-        return super().take_output()
-
-    def forget_requests(self) -> None:
-        """A step broke off: no order will be completed, and no read block can be trusted."""
-        super().forget_requests()
-        for request_id, order in self.orders.items():
-            order.consumer.tell(Prefilled(request_id, error="a step of the producer broke off"))
-        self.orders.clear()
-        self.leases.clear()
-
-    def close(self) -> None:
-        """See `KVConnectorScheduler.close`."""
-        if self.address is not None:
-            self._listener.close()
-        super().close()
-
-    def revoke(self, request_id: str) -> None:
-        """See `KVConnectorScheduler.revoke`."""
-        self.leases.release(request_id)
-
-    def decline(self, request: Request, reason: str) -> None:
-        """Tell the consumer that ordered the request why this engine does not compute it."""
-        order = self.orders.pop(request.request_id)
-        order.consumer.tell(
-            Prefilled(request.request_id, error=f"it rejected the prompt: {reason}")
-        )
-
     def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Released | None) -> None:
         """Act on a consumer's message; None: the consumer is gone."""
         if message is None:
@@ -135,6 +102,17 @@ class ProducerSide(Side):
         if message.push is not None and len(message.push) != -(-len(tokens) // size):
             return f"{len(message.push)} blocks for {len(tokens)} tokens"
         return ""
+
+    def revoke(self, request_id: str) -> None:
+        """See `KVConnectorScheduler.revoke`."""
+        self.leases.release(request_id)
+
+    def decline(self, request: Request, reason: str) -> None:
+        """Tell the consumer that ordered the request why this engine does not compute it."""
+        order = self.orders.pop(request.request_id)
+        order.consumer.tell(
+            Prefilled(request.request_id, error=f"it rejected the prompt: {reason}")
+        )
 
     def push(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
         """Push what a step computes for consumers."""
@@ -224,3 +202,25 @@ class ProducerSide(Side):
                 self.leases.drop(consumer.connection)
             consumer.tell(Prefilled(transfer_id, blocks))
         return True
+
+    def take_output(self) -> KVConnectorOutput:
+        """See `KVConnectorScheduler.take_output`."""
+        # If the ranks have stopped pushing a request that still runs, the push has failed, and its
+        # consumer cannot use the rest.
+        self._output.aborts += self._output.finished_sending & self.orders.keys()
+        self._output.finished_sending |= self.leases.take_ended()
+        return super().take_output()
+
+    def forget_requests(self) -> None:
+        """A step broke off: no order will be completed, and no read block can be trusted."""
+        super().forget_requests()
+        for request_id, order in self.orders.items():
+            order.consumer.tell(Prefilled(request_id, error="a step of the producer broke off"))
+        self.orders.clear()
+        self.leases.clear()
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler.close`."""
+        if self.address is not None:
+            self._listener.close()
+        super().close()

@@ -171,18 +171,6 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._in_flight.add(request.request_id)
         self.host.put(keys, [_BYTE] * len(keys))  # blocks from a disk stay in host memory
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no
-        longer count as kept."""
-        KVConnectorScheduler.update_connector_output(self, output)
-        for request_id in output.finished_recving:
-            blocks = self._loading.pop(request_id)
-            invalid = output.invalid_block_ids.get(request_id, set())
-            lost = [key for key, block_id in blocks.items() if block_id in invalid]
-            self.host.evict(lost)
-            if lost and request_id in self._saved:
-                self._saved[request_id] = self._saved[request_id][0], 0
-
     # ---------------------------------------------------------------- a request's KV is kept
 
     def build_connector_meta(
@@ -212,6 +200,18 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._saved[request_id] = request, max(first, end)
         keys = self._keys(request.block_hashes[first:end])
         return dict(zip(reversed(keys), reversed(table[first:end]), strict=True))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no
+        longer count as kept."""
+        KVConnectorScheduler.update_connector_output(self, output)
+        for request_id in output.finished_recving:
+            blocks = self._loading.pop(request_id)
+            invalid = output.invalid_block_ids.get(request_id, set())
+            lost = [key for key, block_id in blocks.items() if block_id in invalid]
+            self.host.evict(lost)
+            if lost and request_id in self._saved:
+                self._saved[request_id] = self._saved[request_id][0], 0
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]

@@ -2,9 +2,10 @@
 cells."""
 
 import ast
+import re
 from dataclasses import dataclass, field
 
-from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture
+from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture, Place
 from nanovllm.lab.course.pieces import Piece, cut, first_row, label
 
 MARKER = "Built by {}: edit it there."
@@ -69,6 +70,7 @@ def fold(lecture: Lecture, name: str) -> Module:
     module = Module(name, lecture, lecture.docstring(name), cells)
     for cell in cells:
         comments: list[Piece] = []
+        continues = False
         for piece in cut(cell):
             if piece.kind == "comment":
                 comments.append(piece)
@@ -87,11 +89,15 @@ def fold(lecture: Lecture, name: str) -> Module:
             elif _reopens(piece):
                 module.pieces += comments
                 comments = []
+                continues = True
                 _extend(module, piece)
             else:
                 _place(module.pieces, piece, comments)
                 comments = []
         module.pieces += comments
+        if (cell.places or cell.into_init) and not continues:
+            line = max([cell.into_init, *(place.line for place in cell.places.values())])
+            raise cell.error("a place is for members of a class that the cell continues", line)
     label(module.pieces)
     module.text = module.source()
     return module
@@ -119,6 +125,7 @@ def _place(siblings: list[Piece], piece: Piece, comments: list[Piece]) -> None:
         piece.seat = versions[0].first
         index = siblings.index(versions[0])
         siblings[index : index + 1] = [*comments, piece]
+        piece.members += [member for member in versions[0].members if member.is_state]
         for version in versions[1:]:
             siblings.remove(version)
 
@@ -160,23 +167,108 @@ def _extend(module: Module, part: Piece) -> None:
         raise target.source.error(
             f"write the body of class {name} on its own lines to continue it", target.start + 1
         )
+    cell = part.source
+    assert isinstance(cell, Cell)
+    groups: dict[str, list[Piece]] = {name: [] for name in cell.places}
     comments: list[Piece] = []
     for member in part.members:
         if member.kind == "comment":
             comments.append(member)
-            continue
-        _place(target.members, member, comments)
-        comments = []
+        elif cell.into_init and member.kind == "assignment":
+            _add_state(target, member, comments)
+            comments = []
+        else:
+            _place(target.members, member, comments)
+            if member.seat is None and member.kind != "docstring":
+                name = member.name if member.name in cell.places else ""
+                groups.setdefault(name, []).extend([*comments, member])
+            comments = []
     target.members += comments
+    groups.setdefault("", []).extend(comments)
+    for name, place in cell.places.items():
+        _move(target, groups[name], place, cell)
     target.parts.append(part)
     part.parts = []
+
+
+def _move(target: Piece, new: list[Piece], place: Place, cell: Cell) -> None:
+    """Give the new members of a class, with the comments above them, the place that their cell
+    asks for."""
+    rest = [member for member in target.members if member not in new]
+    names = [member.name for member in rest]
+    if not any(member.name for member in new):
+        raise cell.error(
+            f"`{place.side}={place.member}` places nothing: class {target.name} gets no such new "
+            "member here, and one that replaces another keeps its place",
+            place.line,
+        )
+    if place.member not in names:
+        raise cell.error(
+            f"class {target.name} has no member `{place.member}` for new members to stand "
+            f"{place.side}; so far it has {', '.join(filter(None, names))}",
+            place.line,
+        )
+    index = names.index(place.member) + (place.side == "after")
+    target.members[:] = [*rest[:index], *new, *rest[index:]]
+    new[0].is_placed = place.side == "after"
+
+
+def _add_state(target: Piece, member: Piece, comments: list[Piece]) -> None:
+    """Turn an assignment in the body of a reopened class into a statement at the end of
+    `__init__`.
+
+    The value must not change, since all objects of the class share it in the lecture."""
+    source = member.source
+    assert isinstance(member.node, ast.Assign | ast.AnnAssign)
+    line = member.node.lineno
+    starts = [m for m in target.members if m.name == "__init__" and m.members]
+    if not starts:
+        raise source.error(
+            f"class {target.name} has no `__init__` (below its `def` line) that "
+            "`into=__init__` could add to",
+            line,
+        )
+    if not member.name.isidentifier() or not _is_constant(member.node.value):
+        raise source.error(
+            "`into=__init__` takes assignments of one name to a constant, such as `count = 0`", line
+        )
+    if comments:
+        raise source.error(
+            "put the comment directly above the assignment that goes into `__init__`", line
+        )
+    member.lines = to_init(member.lines, member.name)
+    member.name = f"self.{member.name}"
+    member.is_state = True
+    starts[0].members.append(member)
+
+
+def _is_constant(node: ast.expr | None) -> bool:
+    """Whether it is a literal that cannot be changed: a constant, or a tuple of constants."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_constant(node.operand)
+    if isinstance(node, ast.Tuple):
+        return all(map(_is_constant, node.elts))
+    return isinstance(node, ast.Constant)
+
+
+def to_init(lines: list[str], name: str) -> list[str]:
+    """The lines of an assignment of a class body, as `__init__` has them."""
+    return [
+        "    " + re.sub(rf"^    {name}\b", f"    self.{name}", line) if line.strip() else line
+        for line in lines
+    ]
+
+
+def from_init(lines: list[str]) -> list[str]:
+    """The opposite of `to_init`."""
+    return [re.sub(r"^    self\.", "    ", line.removeprefix("    ")) for line in lines]
 
 
 def _render(pieces: list[Piece]) -> list[str]:
     """The lines of siblings; a blank line parts what stood apart in the lecture."""
     lines: list[str] = []
     for index, piece in enumerate(pieces):
-        if index:
+        if index and not piece.is_state:
             lines += [""] * (piece.blanks or not piece.follows(pieces[index - 1]))
-        lines += [*piece.head, *_render(piece.members)] if piece.kind == "class" else piece.lines
+        lines += [*piece.head, *_render(piece.members)] if piece.members else piece.lines
     return lines

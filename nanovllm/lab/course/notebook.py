@@ -8,6 +8,15 @@ The first lines of a code cell may be directives:
     #| extend kv.block_pool         this cell continues a module of an earlier lecture
     #| yours BlockPool.touch: TEST  a workbook leaves this function of the cell blank; TESTs, with
     spaces between, check it
+
+`export` and `extend` of a cell that continues a class (`@extend`) may say where its new members
+stand in the module. Members that replace earlier ones keep their places.
+
+    #| extend kv.block_pool after=touch     below the method `touch`, in the order of the cell
+    #| export before=touch                  above it
+    #| export after=touch trim:after=free   the same, but the new member `trim` below `free`
+    #| export into=__init__                 an assignment `x = 0` of the class body becomes
+                                            `self.x = 0` at the end of `__init__`
 """
 
 import ast
@@ -24,6 +33,10 @@ _DIRECTIVE = re.compile(r"#\|\s*(\S*)\s*(.*?)\s*$")
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TEST_MARKER = re.compile(r"#\s*NBVAL_")
 _MISPLACED = re.compile(r"#\|\s*(export|default_exp|extend|yours)\b")
+
+
+_PLACE = re.compile(r"(?:(\w+):)?(after|before)=(\w+)")
+_INTO = "into=__init__"
 
 
 class CourseError(Exception):
@@ -59,17 +72,40 @@ class Source:
             raise self.error(f"syntax error: {error.msg}", error.lineno or 1) from None
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where new members of a cell stand: "after" or "before" a member of the same class.
+
+    `new` is the one that is meant, "" all that no other place names. `line` is the line of the
+    directive in its cell, counted from 1.
+    """
+
+    new: str
+    side: str
+    member: str
+    line: int
+
+
 @dataclass(eq=False)
 class Cell(Source):
-    """A code cell of a lecture. `number` counts all cells of the file from 1; `extends` says that
-    an earlier lecture builds `module`; `yours` has the tests of each function that workbooks leave
-    blank."""
+    """A code cell of a lecture.
+
+    Attributes:
+        number: counts all cells of the file from 1.
+        extends: whether an earlier lecture builds `module`.
+        places: where new members of its classes stand in the module, by the name of the member or
+            "" for the others; those without a place stand at the end.
+        into_init: the line of an `into=__init__`, counted from 1; 0 without one.
+        yours: the tests of each function that workbooks leave blank.
+    """
 
     lecture: str = ""
     number: int = 0
     extends: bool = False
     module: str | None = None
     sets_module: str | None = None
+    places: dict[str, Place] = field(default_factory=dict)
+    into_init: int = 0
     yours: dict[str, str] = field(default_factory=dict)
 
 
@@ -179,6 +215,8 @@ def _direct(cell: Cell, current: str | None) -> str | None:
                 f"unknown directive `{directive}`: there are default_exp, export, extend, yours",
                 row + 1,
             )
+        if directive != "default_exp":
+            argument = _take_places(cell, argument, row + 1)
         if (argument or directive != "export") and not _MODULE_NAME.fullmatch(argument):
             raise cell.error(
                 f"`{directive}` needs the name of a module, such as kv.block_pool", row + 1
@@ -201,6 +239,30 @@ def _direct(cell: Cell, current: str | None) -> str | None:
             )
         cell.module = current
     return current
+
+
+def _take_places(cell: Cell, argument: str, line: int) -> str:
+    """Note in the cell where its new members stand; returns the rest of the directive's argument.
+
+    Raises:
+        CourseError: there are two places.
+    """
+    rest = []
+    for word in argument.split():
+        if match := _PLACE.fullmatch(word):
+            place = Place(match[1] or "", match[2], match[3], line)
+            if place.new in cell.places:
+                raise cell.error("name one place: `after=member` or `before=member`", line)
+            cell.places[place.new] = place
+        elif word == _INTO:
+            cell.into_init = line
+        elif "=" in word:
+            raise cell.error(
+                f"`{word}` is no place: there are after=member, before=member and {_INTO}", line
+            )
+        else:
+            rest.append(word)
+    return " ".join(rest)
 
 
 def _enter(lecture: Lecture, cell: Cell) -> None:

@@ -21,9 +21,12 @@ class Piece:
     """The lines [start, end) of a source: a statement with the comments right above it, or comments
     on their own.
 
-    A class has a head (decorators, the `class` line) and members; `parts` are the statements that
-    reopened it. `name` is what a later version replaces it by, `key` is unique among its siblings.
-    `seat` is the first version, whose place in the module a later version takes."""
+    A class has a head (decorators, the `class` line) and members, and so has its `__init__`;
+    `parts` are the statements that reopened it. `name` is what a later version replaces it by,
+    `key` is unique among its siblings. `seat` is the first version, whose place in the module a
+    later version takes. `is_placed` says that a directive gives its place below the piece above.
+    `is_state` says that the cell has `x = 0` in a class where the module has `self.x = 0` in
+    `__init__`."""
 
     kind: Kind
     source: Source
@@ -38,6 +41,8 @@ class Piece:
     members: list[Piece] = field(default_factory=list)
     parts: list[Piece] = field(default_factory=list)
     seat: Piece | None = None
+    is_placed: bool = False
+    is_state: bool = False
 
     @property
     def first(self) -> Piece:
@@ -144,10 +149,12 @@ def _piece(
         piece.kind = "definition"
         piece.name = node.name
         if parent is None and node.body[0].lineno > node.lineno:  # not `class A: ...`
-            _open_class(piece, node)
+            _open(piece, node, indent=4)
     elif isinstance(node, Function):
         piece.kind = "definition"
         piece.name = _function_name(node)
+        if parent is not None and piece.name == "__init__" and _has_own_lines(source, node):
+            _open(piece, node, indent=8)
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         piece.kind = "assignment"
@@ -158,17 +165,24 @@ def _piece(
     return piece
 
 
-def _open_class(piece: Piece, node: ast.ClassDef) -> None:
-    """Split a class into its head and its members."""
+def _has_own_lines(source: Source, node: Function) -> bool:
+    """Whether the body of a function begins below its header."""
+    first = node.body[0]
+    return not source.lines[first_row(first)][: first.col_offset].strip()
+
+
+def _open(piece: Piece, node: ast.ClassDef | Function, indent: int) -> None:
+    """Split a class, or its `__init__`, into a head and members."""
     source = piece.source
     start = first_row(node.body[0])
-    if node.body[0].col_offset != 4:
+    if node.body[0].col_offset != indent:
         raise piece.source.error(
             f"indent the body of class {node.name} with four spaces", start + 1
         )
     while source.lines[start - 1].lstrip().startswith("#") or not source.lines[start - 1].strip():
         start -= 1
-    piece.kind = "class"
+    if isinstance(node, ast.ClassDef):
+        piece.kind = "class"
     piece.head = source.lines[piece.start : start]
     piece.members = _cut(source, node.body, start, piece.end, piece)
     piece.parts = [piece]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.lab.course.build import build, current_texts, differences, polish, read_lectures
-from nanovllm.lab.course.fold import Module, quoted
+from nanovllm.lab.course.fold import Module, from_init, quoted
 from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, Source, source_of
 from nanovllm.lab.course.pieces import Piece, cut, label
@@ -165,18 +165,24 @@ def _carry_pieces(
     kept = {piece.key for piece in after}
     top = next((origin for origin in origins if origin.key in kept), None)
     anchor: Piece | None = None
-    for new, below in zip(after, [*after[1:], None], strict=True):
+    for row, new in enumerate(after):
         origin = origin_of.get(new.key)
         old = old_of.get(new.key)
         if origin is None or old is None:
-            _insert(module, new, at=anchor, top=top, below=below, edits=edits)
+            below = after[row + 1] if row + 1 < len(after) else None
+            follower = next((origin_of[p.key] for p in after[row:] if p.key in origin_of), None)
+            if follower and follower.first.is_placed:
+                # Below the anchor, in the anchor's cell, it would end up below the follower.
+                _insert(module, new, at=None, top=follower, below=below, edits=edits)
+            else:
+                _insert(module, new, at=anchor, top=top, below=below, edits=edits)
             continue
-        if new.kind == old.kind == origin.kind == "class":
+        if new.members and old.members and origin.members:
             if new.head != old.head:
                 edits.replace(origin, origin.start, origin.start + len(origin.head), new.head)
             _carry_pieces(module, origin.members, old.members, new.members, edits)
         elif new.lines != old.lines:
-            edits.replace(origin, origin.start, origin.end, new.lines)
+            edits.replace(origin, origin.start, origin.end, _as_in_cell(new.lines, origin))
         if anchor and origin.follows(anchor) and new.blanks != old.blanks:
             edits.replace(origin, anchor.end, origin.start, [""] * new.blanks)
         anchor = origin
@@ -196,7 +202,7 @@ def _insert(
     if at:
         seat = at.first
         row = seat.end
-        lines = [*[""] * new.blanks, *new.lines]
+        lines = [*[""] * new.blanks, *_as_in_cell(new.lines, seat)]
     elif top:
         seat = top.first
         row = seat.start
@@ -206,6 +212,11 @@ def _insert(
             f"{module.path}: `{new.lines[0].strip()}` has no neighbour in a cell to be added to"
         )
     edits.replace(seat, row, row, lines)
+
+
+def _as_in_cell(lines: list[str], origin: Piece) -> list[str]:
+    """Lines of a module as the cell of `origin` has them: there, state is in the class body."""
+    return from_init(lines) if origin.is_state else lines
 
 
 def _delete(gone: list[Piece], edits: Edits) -> None:

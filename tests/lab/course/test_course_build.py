@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -240,6 +241,141 @@ def test_a_later_cell_may_bring_the_docstring(tmp_path: Path) -> None:
 
             size = 1
         ''')
+
+
+ADDED = """
+    @extend
+    class Pool(Pool):
+        # Oldest first.
+        def give(self) -> None:
+            pass
+
+        def free(self) -> int:
+            return 3
+
+        # --- the end ---
+
+        def close(self) -> None:
+            pass
+    """
+STATE = """
+    class Pool:
+        def __init__(self) -> None:
+            self.size = 1
+
+        def take(self) -> int:
+            return 2
+    """
+
+
+def members(text: str) -> list[str]:
+    return re.findall(r"^    (?:def )?(\w+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("directive", "order"),
+    [
+        ("export", "size free take give close"),
+        ("export after=size", "size give close free take"),
+        ("export after=free", "size free give close take"),
+        ("export after=take", "size free take give close"),
+        ("export before=take", "size free give close take"),
+        ("export pool before=size", "give close size free take"),
+        ("export before=size close:after=free", "give size free close take"),
+        ("export give:after=free", "size free give take close"),
+        ("export close:after=give give:before=free", "size give free take close"),
+    ],
+)
+def test_new_members_stand_where_the_directive_says(
+    tmp_path: Path, directive: str, order: str
+) -> None:
+    text = built(tmp_path, POOL, f"#| {directive}" + textwrap.dedent(ADDED).rstrip())
+    assert members(text) == order.split()
+    assert "    # Oldest first.\n    def give" in text
+    assert "    # --- the end ---\n\n    def close" in text
+    assert "return 3" in text and "return 1" not in text
+
+
+def test_a_later_lecture_places_its_members(tmp_path: Path) -> None:
+    later = "@extend\nclass Pool(Pool):\n    def {}(self) -> int:\n        return 5"
+    make_course(
+        tmp_path,
+        a=[TITLE, OPENING, POOL],
+        b=[
+            "# Other",
+            "#| extend pool after=free\n" + later.format("peek"),
+            "#| extend pool after=free\n" + later.format("least"),
+            "#| extend pool before=peek\n" + later.format("most"),
+        ],
+    )
+    (item,) = build(tmp_path, read_lectures(tmp_path))
+    assert members(item.text) == ["size", "free", "least", "most", "peek", "take"]
+
+
+def test_state_goes_into_init(tmp_path: Path) -> None:
+    code = """
+        @extend
+        class Pool(Pool):
+            # In blocks.
+            taken: int = 0  # so far
+            last = (
+                None,
+                -1,
+            )
+
+            def give(self) -> None:
+                pass
+        """
+    cell = "#| export after=__init__ into=__init__" + textwrap.dedent(code).rstrip()
+    assert built(tmp_path, export(STATE), cell) == expected("""
+        class Pool:
+            def __init__(self) -> None:
+                self.size = 1
+                # In blocks.
+                self.taken: int = 0  # so far
+                self.last = (None, -1)
+
+            def give(self) -> None:
+                pass
+
+            def take(self) -> int:
+                return 2
+        """)
+
+
+def test_state_stays_when_init_is_replaced(tmp_path: Path) -> None:
+    text = built(
+        tmp_path,
+        export(STATE),
+        "#| export into=__init__\n@extend\nclass Pool(Pool):\n    taken = 0",
+        export("@extend\nclass Pool(Pool):\n    def __init__(self) -> None:\n        pass"),
+    )
+    assert "        pass\n        self.taken = 0\n" in text and "size" not in text
+
+
+@pytest.mark.parametrize(
+    ("directive", "body", "message"),
+    [
+        ("after=x before=y", "def give(self): ...", "line 1: name one place"),
+        ("after=", "def give(self): ...", "line 1: `after=` is no place: there are after=member"),
+        ("behind=take", "def give(self): ...", "line 1: `behind=take` is no place"),
+        ("after=tke", "def give(self): ...", "line 1: class Pool has no member `tke` for new"),
+        ("after=tke", "def give(self): ...", "so far it has __init__, take"),
+        ("after=give", "def give(self): ...", "line 1: class Pool has no member `give`"),
+        ("x:after=take", "def give(self): ...", "line 1: `after=take` places nothing"),
+        ("after=__init__", "def take(self): ...", "line 1: `after=__init__` places nothing"),
+        ("into=__init__", "taken = []", "line 5: `into=__init__` takes assignments of one name"),
+        ("into=__init__", "a = b = 0", "line 5: `into=__init__` takes assignments of one name"),
+    ],
+)
+def test_places_that_cannot_be(tmp_path: Path, directive: str, body: str, message: str) -> None:
+    cell = f"#| export {directive}\n\n@extend\nclass Pool(Pool):\n    {body}"
+    assert message in failure(tmp_path, export(STATE), cell)
+
+
+def test_a_place_needs_a_class_that_the_cell_continues(tmp_path: Path) -> None:
+    cell = "#| export after=take\ndef give() -> None:\n    pass"
+    assert "line 1: a place is for members of a class" in failure(tmp_path, POOL, cell)
 
 
 def test_redefinition_replaces_function_and_class_but_no_assignment(tmp_path: Path) -> None:

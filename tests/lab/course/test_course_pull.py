@@ -187,6 +187,86 @@ def test_new_members_follow_the_member_before_them(course: Course) -> None:
     )
 
 
+PLACED = """
+    #| export after=__init__ into=__init__
+    @extend
+    class Pool(Pool):
+        taken = 0  # so far
+
+        def peek(self) -> int:
+            return self.free[0]
+    """
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cell", "carried"),
+    [
+        (
+            "return self.free[0]",
+            "return self.free[-1]",
+            8,
+            "peek(self) -> int:\n        return self.free[-1]",
+        ),
+        (  # a new member above the placed one, which stands directly below `__init__`
+            "    def peek",
+            "    def one(self) -> int:\n        return 1\n\n    def two(self) -> int:\n"
+            "        return 2\n\n    def peek",
+            8,
+            "return 1\n\n    def two(self) -> int:\n        return 2\n\n    def peek",
+        ),
+        (  # and below it
+            "    def take",
+            "    def one(self) -> int:\n        return 1\n\n    # Oldest first.\n    def take",
+            8,
+            "return self.free[0]\n\n    def one(self) -> int:\n        return 1",
+        ),
+        (
+            "self.taken = 0  # so far",
+            "self.taken: int = 1  # now",
+            8,
+            "\n    taken: int = 1  # now",
+        ),
+        (
+            "self.taken = 0  # so far",
+            "self.taken = 0  # so far\n        # in blocks\n        self.given = 0",
+            8,
+            "    taken = 0  # so far\n    # in blocks\n    given = 0\n",
+        ),
+        (
+            "self.free = deque(range(self.size))\n",
+            "self.free = deque(range(self.size))\n        self.limit = LIMIT\n",
+            4,
+            "(self.size))\n        self.limit = LIMIT\n",
+        ),
+    ],
+)
+def test_edits_around_placed_members(
+    tmp_path: Path, old: str, new: str, cell: int, carried: str
+) -> None:
+    course = Course(tmp_path, [*CELLS, PLACED])
+    old = old.replace("    def take", "    # Oldest first.\n    def take")
+    course.edit(old, new)
+    changed = course.changed_cells()
+    assert list(changed) == [cell]
+    assert carried in changed[cell]
+    assert "\n#| export after=__init__ into=__init__\n" in "\n" + course.cells()[8]
+
+
+def test_another_order_is_for_the_directive_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    course = Course(tmp_path, [*CELLS, PLACED])
+    text = course.module.read_text()
+    start = text.index("    def peek")
+    end = text.index("    # Oldest first.")
+    peek = text[start:end]
+    course.module.write_text(text.replace(peek, "").replace("\n\npool =", f"\n{peek}\n\npool ="))
+    before = course.notebook.read_bytes()
+    assert course("build", "--pull") == 1
+    assert "cannot be carried back" in capsys.readouterr().err
+    assert course.notebook.read_bytes() == before
+
+
 def test_new_things_of_every_kind(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
     course.edit(
         "from collections import deque", "import math\nfrom collections import Counter, deque"
