@@ -15,7 +15,7 @@ from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, check_same, c
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.transport.base import Transport
 
-GRACE_SECONDS = 5.0  # a push may be ahead for so long
+GRACE_SECONDS = 5.0  # how far a push may be ahead of its transfer
 
 
 class Link:
