@@ -43,6 +43,8 @@ class Elsewhere(nn.Module):
     """A placeholder for a module of another stage, without weights. With it, the other modules keep
     their names of the checkpoint (layer 17 is `layers.17` on every stage)."""
 
+    weight: None = None
+
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -82,10 +82,12 @@ class Launch(NamedTuple):
     @property
     def dtype(self) -> str:
         """The dtype of the first tensor."""
+        import torch
+
         dtypes = (
             value.dtype
             for value in (*self.arguments, *self.options.values())
-            if hasattr(value, "dtype")
+            if isinstance(value, torch.Tensor)
         )
         return str(next(dtypes)).removeprefix("torch.")
 

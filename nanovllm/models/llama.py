@@ -277,8 +277,9 @@ class LlamaForCausalLM(nn.Module):
         """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that
         holds no part of a tensor that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
+        embedding = self.model.embed_tokens.weight
         for path, module in self.named_modules():
-            is_tied = path == "lm_head" and self.config.tie_word_embeddings
+            is_tied = path == "lm_head" and module.weight is embedding
             if isinstance(module, Layer) and not is_tied:
                 for name, place in module.places(path):
                     found.setdefault(name, []).append(place)

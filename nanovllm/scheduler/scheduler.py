@@ -1,4 +1,4 @@
-"""What runs in the next step: one token budget, three queues, one rule.
+"""Decides what runs in the next step: one token budget, three queues, one rule.
 
 Built by notebooks/13_scheduler.ipynb and 23, 42, 43: edit it there.
 """
@@ -19,27 +19,27 @@ from nanovllm.scheduler.step_times import StepTimes
 
 
 class Scheduler:
-    """Gives each step's token budget to requests; knows no tensor.
+    """Divides each step's token budget among requests. It works on numbers only, without tensors.
 
     There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and
     `num_tokens`, and every step moves the first towards the second. A request samples a token
     whenever the two meet.
 
-    All queues are kept in the order of `Request.order` (priority, then arrival), so the request
-    that is preempted is always the last of the running ones, and it is again first in line.
+    All queues are sorted by `Request.order` (priority, then arrival). The scheduler preempts the
+    last running request, which then becomes the first in its queue.
 
     Args:
-        connector: a `NoConnector`, or one that knows of keys and values outside of this engine
-            (lecture 31).
+        connector: transfers KV from and to other engines or stores (lecture 31); by default a
+            `NoConnector`.
 
     Attributes:
-        waiting: requests of which nothing is computed.
-        receiving: requests that wait until the connector has filled their blocks on the device.
+        waiting: requests without computed tokens.
+        receiving: requests whose blocks on the device the connector is filling.
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
-        queues: the queue of each status; the one of ended requests stays empty.
-        steps_in_flight: plans whose results have not come back, the oldest first.
-        step_times: predicts how long a step will take; the engine tells it how long each step took.
+        queues: the queue of each status; the queue of finished requests stays empty.
+        steps_in_flight: plans whose results are still missing, oldest first.
+        step_times: predicts how long a step will take, from the step times that the engine reports.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scheduler:
 
     @cached_property
     def speculation(self) -> Any:
-        """Drafts tokens, or says how many the runner shall draft; None without
+        """Drafts tokens, or decides how many tokens the runner drafts; None without
         `config.speculative`."""
         if self.config.speculative is None:
             return None
@@ -77,7 +77,7 @@ class Scheduler:
         """Put a request into the waiting queue.
 
         Raises:
-            ValueError: its id is in use, or it could not run even if it were alone.
+            ValueError: its id is in use, or its prompt is too long to run even alone.
         """
         limit = self.config.max_request_tokens
         computed = (
@@ -101,8 +101,8 @@ class Scheduler:
         return bool(self.requests)
 
     def move(self, request: Request, status: RequestStatus) -> None:
-        """Put a request into the queue of another status. If the runner knows the request, the
-        runner will drop its state."""
+        """Put a request into the queue of another status. If the runner has state for the request,
+        the next step tells it to drop this state."""
         self.queues[request.status].remove(request)
         if request.num_sent_tokens:
             self._removed_ids.append(request.request_id)
@@ -112,7 +112,7 @@ class Scheduler:
             insort(self.queues[status], request, key=lambda r: r.order)
 
     def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
-        """End a request. Its blocks are freed, unless the connector still reads or writes them."""
+        """End a request. Free its blocks, unless the connector still reads or writes them."""
         request.finish_reason = reason
         request.stop_reason = stop_reason
         table = self.manager.tables.get(request.request_id, [])
@@ -125,8 +125,10 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request; False if it has ended already. A step in flight may still write to its
-        blocks before they are reused."""
+        """End a request; returns False if it has ended already.
+
+        A step in flight may still write to its freed blocks. The device runs steps in order, so
+        their next owner writes later."""
         request = self.requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
@@ -135,8 +137,8 @@ class Scheduler:
     # ---------------------------------------------------------------- one step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step, and count its tokens as computed. The plan is empty if it has to
-        wait for pending tokens."""
+        """Plan the next step, and count its tokens as computed. The plan is empty if the step has
+        to wait for pending tokens."""
         if self.waits_for_tokens:
             return SchedulerOutput()
         plan = SchedulerOutput(removed_ids=self._removed_ids)
@@ -159,7 +161,7 @@ class Scheduler:
         self._admit(plan)
         if plan.empty and not chunked:
             self._continue_running(plan, self.running)
-        # A step without work is not run, so what the runner should drop is kept for the next one.
+        # The engine does not run an empty plan, so the next plan has to carry its removed ids.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
             self.mark_in_flight(plan, num_decoding)
@@ -168,20 +170,22 @@ class Scheduler:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if the next step has to wait for pending tokens, which a penalty, a grammar or
-        drafts depend on."""
+        """True if the next step has to wait for pending tokens because a penalty, a grammar or
+        drafts depend on them."""
         ahead = bool(self.steps_in_flight) and not self._in_stages
         return ahead and any(
             (r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running
         )
 
     def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
-        """Do in less time what `_continue_running` would for the head of the queue, where each
-        request misses one token.
+        """Fast path of `_continue_running` for the leading requests that each need exactly one
+        token.
 
-        Returns the running requests from the first one on that it leaves to `_continue_running`:
-        this one misses more tokens, or the runner does not know it, or no block is free for it. In
-        a pipeline, and with drafts, it leaves all."""
+        Returns:
+            The remaining running requests, for `_continue_running`. The first of them needs more
+            tokens, or the runner has no state for it, or no block is free for it. With pipeline
+            stages or speculation, all running requests.
+        """
         leaves_all = self._in_stages or self.speculation is not None
         block_size = self.manager.block_size
         count = 0 if leaves_all else self.config.token_budget
@@ -213,20 +217,26 @@ class Scheduler:
         return self.running[count:]
 
     def share(self, request: Request, plan: SchedulerOutput) -> int:
-        """How many tokens of the request this step may compute.
+        """Return how many tokens of the request this step may compute. The first row that applies:
 
-        0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the
-        request ends with its pending tokens (it then has `max_num_tokens`). Otherwise its
-        `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
-        `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0;
-        in prefill (`in_prefill`), also at most what `plan.num_prefill_tokens` leaves of
-        `plan.max_prefill_tokens`. Without `config.enable_chunked_prefill`, all that it misses, or 0
-        if that is more than the budget leaves. A request with drafts (`draft_token_ids`), which
-        decodes, gets these, too, as far as the budget goes."""
+            0                                     tokens are pending, and there are pipeline stages
+                                                  (`_in_stages`) or the last token is pending
+            min(missing + drafts, left)           the runner has state for the request
+                                                  (`num_sent_tokens`), and it has drafts
+            missing if missing <= left else 0     without `config.enable_chunked_prefill`
+            min(missing, left, threshold, prefill_left)                                 otherwise
+
+            missing       request.num_missing_tokens
+            drafts        len(request.draft_token_ids)
+            left          config.token_budget - plan.num_tokens
+            threshold     config.long_prefill_token_threshold, if it is above 0
+            prefill_left  plan.max_prefill_tokens - plan.num_prefill_tokens, if request.in_prefill
+
+        The last token is pending if `num_tokens + num_pending_tokens >= max_num_tokens`."""
         is_last = request.num_tokens + request.num_pending_tokens >= request.max_num_tokens
         if request.num_pending_tokens and (self._in_stages or is_last):
-            # the first stage cannot compute what the last one has not sampled; or the pending token
-            # is the last one
+            # The first stage needs the token that the last stage has not sampled yet; or the
+            # request ends with the pending token.
             return 0
         wanted = request.num_missing_tokens
         budget = self.config.token_budget - plan.num_tokens
@@ -245,29 +255,28 @@ class Scheduler:
         return self.config.pipeline_parallel_size > 1
 
     def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
-        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other
-        stages need work, too."""
+        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests. The
+        others are for the steps that keep the other pipeline stages busy."""
         return self._in_stages and plan.num_samples >= -(
             -num_requests // self.config.pipeline_parallel_size
         )
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
-        """Give each running request its share (`share`), first come first served; preempt from the
-        other end.
+        """Schedule each candidate's `share`, in order. Preempt other requests if no block is free.
 
-        Leave out candidates that no longer run, because an earlier one has preempted them, and
-        those whose share is 0. Stop once the step is full for all running requests (`_is_full`).
-        Slots for the tokens up to the share's end come from `manager.allocate_slots`; `_schedule`
-        gets the blocks. While it returns None:
+        Stop once the step is full for all running requests (`_is_full`). Skip a candidate that this
+        plan has preempted, and one whose share is 0. For any other, allocate slots with
+        `manager.allocate_slots(request, num_computed_tokens + share)`, and pass the new blocks to
+        `_schedule`. While this returns None, because no block is free:
 
-        - if the plan is empty and steps are in flight, stop altogether: their results may free
-          blocks;
-        - preempt `connector.choose_victim(request, tokens, running, manager)`, the last one as a
-          rule, and try again; if this is the request itself, or None, leave the request out.
+        - If the plan is empty and steps are in flight, return: their results may free blocks.
+        - Otherwise preempt `connector.choose_victim(request, tokens, running, manager)`, usually
+          the last running request. If the victim is the request itself, or None, skip the request;
+          else try again.
         """
         for request in list(candidates):
             if request.request_id in plan.preempted:
-                continue  # a moment ago, in favour of an earlier request
+                continue  # for an earlier request of this loop
             if self._is_full(plan, len(self.running)):
                 return
             share = self.share(request, plan)
@@ -276,8 +285,8 @@ class Scheduler:
             wanted = request.num_computed_tokens + share
             while (blocks := self.manager.allocate_slots(request, wanted)) is None:
                 if plan.empty and self.steps_in_flight:
-                    # their results may free blocks; and a plan that preempts and computes nothing
-                    # is not run
+                    # Their results may free blocks. The engine would not run a plan that only
+                    # preempts.
                     return
                 if (
                     victim := self.connector.choose_victim(
@@ -291,14 +300,14 @@ class Scheduler:
                 self._schedule(request, share, blocks, plan)
 
     def _admit(self, plan: SchedulerOutput) -> None:
-        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks
-        last.
+        """Admit swapped and waiting requests, strictly in order, while token budget, running slots
+        and blocks last.
 
-        The next one is the first of `swapped` or of `waiting` (the heads of these queues),
-        whichever has the lower `order`. `_why_not` gives a reason why no request may be admitted
-        now. If there is none, `_admit_swapped` or `_admit_waiting` admits this one, or gives a
-        reason why it cannot. "" is no reason. With the first reason the admission ends: no later
-        request overtakes this one. `plan.blocked_by` keeps the last answer, so it is "" if all were
+        The next request is the head of `swapped` or of `waiting`, whichever has the lower `order`.
+        `_why_not` returns the reason why no request may be admitted now, or "". If it is "",
+        `_admit_swapped` or `_admit_waiting` admits the request and returns "", or returns the
+        reason why it cannot. Admission ends with the first reason, so that no later request
+        overtakes this one. `plan.blocked_by` is the last answer: "" if all requests were
         admitted."""
         while queue := min(
             (q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None
@@ -310,7 +319,7 @@ class Scheduler:
 
     def _why_not(self, request: Request, plan: SchedulerOutput) -> str:
         if plan.preempted:
-            return "preemption"  # a request admitted now would be preempted next
+            return "preemption"  # the next step would preempt a request that is admitted now
         if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
         if plan.num_tokens >= self.config.token_budget:
@@ -318,7 +327,7 @@ class Scheduler:
         if request.in_prefill and plan.num_prefill_tokens >= plan.max_prefill_tokens:
             return "max_step_ms"
         # The other steps in flight need requests, too. (A waiting request has a pending token if it
-        # was preempted in the meantime.)
+        # was preempted while a step was in flight.)
         if request.num_pending_tokens or self._is_full(
             plan, min(len(self.requests), self.config.max_num_seqs)
         ):
@@ -326,7 +335,7 @@ class Scheduler:
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
         ):
-            # the batch has begun to decode: no request joins before all have ended
+            # The batch has begun to decode: no request joins until all have finished.
             return "static batch"
         return ""
 
@@ -336,7 +345,7 @@ class Scheduler:
         num_external = 0
         if (
             request.sampling_params.prompt_logprobs is None
-        ):  # otherwise, all of its prompt has to be computed
+        ):  # log-probabilities need the hidden states of the whole prompt
             num_external, _ = self.connector.get_num_new_matched_tokens(
                 request, request.num_computed_tokens
             )
@@ -387,13 +396,13 @@ class Scheduler:
             scheduled.samples = 1 + len(scheduled.draft_token_ids)
         if self.speculation is not None and scheduled.samples:
             scheduled.num_drafts = self.speculation.num_drafts_to_make(request, len(self.running))
-            # They need slots, too: the draft model's keys and values are in the same blocks.
+            # Drafts need slots, too: the draft model's KV is in the same blocks.
             room = self.manager.allocate_slots(request, before + share + scheduled.num_drafts)
             scheduled.num_drafts *= room is not None
             scheduled.new_block_ids = [*new_blocks, *(room or ())]
         if (
             request.num_sent_tokens == 0
-        ):  # the runner does not know the request: it needs the whole table
+        ):  # the runner has no state for the request, so it needs the whole block table
             scheduled.new_block_ids = list(self.manager.tables[request.request_id])
             scheduled.sampling_params = request.sampling_params
             scheduled.num_prompt_tokens = request.num_prompt_tokens
@@ -408,15 +417,15 @@ class Scheduler:
         self.manager.cache_blocks(request, before)
 
     def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
-        """Append a step to `steps_in_flight` (a tuple) until its result comes, and count the
-        tokens that it samples as pending.
+        """Append a step to `steps_in_flight` (a tuple) until its result arrives, and count the
+        tokens that it samples as pending. For each share `scheduled` of the plan from number
+        `first` on (`_continue_decoding` has counted those before it):
 
-        The requests' `num_computed_tokens` count this step already. If more tokens of a request are
-        computed than known (`num_tokens`), the step computes a pending token: the request's share
-        gets `last_is_pending`. Each request for which the step samples (`samples` of its share) has
-        so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are
-        computed, but neither known nor pending. Shares before number `first` are counted already.
-        """
+            scheduled.last_is_pending   = num_computed_tokens - number of drafts > num_tokens
+            request.num_pending_tokens += scheduled.samples
+
+        The request's `num_computed_tokens` includes this step. Draft tokens
+        (`scheduled.draft_token_ids`) are computed, but neither known nor pending."""
         self.steps_in_flight += (plan,)
         for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
@@ -431,14 +440,17 @@ class Scheduler:
     def update_from_output(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineOutput]:
-        """Append the tokens that the step sampled, and end requests that are done. Steps come back
-        in their order.
+        """Append the tokens that the step sampled, and end finished requests. Results arrive in the
+        order of the steps.
 
-        The step is no longer in flight: take this very plan out of `steps_in_flight`, not one that
-        equals it. Its tokens are no longer pending, for each of its requests that has not ended
-        meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is not None
-        goes to the connector's method of the same name (KV that moved in the step). Returns what
-        `_update` returned, without None."""
+        Remove the plan from `steps_in_flight`, by identity: another plan may be equal to it. Pass
+        `result.connector_output`, unless it is None, to `connector.update_connector_output`. For
+        each share of the plan whose request has not ended, subtract `scheduled.samples` from
+        `request.num_pending_tokens`, then call `_update`.
+
+        Returns:
+            What the calls of `_update` returned, without None.
+        """
         self.steps_in_flight = tuple(step for step in self.steps_in_flight if step is not plan)
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
@@ -468,7 +480,7 @@ class Scheduler:
             output.grammar_error = sampled.error
         elif sampled is not None:
             tokens = [sampled, *result.sampled_after.get(scheduled.request_id, ())]
-            if scheduled.draft_token_ids:  # rejected ones were computed in vain: nothing is erased
+            if scheduled.draft_token_ids:  # later tokens overwrite the KV of rejected drafts
                 known = request.num_tokens + len(tokens) - 1
                 request.num_computed_tokens = min(request.num_computed_tokens, known)
             for token in tokens:
@@ -489,7 +501,7 @@ class Scheduler:
         return output
 
     def _append_token(self, request: Request, token_id: int) -> None:
-        """Append a token that was sampled, and end the request if it is the last one."""
+        """Append a sampled token, and end the request if this is its last token."""
         request.token_ids.append(token_id)
         num_tokens = len(request.token_ids)
         params = request.sampling_params
@@ -498,7 +510,7 @@ class Scheduler:
         )
         if is_computed and num_tokens % self.manager.block_size == 0:
             self.manager.cache_blocks(request, num_tokens - 1)  # this token completes a block
-        # A grammar leaves only tokens that end the request when the output is complete.
+        # When the output is complete, a grammar allows only tokens that end the request.
         if token_id in request.stop_reasons and (
             request.num_output_tokens >= params.min_tokens or params.structured_outputs is not None
         ):
@@ -509,14 +521,16 @@ class Scheduler:
     # ---------------------------------------------------------------- when blocks run out
 
     def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
-        """Take all blocks from a running request; what it has sampled so far is kept.
+        """Take all blocks from a running request; it keeps the tokens that it has sampled.
 
-        With `config.preemption_mode` "swap", `manager.swap_out` returns the copies to host memory,
-        which the plan gets in `swap_out`, or None if host memory is full. The request's status is
-        then SWAPPED. Otherwise `manager.free` takes its blocks: no token of it is computed any
-        more, and it is WAITING. `move` changes the status and the queue. `plan.preempted` notes
-        "swap" or "recompute" under the request's id. The request and the scheduler count their
-        preemptions (`num_preemptions`)."""
+        With `config.preemption_mode` "swap", `manager.swap_out` returns a list of block copies to
+        host memory, or None if host memory is full. With any other mode there are no copies.
+
+            copies    plan.swap_out         num_computed_tokens  move to  plan.preempted[request_id]
+            a list    extended by copies    unchanged            SWAPPED  "swap"
+            none      unchanged             0 (`manager.free`)   WAITING  "recompute"
+
+        Increment `num_preemptions` of the request and of the scheduler."""
         copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
         if copies is not None:
             plan.swap_out += copies

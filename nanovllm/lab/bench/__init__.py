@@ -115,7 +115,6 @@ def _names(what: str, known: Iterable[str]) -> dict[str, Any]:
 
 def _options(benchmark: str) -> dict[str, dict[str, Any]]:
     """All options with their arguments for argparse."""
-    own = "custom workload: "
     interpreter = "interpreter of the environment that has "
     turns = (
         " (hf: transformers; watched: nanovllm while a client reads its /trace), in alternating "
@@ -128,15 +127,7 @@ def _options(benchmark: str) -> dict[str, dict[str, Any]]:
             for name, what in PEERS.items()
         },
         "workload": _names(" (default: all of the benchmark)", NAMED),
-        "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
-        "output-len": {"type": _at_least_1, "help": own + "output tokens"},
-        "batch-size": {"type": _at_least_1, "help": own + "requests in the batch"},
-        "num-prompts": {"type": _at_least_1, "help": own + "requests"},
-        "request-rate": {"type": _above_0, "help": own + "requests per second (default: inf)"},
-        "max-concurrency": {
-            "type": _at_least_1,
-            "help": own + "concurrent requests (default: all)",
-        },
+        **_workload_options(),
         "repeats": {
             "type": _at_least_1,
             "default": 3,
@@ -173,6 +164,22 @@ def _options(benchmark: str) -> dict[str, dict[str, Any]]:
             "type": _above_0,
             "default": 9.0,
             "help": "maximum duration in minutes (default: 9)",
+        },
+    }
+
+
+def _workload_options() -> dict[str, dict[str, Any]]:
+    """Options that describe a custom workload, with their arguments for argparse."""
+    own = "custom workload: "
+    return {
+        "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
+        "output-len": {"type": _at_least_1, "help": own + "output tokens"},
+        "batch-size": {"type": _at_least_1, "help": own + "requests in the batch"},
+        "num-prompts": {"type": _at_least_1, "help": own + "requests"},
+        "request-rate": {"type": _above_0, "help": own + "requests per second (default: inf)"},
+        "max-concurrency": {
+            "type": _at_least_1,
+            "help": own + "concurrent requests (default: all)",
         },
     }
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import psutil
 
@@ -126,6 +127,16 @@ class Noise:
     cores: float
 
 
+class _CoreSeconds(NamedTuple):
+    """Time of all cores so far, in seconds: in all, busy, taken by other guests of the host, and
+    used by this run."""
+
+    total: float
+    busy: float
+    steal: float
+    own: float
+
+
 class NoiseMeter:
     """Measures noise between its making and `read`.
 
@@ -141,27 +152,29 @@ class NoiseMeter:
 
     def read(self) -> Noise:
         """The noise so far."""
-        total, busy, steal, own = (
-            after - before for before, after in zip(self._before, self._times(), strict=True)
-        )
+        now = self._times()
+        before = self._before
+        own = now.own - before.own
+        total = now.total - before.total
         cores = own / (time.perf_counter() - self._start)
         if total <= 0:  # the counters tick in hundredths of a second
             return Noise(0.0, 0.0, cores)
-        return Noise(steal / total, max(0.0, busy - own) / total, cores)
+        others = max(0.0, now.busy - before.busy - own)
+        return Noise((now.steal - before.steal) / total, others / total, cores)
 
-    def _times(self) -> tuple[float, float, float, float]:
-        now = psutil.cpu_times()
-        steal = getattr(now, "steal", 0.0)
-        waiting = now.idle + getattr(now, "iowait", 0.0)
+    def _times(self) -> _CoreSeconds:
+        now = psutil.cpu_times()._asdict()  # not all systems have all of them
+        steal = now.get("steal", 0.0)
+        waiting = now["idle"] + now.get("iowait", 0.0)
         # Guests' time is counted in user and nice already.
-        total = sum(now) - getattr(now, "guest", 0.0) - getattr(now, "guest_nice", 0.0)
+        total = sum(now.values()) - now.get("guest", 0.0) - now.get("guest_nice", 0.0)
         own = sum(os.times()[:4])
         if self._pid is not None:
             own = 0.0
             for process in {psutil.Process(), *process_tree(self._pid)}:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     own += sum(process.cpu_times()[:2])
-        return total, total - waiting - steal, steal, own
+        return _CoreSeconds(total, busy=total - waiting - steal, steal=steal, own=own)
 
 
 def peak_memory(pid: int) -> int:

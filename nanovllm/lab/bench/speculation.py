@@ -18,6 +18,7 @@ from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row, paired
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.eagle import shipped_head
+from nanovllm.text.tokenizer import Tokenizer
 
 #: As in vLLM's documentation. There, as many tokens are drafted whatever the load.
 VLLM_NGRAM = {
@@ -74,35 +75,14 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
     options = setting.options(max_num_seqs=32, max_model_len=512, kv_cache_memory="512MiB")
     plain, drafting = (LLM(**options, speculative_config=each) for each in (None, config))
     tokenizer = plain.get_tokenizer()
-    peers = dict[str, OfflineEngine]()
-    python = setting.vllm_python
     with ExitStack() as stack:
-        for name, each in (
-            (("vLLM, none", None), ("vLLM, ngram", VLLM_NGRAM))
-            if python and method == "ngram"
-            else ()
-        ):
-            where = pathlib.Path(setting.folder)
-            settings = options | {"speculative_config": each}
-            engine = OfflineEngine(
-                EngineSettings("vllm", where, settings, setting.threads, python or "")
-            )
-            peers[name] = stack.enter_context(engine)
-            engine.rest()  # it waits busily
+        peers = _start_peers(stack, setting, options) if method == "ngram" else {}
         for kind, batch in [
             *((kind, 1) for kind in QUESTIONS),
             *(("chat", batch) for batch in (8, 32)),
         ]:
             count = 1 if setting.dry_run else max(batch, len(QUESTIONS[kind]))
-            chats = [
-                [{"role": "user", "content": question}]
-                for question in islice(cycle(QUESTIONS[kind]), count)
-            ]
-            texts = [
-                tokenizer.apply_chat_template(c) if tokenizer.chat_templates else c[0]["content"]
-                for c in chats
-            ]
-            prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            prompts = _prompts(tokenizer, kind, count)
             run = partial(
                 _answer, prompts=prompts, batch=batch, tokens=4 if setting.dry_run else 128
             )
@@ -127,6 +107,36 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
                     *([seconds for seconds, *_ in each] for each in (rounds, found["none"]))
                 )
                 yield row | {"tokens per verification": rounds[-1][1], "speed ÷ none": ratio}
+
+
+def _start_peers(
+    stack: ExitStack, setting: Setting, options: dict[str, Any]
+) -> dict[str, OfflineEngine]:
+    """Engines of vLLM, without drafts and with n-grams; none where it is not installed."""
+    peers = dict[str, OfflineEngine]()
+    if setting.vllm_python:
+        for name, drafts in (("vLLM, none", None), ("vLLM, ngram", VLLM_NGRAM)):
+            where = pathlib.Path(setting.folder)
+            settings = options | {"speculative_config": drafts}
+            engine = OfflineEngine(
+                EngineSettings("vllm", where, settings, setting.threads, setting.vllm_python)
+            )
+            peers[name] = stack.enter_context(engine)
+            engine.rest()  # it waits busily
+    return peers
+
+
+def _prompts(tokenizer: Tokenizer, kind: str, count: int) -> list[list[int]]:
+    """Token ids of questions of a kind, from the first again after the last."""
+    chats = [
+        [{"role": "user", "content": question}]
+        for question in islice(cycle(QUESTIONS[kind]), count)
+    ]
+    texts = [
+        tokenizer.apply_chat_template(c) if tokenizer.chat_templates else c[0]["content"]
+        for c in chats
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def _answer(llm: LLM, prompts: list[list[int]], batch: int, tokens: int) -> Answered:

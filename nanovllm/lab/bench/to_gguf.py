@@ -62,38 +62,10 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, matrices: str, head: st
         head: that of the embedding and the output head.
     """
     config = stored_config(ModelConfig.from_pretrained(folder), folder)
-    tokenizer = Tokenizer.from_pretrained(folder)
     arch = gguf.MODEL_ARCH[ARCHITECTURES[config.architecture]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    values = {
-        "block_count": config.num_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_heads,
-        "head_count_kv": config.num_kv_heads,
-        "key_length": config.head_dim,
-        "value_length": config.head_dim,
-        "rope_dimension_count": config.head_dim,
-        "rope_freq_base": config.rope_theta,
-        "layer_norm_rms_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "tokenizer_model": "gpt2",
-        "tokenizer_pre": "default",
-        "eos_token_id": (config.eos_token_ids or [0])[0],
-    }
-    for name, value in values.items():
-        getattr(writer, f"add_{name}")(value)
-    tokens = {index: token for token, index in tokenizer.backend.get_vocab().items()}
-    ids = range(config.vocab_size)
-    special = tokenizer.all_special_ids
-    writer.add_token_list([tokens.get(i, f"[unused {i}]") for i in ids])
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in ids]
-    )
-    writer.add_token_merges(
-        [" ".join(pair) for pair in json.loads(tokenizer.backend.to_str())["model"]["merges"]]
-    )
+    _add_settings(writer, config)
+    _add_tokens(writer, Tokenizer.from_pretrained(folder), config.vocab_size)
     if config.rope_scaling["rope_type"] != "default":
         plain = rotary_frequencies(replace(config, rope_scaling={"rope_type": "default"}))
         writer.add_tensor("rope_freqs.weight", (plain / rotary_frequencies(config)).numpy())
@@ -121,3 +93,40 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, matrices: str, head: st
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_settings(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """Add the model's sizes, and the names of its tokenizer."""
+    values = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_heads,
+        "head_count_kv": config.num_kv_heads,
+        "key_length": config.head_dim,
+        "value_length": config.head_dim,
+        "rope_dimension_count": config.head_dim,
+        "rope_freq_base": config.rope_theta,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "default",
+        "eos_token_id": (config.eos_token_ids or [0])[0],
+    }
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
+
+
+def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Add the vocabulary and the merges of a byte-level BPE."""
+    tokens = {index: token for token, index in tokenizer.backend.get_vocab().items()}
+    ids = range(vocab_size)
+    special = tokenizer.all_special_ids
+    writer.add_token_list([tokens.get(i, f"[unused {i}]") for i in ids])
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in ids]
+    )
+    writer.add_token_merges(
+        [" ".join(pair) for pair in json.loads(tokenizer.backend.to_str())["model"]["merges"]]
+    )

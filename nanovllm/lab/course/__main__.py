@@ -53,20 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     command = add(_build, "write the modules that lectures export, compare, or pull edits back")
-    command.add_argument("lectures", nargs="*", metavar="LECTURE")
-    mode = command.add_mutually_exclusive_group()
-    check = "write nothing; show differences, and exit 1 if there are any"
-    mode.add_argument("--check", action="store_true", help=check)
-    mode.add_argument(
-        "--pull",
-        action="store_true",
-        help="carry edits made in modules back into the lectures' cells",
-    )
-    mode.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="write modules that were edited, too: the edits are lost",
-    )
+    _add_build_arguments(command)
 
     command = add(_run, "execute lectures and save them normalised")
     command.add_argument("lectures", nargs="*", metavar="LECTURE")
@@ -111,6 +98,23 @@ def _parser() -> argparse.ArgumentParser:
         "overwritten",
     )
     return parser
+
+
+def _add_build_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    mode = command.add_mutually_exclusive_group()
+    check = "write nothing; show differences, and exit 1 if there are any"
+    mode.add_argument("--check", action="store_true", help=check)
+    mode.add_argument(
+        "--pull",
+        action="store_true",
+        help="carry edits made in modules back into the lectures' cells",
+    )
+    mode.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="write modules that were edited, too: the edits are lost",
+    )
 
 
 def _build(root: Path, options: argparse.Namespace) -> int:

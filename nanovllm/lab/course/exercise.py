@@ -7,7 +7,16 @@ import copy
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """A tensor or an array of numpy's."""
+
+    shape: Sequence[int]
+    tolist: Callable[[], object]
+
 
 Case = tuple[Any, Any] | Callable[[Any], object]
 
@@ -45,10 +54,7 @@ class Exercise:
                 print(f"{self.title}: not solved yet.")
                 return False
             except AssertionError as error:
-                complaint = (
-                    str(error)
-                    or f"an assertion of {getattr(case, '__name__', 'the case')} does not hold"
-                )
+                complaint = str(error) or f"an assertion of {_name(case, 'the case')} does not hold"
             except Exception as error:
                 complaint = f"it raised {_describe(error)}"
             print(f"{self.title}: case {number} of {len(self.cases)} is wrong.\n  {complaint}")
@@ -68,7 +74,7 @@ class Exercise:
 def _compare(function: Callable[..., Any], arguments: Any, expected: Any) -> None:
     """Call the function; an `AssertionError` says what it does instead of what is expected."""
     arguments = arguments if isinstance(arguments, tuple) else (arguments,)
-    call = f"{getattr(function, '__name__', 'it')}({', '.join(map(repr, arguments))})"
+    call = f"{_name(function, 'it')}({', '.join(map(repr, arguments))})"
     must_raise = isinstance(expected, type) and issubclass(expected, Exception)
     try:
         # A copy, because a function that changes its arguments must not spoil the case for the next
@@ -88,6 +94,11 @@ def _compare(function: Callable[..., Any], arguments: Any, expected: Any) -> Non
         raise AssertionError(f"{call} should {wanted}; it {found}")
 
 
+def _name(function: object, otherwise: str) -> str:
+    """The name of a function or class. A partial has none."""
+    return str(getattr(function, "__name__", otherwise))
+
+
 def _describe(error: Exception) -> str:
     line = traceback.extract_tb(error.__traceback__)[-1].lineno
     return f"{type(error).__name__}: {error} (line {line})"
@@ -96,7 +107,7 @@ def _describe(error: Exception) -> str:
 def _same(result: Any, expected: Any) -> bool:
     """Equality that forgives rounding, and that compares tensors and arrays by shape and
     elements."""
-    if hasattr(expected, "tolist") and hasattr(result, "tolist"):
+    if isinstance(expected, _Array) and isinstance(result, _Array):
         return tuple(result.shape) == tuple(expected.shape) and _same(
             result.tolist(), expected.tolist()
         )

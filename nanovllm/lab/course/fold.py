@@ -82,7 +82,8 @@ def fold(lecture: Lecture, name: str) -> Module:
                     )
             elif piece.kind == "import":
                 # Only lectures need `extend`, and the class that they continue.
-                if getattr(piece.node, "module", None) not in (_COURSE, f"{PACKAGE}.{name}"):
+                source = piece.node.module if isinstance(piece.node, ast.ImportFrom) else None
+                if source not in (_COURSE, f"{PACKAGE}.{name}"):
                     module.imports.append(piece)
             elif piece.kind == "typing":
                 module.typing.append(piece)

@@ -80,10 +80,8 @@ def cut(source: Source) -> list[Piece]:
 
 def first_row(node: ast.stmt) -> int:
     """The index of a statement's first line, decorators included."""
-    return (
-        min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        - 1
-    )
+    decorators = node.decorator_list if isinstance(node, ast.ClassDef | Function) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 
 
 def last_row(node: ast.stmt) -> int:

@@ -1,14 +1,19 @@
 """The data behind the pictures: spans and events of requests, and the state of the pool after each
 step."""
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nanovllm.lab.viz.metrics import StepScale, step_edges
 from nanovllm.trace.trace import StepRecord, Trace
+
+if TYPE_CHECKING:
+    from nanovllm.kv.block_pool import BlockPool
 
 
 @dataclass
@@ -184,8 +189,17 @@ class PoolState:
         return max(0, min(self.block_size, written - index * self.block_size))
 
 
+@runtime_checkable
+class Manager(Protocol):
+    """A `KVCacheManager`, or that of a lecture."""
+
+    pool: BlockPool
+    tables: Mapping[str, Sequence[int]]
+    block_size: int
+
+
 def pool_state(
-    source: Any,
+    source: BlockPool | Manager | PoolState | int,
     tables: Mapping[str, Sequence[int]] | None = None,
     num_tokens: Mapping[str, int] | None = None,
     block_size: int | None = None,
@@ -199,16 +213,18 @@ def pool_state(
     """
     if isinstance(source, PoolState):
         return source
-    if tables is None:
-        tables = getattr(source, "tables", {})
-    size: int = block_size if block_size is not None else getattr(source, "block_size", 16)
-    own = {request_id: list(table) for request_id, table in tables.items()}
+    if isinstance(source, Manager):
+        tables = source.tables if tables is None else tables
+        block_size = source.block_size if block_size is None else block_size
+        source = source.pool
+    size = 16 if block_size is None else block_size
+    own = {request_id: list(table) for request_id, table in (tables or {}).items()}
+    known = dict(num_tokens or {})
     if isinstance(source, int):
-        return PoolState(source, size, own, dict(num_tokens or {}))
-    pool = getattr(source, "pool", source)
-    cached = set(pool.cached_blocks.values())
+        return PoolState(source, size, own, known)
+    cached = set(source.cached_blocks.values())
     return PoolState(
-        pool.num_blocks, size, own, dict(num_tokens or {}), cached, ref_counts=list(pool.ref_counts)
+        source.num_blocks, size, own, known, cached, ref_counts=list(source.ref_counts)
     )
 
 

@@ -49,7 +49,10 @@ def make(
             words[name] = f"{prompt} {output}".split()
             prompt = [vocabulary.setdefault(word, len(vocabulary)) for word in prompt.split()]
             output = len(output.split())
-        simulated.append(SimulatedRequest(step, prompt, output, 0, name, *abort))
+        abort_step = abort[0] if abort else None
+        simulated.append(
+            SimulatedRequest(step, prompt, output, request_id=name, abort_step=abort_step)
+        )
     trace = simulate(simulated, **options)
     told = _told(story)
     beats = _every_step(trace, told) if every_step else told

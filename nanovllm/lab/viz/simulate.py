@@ -86,26 +86,7 @@ def simulate(
         num_kv_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
     )
     simulation = _Simulation(config, Scheduler(config, manager), step_cost, token_cost)
-    named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
-    arrivals = deque(sorted(named, key=lambda pair: pair[1].arrival_step))
-    aborts = {name: r.abort_step for name, r in named if r.abort_step is not None}
-    step = 0
-    for _ in range(max_steps):
-        if not simulation.scheduler.has_unfinished:
-            if not arrivals:
-                return simulation.recorder.trace
-            idle = max(0, arrivals[0][1].arrival_step - step)
-            step = step + idle
-            simulation.clock = simulation.clock + idle * step_cost
-        while arrivals and arrivals[0][1].arrival_step <= step:
-            simulation.add(*arrivals.popleft())
-        for name in [name for name, at in aborts.items() if at <= step]:
-            simulation.abort(name, step)
-            del aborts[name]
-        if simulation.scheduler.has_unfinished:
-            simulation.step(step)
-            step += 1
-    raise RuntimeError(f"requests are unfinished after {max_steps} steps")
+    return simulation.serve(requests, max_steps)
 
 
 class _Simulation:
@@ -120,6 +101,29 @@ class _Simulation:
         self.recorder = StepRecorder(Trace(settings=settings), scheduler)
         self.clock = 0.0
         self.num_added = 0
+
+    def serve(self, requests: Sequence[SimulatedRequest], max_steps: int) -> Trace:
+        """Serve all requests; see `simulate`."""
+        named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
+        arrivals = deque(sorted(named, key=lambda pair: pair[1].arrival_step))
+        aborts = {name: r.abort_step for name, r in named if r.abort_step is not None}
+        step = 0
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                if not arrivals:
+                    return self.recorder.trace
+                idle = max(0, arrivals[0][1].arrival_step - step)
+                step += idle
+                self.clock += idle * self.step_cost
+            while arrivals and arrivals[0][1].arrival_step <= step:
+                self.add(*arrivals.popleft())
+            for name in [name for name, at in aborts.items() if at <= step]:
+                self.abort(name, step)
+                del aborts[name]
+            if self.scheduler.has_unfinished:
+                self.step(step)
+                step += 1
+        raise RuntimeError(f"requests are unfinished after {max_steps} steps")
 
     def add(self, name: str, source: SimulatedRequest) -> None:
         # By default ids that no other request has, so that the prefix cache has no accidental hits.

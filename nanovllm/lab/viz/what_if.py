@@ -115,7 +115,8 @@ class WhatIf(widgets.VBox):
 
     def _begin(self, name: str) -> Any:
         """The value that a control has at first."""
-        defaults = {
+        defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+        defaults |= {
             "arrival_rate": 1,
             "max_num_batched_tokens": DEFAULT_TOKEN_BUDGET,
             "kv_tokens": 1024,
@@ -126,7 +127,7 @@ class WhatIf(widgets.VBox):
                 for n, p in signature.items()
                 if p.default is not inspect.Parameter.empty
             }
-        return self._options.get(name, defaults.get(name, getattr(EngineConfig, name, None)))
+        return self._options.get(name, defaults.get(name))
 
     @property
     def values(self) -> dict[str, Any]:

@@ -24,18 +24,18 @@ class _Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
-            why = report.longrepr
-            crash = getattr(report.longrepr, "reprcrash", None)
-            words = (
-                why[2].removeprefix("Skipped: ")
-                if isinstance(why, tuple)
-                else crash.message
-                if crash
-                else ""
-            )
             passed = None if report.skipped else report.passed
             row = {"table": TITLE, "test": report.nodeid.partition("::")[2], "passed": passed}
-            self._found.put(row | {"why": " ".join(words.split())[:300]})
+            self._found.put(row | {"why": " ".join(_reason(report).split())[:300]})
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Why a test failed or was skipped."""
+    why = report.longrepr
+    if isinstance(why, tuple):
+        return why[2].removeprefix("Skipped: ")
+    crash = getattr(why, "reprcrash", None)  # its class is private
+    return "" if crash is None else str(crash.message)
 
 
 def prove(setting: Setting, file: str, share: str = "0/1") -> Iterator[Row]:
