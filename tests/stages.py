@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import nanovllm.engine.core
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
@@ -24,6 +23,7 @@ from nanovllm.executor.uniproc import Worker
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import ModelRunner
+from tests.stand_ins import set_executor
 
 
 @contextlib.contextmanager
@@ -113,4 +113,4 @@ class StagedExecutor(Executor):
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are made from here on keep all stages in this process."""
-    monkeypatch.setattr(nanovllm.engine.core, "create_executor", StagedExecutor)
+    set_executor(monkeypatch, StagedExecutor)

@@ -11,13 +11,14 @@ import pytest
 
 from tests import selection
 from tests.house import ROOMS
+from tests.stand_ins import set_constants
 
 
 @pytest.fixture
 def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """An own record, on a machine that is not CI's."""
     path = tmp_path / "build" / "passed.json"
-    monkeypatch.setattr(selection, "RECORD", path)
+    set_constants(monkeypatch, selection, RECORD=path)
     monkeypatch.delenv("CI", raising=False)
     return path
 
@@ -85,8 +86,7 @@ def test_a_digest_covers_modules_and_what_they_load(
     digest = selection.lecture_digest.__wrapped__
     changed = tmp_path / "moe.py"
     changed.write_text("# edited\n")
-    monkeypatch.setattr(selection, "ROOT", pathlib.Path("/"))
-    monkeypatch.setattr(selection, "ENVIRONMENT", ())
+    set_constants(monkeypatch, selection, ROOT=pathlib.Path("/"), ENVIRONMENT=())
     before = digest(notebook)
     assert before == digest(notebook)
     monkeypatch.setitem(selection.FILES, "distributed.expert_parallel", changed)

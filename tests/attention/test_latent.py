@@ -40,6 +40,7 @@ from nanovllm.ops.attention import attend_dense
 from tests.engine.test_features import FEATURES
 from tests.examples import examples
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_model, reference_tokens
+from tests.stand_ins import set_constants
 
 DECODES = [(1, 127), (1, 16), (1, 0), (1, 60), (1, 300)]
 MIXED = [(40, 0), (2, 70), (1, 33), (0, 5), (5, 20), (1, 0), (50, 70)]
@@ -103,7 +104,7 @@ def test_long_contexts_are_expanded_for_some_heads_at_a_time(monkeypatch) -> Non
         torch.randn(size, dtype=torch.float64) for size in ((30, 5, 24), (90, 40), (5, 28, 32))
     )
     expanded, whole = [], latent.expand
-    monkeypatch.setattr(latent, "EXPANDED_AT_ONCE", 2 * 90 * (16 + 8 + 12) + 1)
+    set_constants(monkeypatch, latent, EXPANDED_AT_ONCE=2 * 90 * (16 + 8 + 12) + 1)
     monkeypatch.setattr(
         latent, "expand", lambda rows, up, nope: expanded.append(len(up)) or whole(rows, up, nope)
     )

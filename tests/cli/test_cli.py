@@ -28,11 +28,10 @@ from nanovllm.checkpoint import course_model
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import converse
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import UsageError
-from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.access import bind, free_port
 from nanovllm.trace.trace import Trace
 from tests.server_process import ServerProcess
+from tests.stand_ins import note_starts
 
 ENGINE = ["--attention-backend", "torch", "--dtype", "float32", "--num-kv-blocks", "64"]
 
@@ -232,15 +231,9 @@ def test_settings_that_cannot_be_are_refused_without_torch(
 def test_a_server_limits_its_steps_unless_it_is_told_not_to(
     words: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-
-    async def start(config: EngineConfig, show_text: bool) -> None:
-        seen.append(config.max_step_ms)
-        raise UsageError("it has started")
-
-    monkeypatch.setattr(AsyncEngine, "start", start)
+    seen = note_starts(monkeypatch)
     assert cli.main(["serve", "--port", "0", *words.split()]) == 2
-    assert seen == [limit] and EngineConfig().max_step_ms is None
+    assert [config.max_step_ms for config in seen] == [limit] and EngineConfig().max_step_ms is None
 
 
 def test_a_pool_whose_size_shows_late_is_refused_too(tiny_model: pathlib.Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from nanovllm.cli import main as cli
 from nanovllm.cli import serve, vllm_flags
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import Parser, UsageError
-from nanovllm.engine.async_engine import AsyncEngine
+from nanovllm.data.flags import Parser
+from tests.stand_ins import note_starts
 
 # Each with the flags that have no effect, and settings that the engine must get.
 PASTED: list[tuple[str, list[str], dict[str, Any]]] = [
@@ -123,13 +123,7 @@ def test_a_line_of_vllm_can_be_pasted(
 ) -> None:
     """The settings arrive, no word is taken for another flag's value, and one line of the log names
     the flags without effect."""
-    seen: list[EngineConfig] = []
-
-    async def start(config: EngineConfig, show_text: bool) -> None:
-        seen.append(config)
-        raise UsageError("it has started")
-
-    monkeypatch.setattr(AsyncEngine, "start", start)
+    seen = note_starts(monkeypatch)
     assert cli.main(["serve", *shlex.split(line), "--port", "0"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "without effect" in line]
     assert {name: getattr(seen[0], name) for name in settings} == settings

@@ -25,6 +25,7 @@ from nanovllm.distributed.shared_memory import Segment, load_shared_memory_libra
 from nanovllm.lab.course.ranks import RankError, run_ranks
 from tests.examples import examples
 from tests.server_process import wait_for_shared_memory_to_go
+from tests.stand_ins import set_constants
 
 
 def has_library() -> bool:
@@ -315,7 +316,7 @@ def test_shared_collectives_of_any_size_in_any_order(data):
 
 @needs_library
 def test_sums_keep_infinities_and_nans(monkeypatch):
-    monkeypatch.setattr(shared_collectives, "PART_BYTES", 64)
+    set_constants(monkeypatch, shared_collectives, PART_BYTES=64)
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 3.0e38, 1e-45, -0.0])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         first = Segment.create(2, 4 * 64)

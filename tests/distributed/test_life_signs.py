@@ -24,6 +24,7 @@ from nanovllm.distributed.life_signs import (
 )
 from nanovllm.distributed.standstill import Activity
 from tests.server_process import wait_until
+from tests.stand_ins import set_constants
 
 SILENCE = 0.8
 RESTS = 1.4  # more than SILENCE and the looks after it
@@ -31,8 +32,7 @@ RESTS = 1.4  # more than SILENCE and the looks after it
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
-    monkeypatch.setattr(life_signs, "LOOK_SECONDS", 0.1)
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=SILENCE, LOOK_SECONDS=0.1)
 
 
 found = threading.Event()
@@ -157,11 +157,11 @@ def test_who_was_stopped_and_goes_on_does_not_hang(monkeypatch: pytest.MonkeyPat
     worker = threading.Thread(target=run)
     worker.start()
     wait_until(lambda: detectors)
-    monkeypatch.setattr(life_signs, "HEARTBEAT_SECONDS", 0.05)
+    set_constants(monkeypatch, life_signs, HEARTBEAT_SECONDS=0.05)
     for _ in range(10):  # the heart was stopped, too, between any two looks
         time.sleep(0.1)
         assert detectors[0].look() == ""
-    monkeypatch.setattr(life_signs, "HEARTBEAT_SECONDS", 1.0)
+    set_constants(monkeypatch, life_signs, HEARTBEAT_SECONDS=1.0)
     assert detectors[0].look() == ""
     wait_until(detectors[0].look)
     found.set()
@@ -201,14 +201,14 @@ def test_who_was_first_is_to_blame() -> None:
 
 
 def test_who_hangs_is_to_blame_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "BLAME_SECONDS", 1000)
+    set_constants(monkeypatch, life_signs, BLAME_SECONDS=1000)
     ranks = [Rank("rank 0"), Rank("rank 1")]
     ranks[1].complaint = Complaint(False, "hangs: here", is_certain=True)
     assert look(ranks) == "rank 1, process 7, hangs: here"
 
 
 def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "HEARTBEAT_SECONDS", 0.1)
+    set_constants(monkeypatch, life_signs, HEARTBEAT_SECONDS=0.1)
     ranks = [Rank("rank 0"), Rank("rank 1")]
     watch = Watch(ranks)
     time.sleep(2 * SILENCE)

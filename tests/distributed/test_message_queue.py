@@ -7,7 +7,6 @@ import gc
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from nanovllm.ops.native_library import BuildError
 from tests.examples import examples
 from tests.processes import CONTEXT
 from tests.server_process import wait_until
+from tests.stand_ins import set_temporary_folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -209,7 +209,7 @@ def test_spawned_readers(start):
 
 def test_a_segment_as_where_there_is_no_memfd(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    set_temporary_folder(monkeypatch, tmp_path)
     queue = MessageQueue.create(1, 256)
     assert len(list(tmp_path.iterdir())) == 1
     reader = MessageQueue.attach(queue.handle, 0)

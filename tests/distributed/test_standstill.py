@@ -15,6 +15,7 @@ from nanovllm.distributed.standstill import (
     explain_standstill,
     latest_calls,
 )
+from tests.stand_ins import set_constants
 
 SECONDS = 4.0
 NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
@@ -136,7 +137,7 @@ def test_only_fresh_news_of_both_count() -> None:
 
 
 def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 0.2)
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=0.2)
     peers = [Peer("data rank 0", "process 5"), Peer("data rank 1", "process 6")]
     watch, found = Watch(peers), None
     for _ in range(200):

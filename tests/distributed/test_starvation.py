@@ -33,6 +33,7 @@ from tests.distributed.starved import (
 )
 from tests.distributed.starved import SILENCE_SECONDS as SILENCE
 from tests.server_process import wait_until
+from tests.stand_ins import set_constants
 
 pytestmark = pytest.mark.skipif(
     not thread_times(os.getpid()), reason="this kernel does not count run delay"
@@ -74,8 +75,7 @@ def core() -> Iterator[BusyCore]:
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
-    monkeypatch.setattr(life_signs, "LOOK_SECONDS", 0.1)
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=SILENCE, LOOK_SECONDS=0.1)
 
 
 # ---------------------------------------------------------------- what their parent finds
@@ -178,7 +178,7 @@ def test_a_library_that_keeps_the_interpreters_lock_on_a_busy_core_is_found(
 def test_a_step_that_gets_no_processor_does_not_hang(
     begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, what: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 60.0)  # what it says itself matters
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=60.0)  # what it says itself matters
     listener = Listener(begin(what))
     listener.until_beats(NUM_BEATS)
 
@@ -188,7 +188,7 @@ def test_a_step_that_gets_no_processor_does_not_hang(
 def test_a_step_that_hangs_on_a_busy_core_is_found(
     begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 60.0)
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=60.0)
     listener = Listener(begin(hang_in_a_step))
     assert "hangs: for 0.6 seconds it has been at " in listener.complaint().text
 
@@ -196,15 +196,28 @@ def test_a_step_that_hangs_on_a_busy_core_is_found(
 # ---------------------------------------------------------------- the rules, without processes
 
 
-def delay_after(monkeypatch: pytest.MonkeyPatch, *looks: ThreadTimes | None) -> float:
+class Kernel:
+    """What the kernel tells of a process: the time, and the times of its threads by their ids."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.threads: dict[int, ThreadTimes] = {}
+        patch.setattr(starvation.time, "monotonic", lambda: self.now)
+        patch.setattr(starvation, "thread_times", lambda pid: self.threads)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel(monkeypatch)
+
+
+def delay_after(kernel: Kernel, *looks: ThreadTimes | None) -> float:
     """Run delay of a process with one thread, which has these times, a second apart."""
-    now = 100.0
-    monkeypatch.setattr(starvation.time, "monotonic", lambda: now)
-    threads = [{} if times is None else {7: times} for times in looks]
-    monkeypatch.setattr(starvation, "thread_times", lambda pid: threads.pop(0))
+    told = [{} if times is None else {7: times} for times in looks]
+    kernel.threads = told[0]
     run_delay = RunDelay(1)
-    while threads:
-        now += 1.0
+    for kernel.threads in told[1:]:
+        kernel.now += 1.0
         delay = run_delay.look()
     return delay
 
@@ -236,23 +249,18 @@ def delay_after(monkeypatch: pytest.MonkeyPatch, *looks: ThreadTimes | None) -> 
     ],
 )
 def test_run_delay_of_a_thread(
-    monkeypatch: pytest.MonkeyPatch, looks: list[ThreadTimes | None], seconds: float
+    kernel: Kernel, looks: list[ThreadTimes | None], seconds: float
 ) -> None:
-    assert delay_after(monkeypatch, *looks) == pytest.approx(seconds)
+    assert delay_after(kernel, *looks) == pytest.approx(seconds)
 
 
-def test_a_thread_that_does_not_count_and_a_process_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    delay_after(monkeypatch, None, None)
-    both = {7: ThreadTimes(1.0, 2.0, 30, True), 8: ThreadTimes(1.0, 2.0, 30, False)}
-    monkeypatch.setattr(starvation, "thread_times", lambda pid: both)
-    now = [200.0]
-    monkeypatch.setattr(starvation.time, "monotonic", lambda: now[0])
+def test_a_thread_that_does_not_count_and_a_process_elsewhere(kernel: Kernel) -> None:
+    delay_after(kernel, None, None)
+    kernel.threads = {7: ThreadTimes(1.0, 2.0, 30, True), 8: ThreadTimes(1.0, 2.0, 30, False)}
     run_delay, remote = RunDelay(1), RunDelay(None)
-    now[0] += 1
+    kernel.now += 1
     assert run_delay.look(besides=7) == remote.look() == 0.0
-    now[0] += 1
+    kernel.now += 1
     assert run_delay.look() == 2.0
 
 
@@ -283,7 +291,7 @@ def test_a_rank_that_gets_no_processor_to_take_its_order_is_not_idle(
             return delays[self.pid] - self.before
 
     monkeypatch.setattr(life_signs, "RunDelay", Delay)
-    monkeypatch.setattr(life_signs, "LOOK_SECONDS", 0.0)
+    set_constants(monkeypatch, life_signs, LOOK_SECONDS=0.0)
     peers = [Peer("rank 0"), Peer("rank 1")]
     now = time.monotonic()
     call = Call("world", (0, 1), 3, "all_reduce", True)

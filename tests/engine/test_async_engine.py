@@ -34,6 +34,7 @@ from nanovllm.engine.request_stream import EngineDeadError, EngineStartError, Re
 from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
 from tests import engine_faults
+from tests.stand_ins import set_constants, set_program, set_temporary_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -54,7 +55,7 @@ def one_thread() -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineClient, "program", engine_faults.FAULTY)
+        set_program(patch, EngineClient, engine_faults.FAULTY)
         running = await AsyncEngine.start(config(tiny_model))
     yield running
     await running.shutdown()
@@ -63,7 +64,7 @@ async def engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the engines that this test starts take the prompts of `engine_faults`."""
-    monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
+    set_program(monkeypatch, EngineClient, engine_faults.FAULTY)
 
 
 async def collect(
@@ -294,7 +295,7 @@ async def test_the_log_probabilities_of_a_long_prompt_are_delivered_in_portions(
         return process(outputs)
 
     monkeypatch.setattr(engine.output_processor, "process", spy)
-    monkeypatch.setattr(portions, "PORTION", 8)
+    set_constants(monkeypatch, portions, PORTION=8)
     again = await collect(engine, prompt, params, "again")
     assert again.prompt_logprobs is not None and len(again.prompt_logprobs) == 100
     assert again.prompt_logprobs == whole.prompt_logprobs and again.outputs == whole.outputs
@@ -404,8 +405,8 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(
 async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_stopped(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", engine_faults.LOAD_SECONDS - 0.5)
-    monkeypatch.setattr(EngineClient, "program", engine_faults.SLOW)
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=engine_faults.LOAD_SECONDS - 0.5)
+    set_program(monkeypatch, EngineClient, engine_faults.SLOW)
     engine = await AsyncEngine.start(config(tiny_model))
     try:
         stream = await engine.add_request("running", "abc", LONG)
@@ -472,7 +473,7 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
 ) -> None:
     folder = tmp_path / "sockets"
     folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    set_temporary_folder(monkeypatch, folder)
     trace_file = tmp_path / "run.jsonl"
     engine = await AsyncEngine.start(config(tiny_model, trace=str(trace_file)))
     assert list(folder.iterdir()) == [], (

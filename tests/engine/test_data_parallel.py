@@ -25,7 +25,6 @@ from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import Peer
-from nanovllm.engine import core as engine
 from nanovllm.engine import group as engine_group
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.data_rank import DataRank
@@ -50,6 +49,7 @@ from tests.examples import examples
 from tests.forking import children
 from tests.oracle import greedy, greedy_choices, make_checkpoint, make_tokenizer, reference_tokens
 from tests.server_process import ServerProcess, wait_until
+from tests.stand_ins import set_executor, set_program
 
 BLOCK = 4
 
@@ -343,9 +343,7 @@ def engines(
 
     def make(size: int = 2, waits_at_launch: bool = True, **options: Any) -> DataParallelCore:
         meeting = Meeting(size)
-        monkeypatch.setattr(
-            engine, "create_executor", lambda *_: LockStepExecutor(meeting, waits_at_launch)
-        )
+        set_executor(monkeypatch, lambda *_: LockStepExecutor(meeting, waits_at_launch))
         monkeypatch.setattr(engine_group, "DataRank", ThreadRank)
         options = {
             "enable_expert_parallel": True,
@@ -715,7 +713,7 @@ def test_an_engine_that_dies_or_hangs(
 ) -> None:
     if isinstance(fault, str):
         monkeypatch.setenv("RANK_FAULT", fault)
-        monkeypatch.setattr(DataRank, "program", rank_faults.DATA_RANK)
+        set_program(monkeypatch, DataRank, rank_faults.DATA_RANK)
     many = llm(mixtral, enable_expert_parallel=shared, data_parallel_size=2)
     core = coordinator(many)
     for i in range(4):
@@ -746,7 +744,7 @@ def test_an_engine_that_leaves_the_others_waiting(
     llm: Callable[..., LLM], mixtral: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK_FAULT", "1 wave skip")
-    monkeypatch.setattr(DataRank, "program", rank_faults.DATA_RANK)
+    set_program(monkeypatch, DataRank, rank_faults.DATA_RANK)
     many = llm(mixtral, enable_expert_parallel=True, data_parallel_size=2)
     words = (
         r"data rank 1, process \d+, hangs: for 4 seconds it has been idle while data rank 0,"

@@ -25,6 +25,7 @@ from nanovllm.runner.runner import choose_dtype
 from nanovllm.text.processor import OutputProcessor
 from nanovllm.trace.trace import Trace, TraceError
 from tests.oracle import greedy, make_checkpoint, reference_model, reference_tokens
+from tests.stand_ins import set_hub
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, skip_special_tokens=False)
 
@@ -156,12 +157,11 @@ def test_the_revision_is_that_of_the_model(
 ) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def resolve(name: str, revision: str | None = None) -> pathlib.Path:
+    def download(name: str, *, revision: str | None, **_: Any) -> str:
         asked.append((name, revision))
-        return pathlib.Path(checkpoint)
+        return checkpoint
 
-    monkeypatch.setattr("nanovllm.text.tokenizer.resolve_model", resolve)
-    monkeypatch.setattr("nanovllm.engine.core.resolve_model", resolve)
+    set_hub(monkeypatch, download)
     engine("some/model", revision="v1")
     engine("some/model", revision="v1", tokenizer="some/tokenizer")
     assert asked == [*[("some/model", "v1")] * 3, ("some/tokenizer", None)]

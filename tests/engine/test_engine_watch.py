@@ -19,6 +19,7 @@ from nanovllm.distributed.activity import in_step
 from nanovllm.distributed.life_signs import is_debugged_or_dumps_core
 from nanovllm.engine.data_rank import DataRank
 from tests.server_process import wait_until
+from tests.stand_ins import set_constants, set_program
 
 SILENCE = 2.0
 
@@ -65,7 +66,7 @@ def rest_until_told(config: EngineConfig, command_address: str, *arguments: Any)
 
 
 def started(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., None]) -> DataRank:
-    monkeypatch.setattr(DataRank, "program", PROGRAM.format(engine.__name__))
+    set_program(monkeypatch, DataRank, PROGRAM.format(engine.__name__))
     return DataRank(EngineConfig(), {})
 
 
@@ -83,7 +84,7 @@ def test_a_step_of_an_engine_may_compute_for_any_time(monkeypatch: pytest.Monkey
 def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
+    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=SILENCE)
     client = started(monkeypatch, rest_until_told)
     born = client.heard
     try:

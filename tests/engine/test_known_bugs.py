@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.kv.block_pool import BlockPool, InvariantError
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.runner.memory import num_blocks_that_fit
-from nanovllm.runner.runner import ModelRunner
 from tests.oracle import greedy, make_checkpoint, reference_model, reference_tokens
-from tests.runner.test_cuda_graphs import Recording, Watched, WatchedTorch
+from tests.runner.test_cuda_graphs import record_graphs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -257,20 +254,14 @@ def test_graphs_hold_the_longest_block_table(
 ) -> None:
     """Recorded graphs, on a stand-in for the GPU: a request that reaches the context length, beside
     short ones."""
-    monkeypatch.setattr(Watched, "launches", [], raising=False)
-    monkeypatch.setattr(Recording, "launches", Watched.launches, raising=False)
-    monkeypatch.setattr(Recording, "made", [], raising=False)
-    monkeypatch.setattr(
-        nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch()
-    )
-    monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *arguments: Recording)
+    graphs = record_graphs(monkeypatch)
     llm = engine(checkpoint, max_model_len=max_model_len, max_num_seqs=3)
     long, short = prompt(max_model_len - 9), prompt(5, 50)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     tokens = [o.outputs[0].token_ids for o in llm.generate([long, short], params, use_tqdm=False)]
     assert tokens[0] == reference_tokens(checkpoint, long, 9)
     assert tokens[1] == reference_tokens(checkpoint, short, max_model_len - 5)
-    assert sum(graph.num_replays for graph in Recording.made) > 0
+    assert sum(graph.num_replays for graph in graphs.made) > 0
 
 
 @pytest.mark.parametrize(
@@ -302,15 +293,6 @@ def test_any_max_num_seqs_serves_full_batches(checkpoint: str, max_num_seqs: int
     batch = [prompt(4 + i, i) for i in range(20)]
     assert greedy(llm, batch, 6) == [reference_tokens(checkpoint, p, 6) for p in batch]
     assert max(len(step.requests) for step in llm.trace) == max_num_seqs
-
-
-def test_kv_size_counts_only_what_is_free(checkpoint: str, monkeypatch) -> None:
-    """The default pool follows available memory, not total memory."""
-    runner: ModelRunner = engine(checkpoint).engine.core.runner
-    runner.config.num_kv_blocks = None
-    memory = type("Memory", (), {"available": 40 * runner.bytes_per_block, "total": 2**40})
-    monkeypatch.setattr("nanovllm.runner.memory.psutil.virtual_memory", lambda: memory)
-    assert num_blocks_that_fit(runner) == 10
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

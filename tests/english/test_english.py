@@ -12,6 +12,7 @@ import pytest
 
 from tests import english
 from tests.english import __main__ as command
+from tests.stand_ins import set_constants
 
 PLANTED = "Nobody waits."
 
@@ -68,16 +69,16 @@ def test_a_rewritten_text_has_no_error_whatever_is_stored(
     (tmp_path / "page.md").write_text(f"{PLANTED}\n", encoding="utf-8")
     found = english.hits(tmp_path / "page.md")
     stored = english.count(found)
-    monkeypatch.setattr(english, "REWRITTEN", {"messages"})
+    set_constants(monkeypatch, english, REWRITTEN={"messages"})
     assert english.complaints(found, stored) == []
-    monkeypatch.setattr(english, "REWRITTEN", {"markdown"})
+    set_constants(monkeypatch, english, REWRITTEN={"markdown"})
     (complaint,) = english.complaints(found, stored)
     assert "page.md:1" in complaint and "Nobody" in complaint
 
 
 def test_storing_only_lowers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (phrase.pattern for phrase in english.phrases()[:2])
-    monkeypatch.setattr(english, "COUNTS", tmp_path / "counts.tsv")
+    set_constants(monkeypatch, english, COUNTS=tmp_path / "counts.tsv")
     english.write_counts(collections.Counter({("markdown", first): 2, ("markdown", second): 2}))
     (tmp_path / "page.md").write_text("It belongs into it. " * 5, encoding="utf-8")
     monkeypatch.setattr(english, "all_hits", lambda: english.hits(tmp_path / "page.md"))

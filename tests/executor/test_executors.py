@@ -30,6 +30,7 @@ from tests.examples import examples
 from tests.oracle import greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK
 from tests.server_process import SOON, are_gone, wait_for_shared_memory_to_go, wait_until
+from tests.stand_ins import set_gpu, set_program, set_temporary_folder
 
 OPTIONS: dict[str, Any] = {
     "attention_backend": "torch",
@@ -46,7 +47,7 @@ def folder_for_temporary_files(
     """See that an executor leaves no file, no shared memory and no process."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    set_temporary_folder(monkeypatch, folder)
     yield
     assert list(folder.iterdir()) == []
     wait_for_shared_memory_to_go()
@@ -206,7 +207,7 @@ def test_a_rank_that_fails_says_why(
     kind: type[Exception],
     words: str,
 ) -> None:
-    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
+    set_program(monkeypatch, multiprocess.MultiprocessExecutor, RANK)
     monkeypatch.setenv("RANK_FAULT", fault)
     before = set(psutil.Process().children())
     with pytest.raises(kind, match=words):
@@ -228,7 +229,7 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
 ) -> None:
     """Rank 0 computes for more than twice the time after which one that rests would be taken to
     hang."""
-    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
+    set_program(monkeypatch, multiprocess.MultiprocessExecutor, RANK)
     monkeypatch.setenv("RANK_FAULT", "0 launch burn")
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
     start = time.monotonic()
@@ -270,7 +271,7 @@ def test_ranks_that_wait_for_one_another_are_named(
     fault: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
+    set_program(monkeypatch, multiprocess.MultiprocessExecutor, RANK)
     monkeypatch.setenv("RANK_FAULT", fault)
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
     processes = processes_of(llm)
@@ -373,8 +374,7 @@ def test_the_command_line_refuses_it_with_2(nine_heads: pathlib.Path) -> None:
 
 
 def test_more_ranks_than_gpus(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    set_gpu(monkeypatch, is_available=True, device_count=2)
     model = ModelConfig.from_pretrained(tiny_model)
     config = EngineConfig(str(tiny_model), tensor_parallel_size=2, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"is 4 ranks.*has 2 GPUs: lower the sizes, .*device cpu"):

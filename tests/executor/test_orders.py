@@ -19,6 +19,7 @@ from nanovllm.executor import remote
 from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
+from tests.stand_ins import set_constants
 
 
 class Orders(RemoteExecutor):
@@ -87,7 +88,7 @@ def test_a_rank_that_fails_ends_the_wait() -> None:
 def test_a_rank_that_never_answers_is_named(
     monkeypatch: pytest.MonkeyPatch, is_ready: bool, what: str
 ) -> None:
-    monkeypatch.setattr(remote, "ORDER_SECONDS" if is_ready else "START_SECONDS", 0.01)
+    set_constants(monkeypatch, remote, **{"ORDER_SECONDS" if is_ready else "START_SECONDS": 0.01})
     executor = Silent()
     executor.ranks[2].is_ready = is_ready
     result = executor.launch(SchedulerOutput())

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.checks import check_pipeline_parallel
@@ -35,6 +34,7 @@ from nanovllm.runner.runner import ModelRunner
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
+from tests.stand_ins import set_backend
 
 PROMPTS = [[3 + (7 * i + j) % 300 for j in range(n)] for i, n in enumerate((5, 40, 18, 33, 2))]
 PROMPTS.append(PROMPTS[1][:30] + [9] * 10)
@@ -405,8 +405,8 @@ def test_graphs_of_a_stage(
 ) -> None:
     """Recorded alone, on zeros, between two buffers that never move; padded and replayed with what
     comes over the line."""
-    monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *_: Again)
-    monkeypatch.setattr(Again, "num_replays", 0)
+    set_backend(monkeypatch, make_graph=Again)
+    Again.num_replays = 0
     llm = LLM(
         str(folder),
         dtype="float32",

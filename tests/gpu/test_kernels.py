@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from nanovllm.lab.cases import (
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.support import why_no_triton
 from tests.gpu.setting import DEVICE, DRY_RUN
+from tests.stand_ins import refuse_reference, set_kernels
 
 Cases = dict[str, dict[str, Any]]
 
@@ -297,9 +297,8 @@ def quantized_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanovllm.ops import reference_quantized, triton_quantized
 
     if DRY_RUN:
-        monkeypatch.setattr(quantized, "_kernels", lambda device: triton_quantized)
-    alone = SimpleNamespace(pack=reference_quantized.pack)
-    monkeypatch.setattr(triton_quantized, "reference", alone)
+        set_kernels(monkeypatch, quantized, triton_quantized)
+    refuse_reference(monkeypatch, triton_quantized, pack=reference_quantized.pack)
 
 
 def quantized_parameters(dtypes: Any) -> Any:

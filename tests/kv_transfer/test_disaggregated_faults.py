@@ -42,6 +42,7 @@ from nanovllm.runner.runner import ModelRunner
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import in_turn
+from tests.stand_ins import set_constants, set_failure
 
 PROMPT = [(i * 37 + 11) % 300 + 5 for i in range(43)]
 OTHER = [(i * 53 + 7) % 300 + 5 for i in range(30)]
@@ -245,7 +246,7 @@ def test_producer_stops_while_it_pushes_and_a_step_breaks_off(
     assert child.process.pid is not None
     os.kill(child.process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(consumer.runner, "launch", fail)
+        set_failure(patch, consumer.runner, "launch", RuntimeError("broke"))
         ask(consumer, "victim", OTHER)
         with pytest.raises(RuntimeError, match="broke"):
             fleet.run_until(lambda: False)
@@ -315,7 +316,7 @@ def test_client_leaves(
     gate: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "_GRACE", 0.2)
+    set_constants(monkeypatch, link, GRACE_SECONDS=0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
     opened = reach(fleet, way, stage, gate)
@@ -438,7 +439,7 @@ def test_reader_stops(
 ) -> None:
     """It has claimed blocks, is there, and does not read: they are given up, and what it reads
     later counts for nothing."""
-    monkeypatch.setattr(control, "CLAIM_SECONDS", 0.2)
+    set_constants(monkeypatch, control, CLAIM_SECONDS=0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
@@ -698,7 +699,7 @@ def test_push_to_nowhere(
 ) -> None:
     """Blocks that the consumer has not, or has not offered; ranks that are none. The order comes to
     its end, and gives all back."""
-    monkeypatch.setattr(link, "_GRACE", 0.2)
+    set_constants(monkeypatch, link, GRACE_SECONDS=0.2)
     producer, consumer = (
         engines("kv_producer", long_prefill_token_threshold=8),
         engines("kv_consumer"),
@@ -802,7 +803,7 @@ def test_a_step_breaks_off(
     opened = reach(fleet, way, stage, gate)
     broken = producer if side == "producer" else consumer
     with monkeypatch.context() as patch:
-        patch.setattr(broken.runner, "launch", fail)
+        set_failure(patch, broken.runner, "launch", RuntimeError("broke"))
         ask(broken, "victim", OTHER)
         opener = threading.Timer(0.2, opened.open) if opened is not None else None
         if opener is not None:
@@ -860,7 +861,7 @@ def test_two_engines_wait_for_each_other(
 ) -> None:
     """The pool of each is full of blocks that the other is to fill, and can only fill with blocks
     of its own."""
-    monkeypatch.setattr(disaggregated, "DEADLOCK_SECONDS", 0.2)
+    set_constants(monkeypatch, disaggregated, DEADLOCK_SECONDS=0.2)
     both = [
         engines("kv_both", policy, num_kv_blocks=16, enable_prefix_caching=False) for _ in range(2)
     ]

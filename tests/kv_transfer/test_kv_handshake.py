@@ -32,6 +32,7 @@ from nanovllm.kv_transfer.transport.handshake import (
 )
 from tests.examples import examples
 from tests.server_process import wait_until
+from tests.stand_ins import set_failure
 
 SECRET = b"only for those who may"
 SAME: dict[str, str | int] = {"model": "llama", "block_size": 16}
@@ -306,15 +307,9 @@ def test_many_who_make_it_at_once_get_the_same(home):
 
 @pytest.mark.parametrize("full_at", ["write", "link"])
 def test_a_full_disk_is_named_and_leaves_no_secret(home, full_at, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if full_at == "link":
-        monkeypatch.setattr(os, "link", fail)
-    else:
-        monkeypatch.setattr(
-            handshake.os, "urandom", fail
-        )  # which is called where the file is written
+    # `urandom` is called where the file is written
+    function = "link" if full_at == "link" else "urandom"
+    set_failure(monkeypatch, os, function, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(
         ValueError, match=r"kv_secret, could not be written: No space left .*; set NANOVLLM_HOME"
     ):

@@ -31,6 +31,7 @@ from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.server_process import wait_until
+from tests.stand_ins import set_constants
 
 PROMPT = [(i * 37 + 11) % 300 + 5 for i in range(43)]
 SECONDS = 1.5
@@ -54,7 +55,7 @@ def test_waiting_for_kv(
     core = make_engine(checkpoint, "kv_consumer", distributed_executor_backend=backend)
     request.addfinalizer(lambda: (core.close(), producer.close()))
     if backend == "uni":  # ranks in other processes show every second that they live
-        monkeypatch.setattr(engine_core, "PATIENT_SECONDS", 60.0)
+        set_constants(monkeypatch, engine_core, PATIENT_SECONDS=60.0)
 
     def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)

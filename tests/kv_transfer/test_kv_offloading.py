@@ -31,6 +31,7 @@ from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
+from tests.stand_ins import set_constants, set_failure
 
 GIB = 1 << 30
 BLOCK = 4  # tokens
@@ -173,7 +174,7 @@ def test_little_host_memory(
 ) -> None:
     """The scheduler's half knows at all times what lies in the host memory of the ranks, which it
     does not see."""
-    monkeypatch.setattr(offloading_worker, "PIECE_BYTES", 3 * ENTRY)
+    set_constants(monkeypatch, offloading_worker, PIECE_BYTES=3 * ENTRY)
     with engine(tiny_model, kv_offloading_size=num_slots * ENTRY / GIB, num_kv_blocks=40) as llm:
         scheduler, worker = halves(llm)
         assert isinstance(worker.store, HostStore) and worker.store.num_slots == num_slots
@@ -312,7 +313,7 @@ def test_what_is_being_loaded_does_not_give_way(tiny_model: pathlib.Path) -> Non
 
 def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into other blocks than they came from, in another order, some of them lost."""
-    monkeypatch.setattr(offloading_worker, "PIECE_BYTES", 1)  # a block at a time, then several
+    set_constants(monkeypatch, offloading_worker, PIECE_BYTES=1)  # a block at a time, then several
     for num_layers in (1, 3):
         layout = KVLayout(
             4, 2, BLOCK, 5, "bfloat16", num_blocks=30, first_layer=1, end_layer=1 + num_layers
@@ -351,7 +352,7 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
                 expected[layer][target] = before[layer][2 * i]
         assert all(torch.equal(worker.kv_caches[layer], expected[layer]) for layer in layout.layers)
         worker.close()
-        monkeypatch.setattr(offloading_worker, "PIECE_BYTES", 5 * 3 * layout.block_bytes)
+        set_constants(monkeypatch, offloading_worker, PIECE_BYTES=5 * 3 * layout.block_bytes)
 
 
 # ---------------------------------------------------------------- what is lost or damaged
@@ -463,7 +464,7 @@ def test_a_writer_that_cannot_keep_up(
     tiny_model: pathlib.Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What would have to wait too long is not saved; the steps go on."""
-    monkeypatch.setattr(offloading_worker, "BACKLOG_BYTES", 20 * ENTRY)
+    set_constants(monkeypatch, offloading_worker, BACKLOG_BYTES=20 * ENTRY)
     with engine(tiny_model, kv_offloading_size=1000 * ENTRY / GIB) as llm:
         worker, go_on = halves(llm)[1], threading.Event()
         first = worker.writer.submit(go_on.wait)
@@ -571,14 +572,13 @@ def test_a_step_that_breaks_off(tiny_model: pathlib.Path, expected: list[list[in
         prompts = some_prompts()
         assert answers(llm, prompts[:8]) == expected[:8]
         core = llm.engine.core
-        original, count = core.runner._forward, itertools.count()
+        count = itertools.count()
 
-        def forward(batch: Any) -> Any:
+        def break_off(*_: Any) -> None:
             if next(count) == 3:
                 raise RuntimeError("broken off")
-            return original(batch)
 
-        core.runner._forward = forward  # type: ignore[method-assign]
+        core.runner.model.register_forward_pre_hook(break_off)
         with pytest.raises(RuntimeError, match="broken off"):
             answers(llm, prompts[8:])
         assert answers(llm, prompts) == expected
@@ -630,7 +630,7 @@ def test_nobody_writes_to_blocks_once_all_is_forgotten(
         llm.engine.add_request("coming", prompts[0], SamplingParams(max_tokens=5))
         llm.engine.add_request("new", some_prompts(1)[0], SamplingParams(max_tokens=5))
         with monkeypatch.context() as patch:
-            patch.setattr(core.runner, "_forward", lambda batch: 1 / 0)
+            set_failure(patch, core.runner.model, "forward", ZeroDivisionError())
             with pytest.raises(ZeroDivisionError):
                 while True:
                     llm.engine.step()
@@ -756,7 +756,7 @@ def test_redis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while the server goes and comes back."""
-    monkeypatch.setattr(sealed, "RETRY_SECONDS", 0.5)
+    set_constants(monkeypatch, sealed, RETRY_SECONDS=0.5)
     with redis_server(tmp_path) as server:
         options = pool(tmp_path, store="redis", url=f"redis://127.0.0.1:{server.ports[0]}")
         del options["kv_transfer_config"]["kv_connector_extra_config"]["path"]

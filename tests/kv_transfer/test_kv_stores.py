@@ -26,6 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.kv_transfer.stores import folder as folder_store
+from nanovllm.kv_transfer.stores import sealed
 from nanovllm.kv_transfer.stores.folder import LOW_WATER, FolderStore
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, SealedStore
 from nanovllm.kv_transfer.stores.servers import MooncakeStore, RedisStore
@@ -33,6 +34,7 @@ from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 from tests.examples import examples
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.server_process import wait_until
+from tests.stand_ins import set_constants
 
 SIZE = 4096
 FILE = HEADER_BYTES + SIZE
@@ -393,7 +395,7 @@ def test_a_process_that_stops_while_it_writes(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others go on: they read, and write nothing. What it leaves behind when it dies is removed."""
-    monkeypatch.setattr(folder_store, "LOCK_SECONDS", 0.1)
+    set_constants(monkeypatch, folder_store, LOCK_SECONDS=0.1)
     store, stopped = (FolderStore(tmp_path, 3 * FILE) for _ in range(2))
     put(store, 1)
     with stopped._alone():
@@ -598,7 +600,7 @@ def test_redis_goes_and_comes_back(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nanovllm.kv_transfer.stores.sealed.RETRY_SECONDS", 1.0)
+    set_constants(monkeypatch, sealed, RETRY_SECONDS=1.0)
     server, store = redis_pool
     put(store, 1)
     server.kill()

@@ -33,6 +33,7 @@ from nanovllm.kv_transfer.transport.messages import (
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
 from tests.pairwise import in_turn
+from tests.stand_ins import set_constants
 
 SOURCE, TARGET = 1, 2  # salts
 # Engines that differ in every way that is allowed: of the source and of the target.
@@ -219,7 +220,7 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank]]:
-    monkeypatch.setattr(link, "_GRACE", 0.1)
+    set_constants(monkeypatch, link, GRACE_SECONDS=0.1)
     ranks = two_ranks(kind, layouts()[0], layouts()[0], timeout=2.0)
     yield ranks
     close(*ranks)

@@ -29,6 +29,7 @@ from nanovllm.lab.kernel_compiler import (
     specialise,
 )
 from nanovllm.ops.support import is_interpreted
+from tests.stand_ins import set_installed
 
 if is_interpreted():
     pytest.skip("the interpreter stands in the compiler's place", allow_module_level=True)
@@ -231,7 +232,8 @@ def test_a_fault_ends_the_command_with_1(
     kernel, arguments, options = fault
     good = launch_of(copy_kernel, tensor(512), tensor(512), 512, 1, 2.0, None, BLOCK=512)
     bad = launch_of(kernel, *arguments, **options)
-    monkeypatch.setattr(kernel_launches, "engine_launches", lambda *_: [good, bad])
+    launches = [good, bad]
+    monkeypatch.setattr(kernel_launches, "engine_launches", lambda *_: launches)
     assert cli.main(["kernels", "--target", "sm_90", "--json", str(tmp_path / "numbers.json")]) == 1
     shown = capsys.readouterr().out
     assert "2 configurations, 1 with problems" in shown
@@ -241,7 +243,7 @@ def test_a_fault_ends_the_command_with_1(
     assert (
         numbers[0]["constants"]["BLOCK"] == 512 and numbers[0]["instructions"]["16-byte load"] == 1
     )
-    monkeypatch.setattr(kernel_launches, "engine_launches", lambda *_: [good])
+    del launches[1]
     assert cli.main(["kernels", "--target", "sm_90"]) == 0
 
 
@@ -269,10 +271,7 @@ def test_mistakes_on_the_command_line() -> None:
 def test_without_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = kernels.importlib.util.find_spec
-    monkeypatch.setattr(
-        kernels.importlib.util, "find_spec", lambda name: None if name == "triton" else real(name)
-    )
+    set_installed(monkeypatch, triton=False)
     assert cli.main(["kernels"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("nanovllm kernels: error: the package 'triton' is not installed")

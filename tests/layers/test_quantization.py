@@ -29,6 +29,7 @@ from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
 from tests.stages import staged  # noqa: F401  (a fixture)
+from tests.stand_ins import set_kernels
 
 PROMPTS = [
     [5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11],
@@ -252,7 +253,7 @@ def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) 
 def test_a_cpu_without_a_kernel_dequantizes_once(
     shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_kernels", lambda device: reference_quantized)
+    set_kernels(monkeypatch, quantized, reference_quantized)
     weight = QuantizedWeight.empty(shape, scheme, torch.device("cpu")).to(dtype)
     for tensor in weight.parameters():
         tensor.copy_(

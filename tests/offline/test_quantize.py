@@ -30,6 +30,7 @@ from nanovllm.ops.quantized import quantize_rows
 from nanovllm.ops.reference_quantized import dequantize, unpack
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, quantize_checkpoint
+from tests.stand_ins import set_failure
 
 PROMPTS = [
     [5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11],
@@ -239,10 +240,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(weights, "save_file", fail)
+    set_failure(monkeypatch, weights, "save_file", error)
     words = [
         "quantize",
         str(originals("llama")),
@@ -274,16 +272,12 @@ def test_a_disk_that_is_full_is_that_of_the_new_folder(
     """An error of a copy names the file that it reads first, and one of writing names none."""
     new = tmp_path / "new"
 
-    def copy(source: pathlib.Path, target: pathlib.Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
-
-    def write(path: pathlib.Path, *_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = (errno.ENOSPC, "No space left on device")
     if file == "tokenizer.json":
-        monkeypatch.setattr(shutil, "copyfile", copy)
+        error = OSError(*full, str(originals("llama") / file), None, str(new / file))
+        set_failure(monkeypatch, shutil, "copyfile", error)
     else:
-        monkeypatch.setattr(pathlib.Path, "write_text", write)
+        set_failure(monkeypatch, pathlib.Path, "write_text", OSError(*full))
     assert (
         main(
             [

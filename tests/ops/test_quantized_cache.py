@@ -21,6 +21,7 @@ from nanovllm.attention.base import kv_cache_shape
 from nanovllm.lab.cases import TOLERANCES, Problem, oracle, relative_error
 from nanovllm.ops import native, native_quantized_cache, quantized_cache
 from nanovllm.ops.quantized_cache import LARGEST, SCALE_BYTES
+from tests.stand_ins import refuse_reference
 
 KINDS = list(LARGEST)
 needs_kernels = pytest.mark.skipif(not native.is_available(), reason="no compiled kernels here")
@@ -30,19 +31,7 @@ OPERATORS = [quantized_cache, pytest.param(native_quantized_cache, marks=needs_k
 @pytest.fixture
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not take is an error, so that nothing is compared with itself."""
-
-    def refuse(*arguments: object) -> Tensor:
-        raise AssertionError("no kernel was called")
-
-    monkeypatch.setattr(
-        native_quantized_cache,
-        "quantized_cache",
-        type(
-            "Refusing",
-            (),
-            dict.fromkeys(("write_kv_cache", "paged_attention"), staticmethod(refuse)),
-        ),
-    )
+    refuse_reference(monkeypatch, native_quantized_cache, "quantized_cache")
 
 
 # ---------------------------------------------------------------- rounding

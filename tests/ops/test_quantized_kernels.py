@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from nanovllm import LLM, ops
 from nanovllm.layers.quantization import W8A8, QuantizedWeight
 from nanovllm.ops import native, native_quantized, quantized, reference_quantized
 from tests.oracle import greedy
+from tests.stand_ins import refuse_reference
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no compiled kernels here")
 
@@ -39,8 +39,12 @@ def _generator() -> None:
 @pytest.fixture
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to plain torch."""
-    torch_only = SimpleNamespace(dequantize=reference_quantized.dequantize)
-    monkeypatch.setattr(native_quantized, "reference_quantized", torch_only)
+    refuse_reference(
+        monkeypatch,
+        native_quantized,
+        "reference_quantized",
+        dequantize=reference_quantized.dequantize,
+    )
 
 
 def activations(tokens: int, inner: int, dtype: torch.dtype) -> Tensor:

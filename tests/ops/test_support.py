@@ -3,26 +3,26 @@ is logged for others."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import shutil
 
 import pytest
 import torch
 
 from nanovllm.attention.base import get_backend
 from nanovllm.ops.support import why_no_triton
+from tests.stand_ins import set_gpu, set_installed
 
 pytest.importorskip("triton")
 GPU = torch.device("cuda")
+COMPILERS = ("gcc", "clang", "cc")
 
 
 @pytest.fixture(autouse=True)
 def an_ampere_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    set_gpu(monkeypatch, version="12.8", get_device_capability=(8, 0))
+    set_installed(monkeypatch, triton=True, **dict.fromkeys(COMPILERS, True))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CC", raising=False)
 
 
 def test_nothing_is_in_the_way() -> None:
@@ -46,11 +46,11 @@ def test_an_error_for_who_asked_and_a_fallback_for_others(
 ) -> None:
     head_dim = 512 if obstacle == "large heads" else 64
     if obstacle == "old card":
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        set_gpu(monkeypatch, get_device_capability=(7, 5))
     elif obstacle == "no package":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        set_installed(monkeypatch, triton=False)
     elif obstacle == "no compiler":
-        monkeypatch.setattr(shutil, "which", lambda name: None)
+        set_installed(monkeypatch, **dict.fromkeys(COMPILERS, False))
     elif obstacle == "interpreter":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="use 'auto' or 'torch'") as caught:

@@ -28,6 +28,7 @@ from nanovllm.router.config import RouterConfig
 from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_names
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access, bind
+from tests.stand_ins import set_constants
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -537,7 +538,7 @@ async def test_when_all_are_down_and_up_again() -> None:
 async def test_a_server_that_hangs_is_given_up_with_those_who_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backends, "HEALTH_SECONDS", 0.1)
+    set_constants(monkeypatch, backends, HEALTH_SECONDS=0.1)
 
     async def act(exchange: Exchange) -> None:
         if exchange.json.get("stream"):

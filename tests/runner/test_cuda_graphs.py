@@ -35,6 +35,7 @@ from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, capture_graphs,
 from nanovllm.runner.runner import ModelRunner, graph_maker
 from tests.models.test_eagle import CONFIG, random_head, write
 from tests.oracle import make_checkpoint
+from tests.stand_ins import set_backend, set_gpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -228,19 +229,20 @@ class Recording:
         assert self.launches == self.recorded, "a graph would have read elsewhere"
 
 
+def record_graphs(
+    patch: pytest.MonkeyPatch, backend: type[Watched] = WatchedTorch
+) -> type[Recording]:
+    """From here on, runners record graphs, as on a GPU."""
+    Watched.launches = Recording.launches = []
+    Recording.made = []
+    set_backend(patch, backend, Recording)
+    return Recording
+
+
 @pytest.fixture(params=[WatchedTorch, WatchedCpu])
 def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     """From here on, runners record graphs, as on a GPU."""
-    monkeypatch.setattr(Watched, "launches", [], raising=False)
-    monkeypatch.setattr(Recording, "launches", Watched.launches, raising=False)
-    monkeypatch.setattr(Recording, "made", [], raising=False)
-    monkeypatch.setattr(
-        nanovllm.runner.runner, "get_backend", lambda *arguments, **options: request.param()
-    )
-    monkeypatch.setattr(
-        nanovllm.runner.runner, "graph_maker", lambda _, __, eager: None if eager else Recording
-    )
-    return Recording
+    return record_graphs(monkeypatch, request.param)
 
 
 def watch_inputs(runner: ModelRunner) -> None:
@@ -586,11 +588,14 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
         events.append(f"record on {stream.name} in {pool}")
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Handle)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
+    set_gpu(
+        monkeypatch,
+        Stream=Stream,
+        CUDAGraph=Handle,
+        current_stream=lambda: Stream("main"),
+        stream=on,
+        graph=recording,
+    )
     make_graph = graph_maker(torch.device("cuda"), WatchedTorch(), False)
     assert make_graph is not None
     graphs = capture_graphs(Rows(make_graph, 2, events))  # type: ignore[arg-type]
@@ -648,14 +653,14 @@ def lecture(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_gpu_cells_keep_their_outputs_without_a_gpu(lecture, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_gpu(monkeypatch, is_available=False)
     for _ in range(2):
         assert course_main(["--root", str(lecture.parents[1]), "run"]) == 0
         cells = nbformat.read(lecture, 4).cells
         assert [[o.text for o in cell.outputs] for cell in cells] == [[], ["42 kernels\n"], ["2\n"]]
         assert [cell.execution_count for cell in cells] == [1, 2, 3]
     assert capsys.readouterr().out.split("\n")[1].endswith("unchanged")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_gpu(monkeypatch, is_available=True)
     assert course_main(["--root", str(lecture.parents[1]), "run"]) == 1
     assert "cell 2 (In [2])" in capsys.readouterr().err
 
@@ -709,11 +714,8 @@ class Forgetful:
 def test_an_engine_with_graphs_gives_its_memory_back_at_once(folder, monkeypatch) -> None:
     """A cycle through the graphs would keep a GPU full until the garbage collector comes by, which
     the next engine does not wait for."""
-    monkeypatch.setattr(Watched, "launches", [], raising=False)
-    monkeypatch.setattr(
-        nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch()
-    )
-    monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *arguments: Forgetful)
+    Watched.launches = []
+    set_backend(monkeypatch, WatchedTorch, Forgetful)
     llm = make_llm(folder)
     runner = weakref.ref(llm.engine.core.runner)
     assert llm.engine.core.runner.graphs is not None

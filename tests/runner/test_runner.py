@@ -7,7 +7,6 @@ import logging
 import pathlib
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -40,6 +39,7 @@ from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_devic
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.examples import examples
 from tests.oracle import TINY, make_checkpoint
+from tests.stand_ins import set_constants, set_failure, set_gpu, set_memory
 
 SHAPE = ModelConfig.from_dict(TINY | {"architectures": ["LlamaForCausalLM"]})
 GREEDY = SamplingParams(temperature=0)
@@ -359,7 +359,7 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
-    monkeypatch.setattr(nanovllm.runner.runner, "LOGPROB_ROWS", 7)
+    set_constants(monkeypatch, nanovllm.runner.runner, LOGPROB_ROWS=7)
     llm = LLM(
         str(folder),
         dtype="float32",
@@ -394,11 +394,9 @@ def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
 
 def test_only_last_rows_become_logits(folder, monkeypatch) -> None:
     llm = LLM(str(folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=16)
-    model, rows = llm.engine.core.runner.model, []
-    inside = model.compute_logits
-    monkeypatch.setattr(
-        model, "compute_logits", lambda hidden: rows.append(len(hidden)) or inside(hidden)
-    )
+    rows: list[int] = []
+    head = llm.engine.core.runner.model.lm_head
+    head.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate([[9] * 40, [8] * 5, [7]], params, use_tqdm=False)
     assert sum(rows) == 3 * 4 and max(rows) <= 3
@@ -432,8 +430,7 @@ def test_number_of_blocks_by_default(monkeypatch) -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
 
     def with_free(available: int, **options: Any) -> int:
-        machine = type("Memory", (), {"available": available})()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+        set_memory(monkeypatch, available)
         return num_blocks_that_fit(BareRunner(EngineConfig(**options)))
 
     assert with_free(4 * 10 * size) == 10, "a quarter of the free memory"
@@ -444,20 +441,26 @@ def test_number_of_blocks_by_default(monkeypatch) -> None:
         with_free(4 * size - 4)
 
 
+def set_profile(patch: pytest.MonkeyPatch, **profile: int) -> None:
+    """What a GPU's memory is taken for, in place of a measurement."""
+    found = gpu_memory.MemoryProfile(**profile)
+    patch.setattr(gpu_memory, "profile_run", lambda runner: found)
+
+
 def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
     config = EngineConfig(gpu_memory_utilization=0.75)
     runner = BareRunner(config, "cuda")
 
     def with_use(in_use: int) -> int:
-        profile = gpu_memory.MemoryProfile(
+        set_profile(
+            monkeypatch,
             total=200 * size,
             in_use=in_use * size,
             weights=50 * size,
             activations=8 * size,
             graphs=2 * size,
         )
-        monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: profile)
         return num_blocks_that_fit(runner)
 
     assert with_use(60) == 150 - 60 - 8 - 2
@@ -472,18 +475,21 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 @pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
 def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
     runner = BareRunner(EngineConfig(**told), "cuda")
-    monkeypatch.setattr(
-        gpu_memory, "profile_run", lambda runner: pytest.fail("measured, though it was told")
-    )
+    measured = AssertionError("measured, though it was told")
+    set_failure(monkeypatch, gpu_memory, "profile_run", measured)
     assert num_blocks_that_fit(runner) > 0
 
 
 def test_where_the_memory_went(monkeypatch, caplog) -> None:
     runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
-    profile = gpu_memory.MemoryProfile(
-        total=100 * gib, in_use=20 * gib, weights=16 * gib, activations=5 * gib, graphs=1 * gib
+    set_profile(
+        monkeypatch,
+        total=100 * gib,
+        in_use=20 * gib,
+        weights=16 * gib,
+        activations=5 * gib,
+        graphs=1 * gib,
     )
-    monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: profile)
     with caplog.at_level(logging.INFO):
         assert gpu_memory.free_memory(runner) == 24 * gib
     assert (
@@ -493,16 +499,14 @@ def test_where_the_memory_went(monkeypatch, caplog) -> None:
 
 
 def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None:
-    def fail(*arguments: object) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    full = torch.OutOfMemoryError("CUDA out of memory")
     runner = BareRunner(EngineConfig(), "cuda")
-    monkeypatch.setattr(gpu_memory, "profile_run", fail)
+    set_failure(monkeypatch, gpu_memory, "profile_run", full)
     with pytest.raises(
         ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"
     ):
         num_blocks_that_fit(runner)
-    monkeypatch.setattr(nanovllm.runner.runner, "zeros", fail)
+    set_failure(monkeypatch, nanovllm.runner.runner, "zeros", full)
     with pytest.raises(
         ValueError, match="KV cache: lower num_kv_blocks, kv_cache_memory or gpu_memory"
     ):
@@ -523,8 +527,7 @@ class FakeMemory:
             "max_memory_allocated": lambda device: 1000,
             "mem_get_info": lambda device: (self.free.pop(0), 10_000),
         }
-        for name, answer in answers.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
+        set_gpu(monkeypatch, **answers)
 
 
 class NoGraph:
@@ -554,17 +557,8 @@ def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
     runner = ModelRunner(config, ModelConfig.from_pretrained(folder), folder)
     runner.backend, runner.make_graph = TorchBackend(), NoGraph
     shapes: list[int] = []
-    forward, compute_logits = runner.model.forward, runner.model.compute_logits
-    monkeypatch.setattr(
-        runner.model,
-        "forward",
-        lambda ids, *others: shapes.append(len(ids)) or forward(ids, *others),
-    )
-    monkeypatch.setattr(
-        runner.model,
-        "compute_logits",
-        lambda hidden: shapes.append(len(hidden)) or compute_logits(hidden),
-    )
+    for module in (runner.model, runner.model.lm_head):
+        module.register_forward_pre_hook(lambda _, inputs: shapes.append(len(inputs[0])))
     # After the step; before the graphs; after the largest; after the next.
     FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
     profile = gpu_memory.profile_run(runner)
@@ -589,21 +583,19 @@ def test_no_block_fits() -> None:
 
 
 def test_device(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_gpu(monkeypatch, is_available=False, is_built=True)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     with pytest.raises(
         ValueError, match=r"torch \S+ sees no CUDA GPU: check that `nvidia-smi`.*use --device cpu"
     ):
         choose_device("cuda")
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    set_gpu(monkeypatch, is_built=False)
     with pytest.raises(
         ValueError,
         match=r"torch \S+ sees no CUDA GPU: it is built without CUDA; .*use --device cpu",
     ):
         choose_device("cuda")
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_gpu(monkeypatch, is_built=True, is_available=True)
     assert choose_device("auto").type == choose_device("cuda").type == "cuda"
     assert choose_device("cpu").type == "cpu"
 
@@ -631,10 +623,9 @@ def test_dtype_of_a_cpu(monkeypatch, capabilities, expected) -> None:
 
 def test_dtype_of_a_gpu_that_only_emulates_bfloat16(monkeypatch) -> None:
     emulates = {True: True, False: False}  # what torch answers for a T4
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: emulates[including_emulation],
+    set_gpu(
+        monkeypatch,
+        is_bf16_supported=lambda including_emulation=True: emulates[including_emulation],
     )
     assert choose_dtype("auto", torch.device("cuda")) is torch.float16
     emulates[False] = True
@@ -643,10 +634,9 @@ def test_dtype_of_a_gpu_that_only_emulates_bfloat16(monkeypatch) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_bfloat16_on_an_old_gpu(monkeypatch, native) -> None:
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: native or including_emulation,
+    set_gpu(
+        monkeypatch,
+        is_bf16_supported=lambda including_emulation=True: native or including_emulation,
     )
     gpu = torch.device("cuda")
     assert (

@@ -35,6 +35,7 @@ from nanovllm.runner.sampling import (
 )
 from tests.examples import examples
 from tests.oracle import make_checkpoint
+from tests.stand_ins import set_constants
 
 VOCAB = 12
 NAN, INF = math.nan, math.inf
@@ -553,7 +554,7 @@ def test_a_gpu_gets_the_tokens_that_a_cpu_gets(
     expected = Sampler().sample(logits.clone(), rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nanovllm.runner.sampling, "is_asynchronous", lambda device: True)
-        patch.setattr(nanovllm.runner.sampling, "SEARCH_ROWS", 2)
+        set_constants(patch, nanovllm.runner.sampling, SEARCH_ROWS=2)
         assert Sampler().sample(logits, rows) == expected
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams, ops
 from nanovllm.attention import triton as attention
 from nanovllm.attention.torch import TorchBackend
@@ -20,6 +19,7 @@ from nanovllm.lab.kernel_compiler import TARGETS, record_launches, specialise
 from nanovllm.ops.support import is_interpreted
 from nanovllm.runner.cuda_graphs import warm_up
 from tests.oracle import make_checkpoint
+from tests.stand_ins import set_backend, set_constants
 
 if is_interpreted():
     pytest.skip("nothing is compiled", allow_module_level=True)
@@ -59,10 +59,10 @@ class Noted(TritonBackend):
 def test_what_is_served_was_warmed_up(
     variant: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Noted, "seen", set(), raising=False)
-    monkeypatch.setattr(attention, "SHORT_CONTEXT", 64)  # the tiny model has no long contexts
+    Noted.seen = set()
+    set_constants(monkeypatch, attention, SHORT_CONTEXT=64)  # the tiny model has no long contexts
     backend = Noted(Hardware(6, 227 * 1024))
-    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *_, **__: backend)
+    set_backend(monkeypatch, lambda: backend)
     llm = LLM(
         str(make_checkpoint(tmp_path, variant)),
         device="cpu",

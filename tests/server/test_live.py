@@ -43,6 +43,7 @@ from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, header_line, parse
 from nanovllm.trace.stream import MAX_CHARACTERS, MAX_PROMPT_TOKENS, RequestTexts, StepBroadcast
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace
 from tests.server_process import ServerProcess, wait_until
+from tests.stand_ins import set_constants
 from tests.trace.drafting import drafting_trace
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -145,18 +146,25 @@ async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None
     viewer.stream.close()
 
 
+def reports_of(engine: AsyncEngine, patch: pytest.MonkeyPatch) -> list[Report]:
+    """The reports that come from the engine's process from now on."""
+    reports: list[Report] = []
+    take = engine.client.take_reports
+
+    def take_reports() -> list[Report]:
+        news = take()
+        reports.extend(news)
+        return news
+
+    patch.setattr(engine.client, "take_reports", take_reports)
+    return reports
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_nothing_is_recorded_unless_somebody_looks(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports: list[Report] = []
-    take = engine._take
-
-    def noting(report: Report) -> None:
-        reports.append(report)
-        take(report)
-
-    monkeypatch.setattr(engine, "_take", noting)
+    reports = reports_of(engine, monkeypatch)
     await answer(engine, "unseen", "alone")
     assert reports and not any(report.steps for report in reports)
     viewers = [Viewer(engine), Viewer(engine)]
@@ -315,9 +323,7 @@ async def test_each_of_several_engines_shows_what_it_computes(two_engines: Async
 async def test_only_the_engine_that_somebody_looks_at_records(
     two_engines: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports: list[Report] = []
-    take = two_engines._take
-    monkeypatch.setattr(two_engines, "_take", lambda report: (reports.append(report), take(report)))
+    reports = reports_of(two_engines, monkeypatch)
 
     async def burst(name: str) -> None:
         await asyncio.gather(*(answer(two_engines, f"{i}{name}", f"{name}{i}") for i in range(4)))
@@ -415,7 +421,7 @@ async def test_news_are_gathered() -> None:
 async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_stream, "MAX_BACKLOG_BYTES", 1000)
+    set_constants(monkeypatch, step_stream, MAX_BACKLOG_BYTES=1000)
     shared, orders = broadcast()
     slow, fast = shared.watch(), shared.watch()
     assert orders == ["watch", "watch"]

@@ -31,6 +31,7 @@ from nanovllm.server.middleware import Guard, protect
 from nanovllm.server.shares import ALL_PLACES, Share, current_share
 from nanovllm.server.signalled import SignalledServer
 from tests.server_process import ServerProcess
+from tests.stand_ins import set_constants
 
 LOCAL = Access(allowed_hosts=frozenset(["localhost", "127.0.0.1", "[::1]"]))
 
@@ -370,8 +371,7 @@ async def test_without_a_key_a_body_is_discarded_before_the_refusal(
 
 
 async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "MAX_BODY_BYTES", 100)
-    monkeypatch.setattr(access, "MAX_HELD_BYTES", 250)
+    set_constants(monkeypatch, access, MAX_BODY_BYTES=100, MAX_HELD_BYTES=250)
     over = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -404,15 +404,13 @@ async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch)
 
 @contextlib.asynccontextmanager
 async def listening(
-    monkeypatch: pytest.MonkeyPatch,
-    header_seconds: float = 60,
-    body_seconds: float = 60,
-    app: Any = None,
+    header_seconds: float = 60, body_seconds: float = 60, app: Any = None, **changes: Any
 ) -> AsyncIterator[tuple[SignalledServer, Callable[[], Any]]]:
-    """A server with these deadlines, and a function that connects to it: (reader, writer)."""
-    monkeypatch.setattr(signalled.GuardedProtocol, "header_seconds", header_seconds)
-    monkeypatch.setattr(signalled.GuardedProtocol, "body_seconds", body_seconds)
+    """A server with these deadlines, and other changes of its protocol; and a function that
+    connects to it: (reader, writer)."""
+    changes |= {"header_seconds": header_seconds, "body_seconds": body_seconds}
     server = SignalledServer(app or guarded_app(Access()), "", log_level="error")
+    server.config.http = type("Changed", (signalled.GuardedProtocol,), changes)  # type: ignore[assignment]
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     listener = access.bind("127.0.0.1", 0)
     address = listener.getsockname()
@@ -450,7 +448,7 @@ def test_small_packets_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         made(self, transport)
 
     async def ask() -> int:
-        async with listening(monkeypatch) as (_, connect):
+        async with listening(connection_made=note) as (_, connect):
             reader, writer = await connect()
             writer.write(WHOLE)
             assert (await reader.readline()).startswith(b"HTTP/1.1")
@@ -458,7 +456,6 @@ def test_small_packets_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None
             writer.close()
             return option
 
-    monkeypatch.setattr(signalled.GuardedProtocol, "connection_made", note)
     assert asyncio.run(ask())
 
 
@@ -474,7 +471,7 @@ def test_an_idle_connection_stays_open_for_longer_than_clients_keep_it() -> None
 
 
 async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with listening(monkeypatch, header_seconds=0.3) as (server, connect):
+    async with listening(header_seconds=0.3) as (server, connect):
         idle = [await connect() for _ in range(100)]
         served, to_served = await connect()
         to_served.write(WHOLE)
@@ -494,7 +491,7 @@ async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch
 async def test_a_request_that_drips_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes, what: bytes
 ) -> None:
-    async with listening(monkeypatch, header_seconds=0.3, body_seconds=0.3) as (server, connect):
+    async with listening(header_seconds=0.3, body_seconds=0.3) as (server, connect):
         reader, writer = await connect()
         writer.write(begin)
         answer = asyncio.create_task(until_closed(reader))
@@ -512,7 +509,7 @@ async def test_a_request_that_drips_is_cut_off(
 async def test_a_body_that_goes_on_after_its_refusal_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with listening(monkeypatch, body_seconds=0.3) as (server, connect):
+    async with listening(body_seconds=0.3) as (server, connect):
         reader, writer = await connect()
         writer.write(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
         answer = asyncio.create_task(until_closed(reader))
@@ -529,7 +526,7 @@ async def test_a_slow_answer_has_no_deadline(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(1.5)
         await PlainTextResponse("text")(scope, receive, send)
 
-    async with listening(monkeypatch, header_seconds=1, body_seconds=1, app=slow) as (_, connect):
+    async with listening(header_seconds=1, body_seconds=1, app=slow) as (_, connect):
         reader, writer = await connect()
         writer.write(WHOLE)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
@@ -546,7 +543,7 @@ async def test_a_connection_too_many_ends_the_one_that_keeps_the_server_waiting_
         await PlainTextResponse("text")(scope, receive, send)
 
     monkeypatch.setattr(signalled, "max_connections", lambda: 3)
-    async with listening(monkeypatch, app=slow) as (server, connect):
+    async with listening(app=slow) as (server, connect):
         waited_for, busy = [], []
         for begin in (b"", START):  # nothing at all, or a body that does not come
             waited_for.append(await connect())

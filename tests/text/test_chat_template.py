@@ -13,9 +13,11 @@ from multiprocessing.connection import Connection
 import pytest
 
 from nanovllm.server.errors import as_api_error
+from nanovllm.text import chat_template
 from nanovllm.text.chat_template import HelperProcessError, LimitedProcess
 from nanovllm.text.tokenizer import Tokenizer
 from tests.oracle import make_tokenizer
+from tests.stand_ins import set_constants
 
 FORK = """
 import multiprocessing, sys, threading, time
@@ -125,7 +127,7 @@ def test_a_process_that_is_killed_is_asked_again_once() -> None:
 
 
 def test_a_process_that_somebody_has_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.text.chat_template.STOPPED_SECONDS", 0.1)
+    set_constants(monkeypatch, chat_template, STOPPED_SECONDS=0.1)
     process = LimitedProcess()
     stopped, _ = process.start()
     stopped.send_signal(signal.SIGSTOP)

@@ -43,6 +43,7 @@ from tests.examples import examples
 from tests.oracle import make_checkpoint
 from tests.pairwise import in_turn
 from tests.stages import StagedExecutor
+from tests.stand_ins import set_executor
 from tests.trace.drafting import SPECULATION, drafting_engine
 
 IDS = st.sampled_from(["a", "b", 'quoted "c"', "d\n", "é", "f"])
@@ -687,7 +688,7 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     witness = Witness(monkeypatch)
     trace = Trace() if traced else None
     if config.pipeline_parallel_size > 1:
-        monkeypatch.setattr(nanovllm.engine.core, "create_executor", StagedExecutor)
+        set_executor(monkeypatch, StagedExecutor)
     core = EngineCore(config, trace)
 
     readers = []
@@ -759,6 +760,11 @@ def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
     assert len(reader) == count and isinstance(core.recorder, NoRecorder)
 
 
+def write_traces_to(patch: pytest.MonkeyPatch, file: Any) -> None:
+    """Give whoever opens a trace's file this one."""
+    patch.setattr(nanovllm.trace.trace, "_open_for_writing", lambda _: file)
+
+
 class FullDisk(io.RawIOBase):
     """A file on a disk that takes so many bytes, and then none."""
 
@@ -787,11 +793,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
 ) -> None:
     disk = FullDisk(room)
     file: Any = io.BufferedWriter(disk, 100)
-    monkeypatch.setattr(
-        nanovllm.trace.trace,
-        "_open_for_writing",
-        lambda _: gzip.GzipFile("", "wb", 5, file) if compressed else file,
-    )
+    write_traces_to(monkeypatch, gzip.GzipFile("", "wb", 5, file) if compressed else file)
     config = EngineConfig(
         checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, trace="run.jsonl"
     )
@@ -828,7 +830,7 @@ def test_a_slow_disk_is_no_hang(checkpoint: str, monkeypatch: pytest.MonkeyPatch
             waits.append(waiting_for_others().depth > 0)
             io.BytesIO.close(self)
 
-    monkeypatch.setattr(nanovllm.trace.trace, "_open_for_writing", lambda _: Disk())
+    write_traces_to(monkeypatch, Disk())
     core = EngineCore(
         EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace="run.jsonl")
     )

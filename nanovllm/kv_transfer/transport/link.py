@@ -15,7 +15,7 @@ from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, check_same, c
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.transport.base import Transport
 
-_GRACE = 5.0  # seconds that a push may be ahead
+GRACE_SECONDS = 5.0  # how far a push may be ahead of its transfer
 
 
 class Link:
@@ -95,7 +95,7 @@ class Link:
         self.theirs.layout.check_blocks(push.source_ids)
         transfers = self.transport.transfers
         # The offer may come before our engine has been told of the transfer.
-        transfers.is_known(push.transfer_id, min(_GRACE, self.transport.timeout / 2))
+        transfers.is_known(push.transfer_id, min(GRACE_SECONDS, self.transport.timeout / 2))
         with transfers.moving(
             push.transfer_id,
             self.theirs.id,

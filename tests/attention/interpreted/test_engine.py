@@ -4,33 +4,30 @@ plain torch."""
 from __future__ import annotations
 
 import random
-import types
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, ops
-from nanovllm.attention import triton as attention
 from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.layers.quantization import QuantizedWeight
 from nanovllm.ops import quantized, reference_quantized, triton_quantized
 from nanovllm.ops import triton as operators
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.quantized import quantize_checkpoint
+from tests.stand_ins import refuse_reference, set_hardware, set_kernels
 
 OUTPUT_LEN = 3
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch) -> None:
-    monkeypatch.setattr(
-        attention.Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * 1024))
-    )
+    set_hardware(monkeypatch, Hardware(1, 227 * 1024))
 
 
 @pytest.fixture
 def triton_operators(monkeypatch) -> None:
-    monkeypatch.setattr(ops, "_kernels", lambda device: operators)
+    set_kernels(monkeypatch, ops, operators)
 
 
 def prompts() -> list[list[int]]:
@@ -138,7 +135,7 @@ def test_quantized_weights_give_the_tokens_of_plain_torch(
     if " " in kind:
         checkpoint, options = quantize_checkpoint(checkpoint, tmp_path, kind)[0], {}
     with monkeypatch.context() as patch:
-        patch.setattr(quantized, "_kernels", lambda device: reference_quantized)
+        set_kernels(patch, quantized, reference_quantized)
         llm = LLM(
             str(checkpoint),
             device="cpu",
@@ -148,9 +145,10 @@ def test_quantized_weights_give_the_tokens_of_plain_torch(
             **options,
         )
         expected = greedy(llm, prompts()[:2], OUTPUT_LEN)
-    numbers = types.SimpleNamespace(pack=reference_quantized.pack, rows=reference_quantized.rows)
-    monkeypatch.setattr(triton_quantized, "reference", numbers)
-    monkeypatch.setattr(quantized, "_kernels", lambda device: triton_quantized)
+    refuse_reference(
+        monkeypatch, triton_quantized, pack=reference_quantized.pack, rows=reference_quantized.rows
+    )
+    set_kernels(monkeypatch, quantized, triton_quantized)
     if "8 bits" in kind:  # a CPU would dequantize them
         monkeypatch.setattr(QuantizedWeight, "pack", lambda self: None)
     calls = []

@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.ops import reference, triton_grouped
 from nanovllm.ops.triton_grouped import choose_grouped_tiles, grouped_linear
+from tests.stand_ins import refuse_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SMALL, TALL = (16, 64, 32, 4, 3), (64, 128, 64, 4, 3)
@@ -18,12 +19,7 @@ def no_fallback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "fallback" in request.node.name:
         return
 
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("handed to plain torch")
-
-    monkeypatch.setattr(
-        triton_grouped, "reference", type("Refusing", (), {"grouped_linear": staticmethod(refuse)})
-    )
+    refuse_reference(monkeypatch, triton_grouped)
 
 
 def check(

@@ -22,6 +22,7 @@ from nanovllm.lab.cases import LatentCase, latent_case
 from tests.examples import examples
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_cases
+from tests.stand_ins import set_hardware
 
 KIB = 1024
 # Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty
@@ -156,7 +157,7 @@ def test_offsets_need_more_than_31_bits() -> None:
 )
 def test_tokens_of_transformers(variant, options, tmp_path, monkeypatch) -> None:
     """The whole engine, with the kernel behind its attention."""
-    monkeypatch.setattr(Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * KIB)))
+    set_hardware(monkeypatch, Hardware(1, 227 * KIB))
     checkpoint = make_checkpoint(tmp_path, variant)
     draw = random.Random(3)
     shared = [draw.randrange(3, 320) for _ in range(19)]

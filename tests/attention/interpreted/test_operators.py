@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.ops import native, reference
 from nanovllm.ops import triton as ours
+from tests.stand_ins import refuse_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTHS = [1, 7, 64, 576, 1000, 2048]
@@ -23,13 +24,7 @@ def no_fallback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "fallback" in request.node.name:
         return
 
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("handed to plain torch")
-
-    class Refusing:
-        rms_norm = add_rms_norm = apply_rope = silu_and_mul = staticmethod(refuse)
-
-    monkeypatch.setattr(ours, "reference", Refusing)
+    refuse_reference(monkeypatch, ours)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -218,11 +213,16 @@ def test_fallback_for_what_no_kernel_covers(case: str) -> None:
     assert torch.equal(normed, out) and torch.equal(total, x)
 
 
+def set_obstacle(patch: pytest.MonkeyPatch, why: str | None) -> None:
+    """Say why Triton's kernels cannot run on the GPU, which is none here."""
+    patch.setattr(ops, "why_no_triton", lambda device, head_dim: why)
+
+
 def test_who_serves_a_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     choose, gpu = ops._kernels.__wrapped__, torch.device("cuda")
-    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: None)
+    set_obstacle(monkeypatch, None)
     functions = {name: value for name, value in vars(ops).items() if inspect.isfunction(value)}
     operators = {name for name, value in functions.items() if value.__module__ == ops.__name__}
     operators -= {"embedding", "widen"}  # plain torch on every device but a CPU
@@ -233,13 +233,13 @@ def test_who_serves_a_gpu(
         for name in operators
     )
     assert choose(torch.device("cpu")) is not ours and choose(torch.device("meta")) is reference
-    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: "the GPU is of glass")
+    set_obstacle(monkeypatch, "the GPU is of glass")
     assert choose(gpu) is reference and "the GPU is of glass" in caplog.text
 
 
 def test_without_cpu_kernels_a_gpu_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_NATIVE", "0")
     monkeypatch.setattr(native, "_library", native._library.__wrapped__)
-    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: None)
+    set_obstacle(monkeypatch, None)
     choose = ops._kernels.__wrapped__
     assert choose(torch.device("cpu")) is reference and choose(torch.device("cuda")) is ours

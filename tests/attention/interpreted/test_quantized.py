@@ -3,7 +3,6 @@ do not depend on their batch."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops import triton_quantized as ours
 from tests.pairwise import half_by_day
+from tests.stand_ins import refuse_reference, set_constants, set_kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (outputs, inputs, groups): groups of 32, 64 and 128 inputs, whole rows; outputs and parts of the
@@ -31,7 +31,7 @@ def _generator() -> None:
 @pytest.fixture
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that hands its work to plain torch would agree with plain torch."""
-    monkeypatch.setattr(ours, "reference", SimpleNamespace(pack=reference_quantized.pack))
+    refuse_reference(monkeypatch, ours, pack=reference_quantized.pack)
 
 
 def weight_w4(
@@ -213,7 +213,7 @@ def test_a_row_depends_neither_on_its_batch_nor_on_who_shares_its_sums(
     product = ours.linear_w4a16 if bits == 4 else ours.linear_w8a16
     alone = torch.cat([product(row, *weight, bias) for row in x[:3].split(1)])
     for few_programs in (ours.FEW_PROGRAMS, 0):
-        monkeypatch.setattr(ours, "FEW_PROGRAMS", few_programs)
+        set_constants(monkeypatch, ours, FEW_PROGRAMS=few_programs)
         for tokens in (3, 17, 65):  # each tile
             assert torch.equal(product(x[:tokens], *weight, bias)[:3], alone)
         assert torch.equal(product(x.flip(0)[-20:], *weight, bias).flip(0)[:3], alone)
@@ -286,7 +286,7 @@ def test_rows_beyond_two_to_the_31() -> None:
 def test_packed_experts_are_multiplied_by_their_own_weights(
     scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_kernels", lambda device: ours)
+    set_kernels(monkeypatch, quantized, ours)
     weight = QuantizedWeight.empty((3, 32, 64), scheme, torch.device("cpu"))
     for tensor in weight.parameters():
         tensor.copy_(

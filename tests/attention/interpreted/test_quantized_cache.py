@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.attention import triton as attention
 from nanovllm.attention.base import kv_cache_shape
 from nanovllm.attention.quantized import QuantizedBackend
 from nanovllm.attention.torch import TorchBackend
@@ -18,6 +17,7 @@ from nanovllm.ops import quantized_cache
 from nanovllm.ops.quantized_cache import LARGEST, SCALE_BYTES
 from tests.oracle import greedy, make_checkpoint
 from tests.pairwise import covering_cases
+from tests.stand_ins import set_hardware
 
 KINDS = list(LARGEST)
 DECODES = [(1, 127), (1, 0), (1, 300)]
@@ -94,9 +94,7 @@ def test_every_rounding(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_tokens_of_plain_torch(kind: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        attention.Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * 1024))
-    )
+    set_hardware(monkeypatch, Hardware(1, 227 * 1024))
     checkpoint, prompts = (
         str(make_checkpoint(tmp_path)),
         [[5, 17, 200], list(range(30, 49)), [*range(30, 46), 9]],

@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.lab import processes as lab_processes
 from nanovllm.lab.bench import __main__ as part_program
+from nanovllm.lab.bench.machine import Limits
 from nanovllm.lab.bench.parts import Runner
 from tests import processes
 
@@ -47,6 +48,12 @@ def run_forked(order: str, folder: pathlib.Path, environment: dict[str, str]) ->
     subprocess.Popen = StartedOrForked  # type: ignore[misc]
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment, misc]
     part_program.main()
+
+
+def set_limits(patch: pytest.MonkeyPatch) -> None:
+    """Take the machine's limits as known: to measure them takes seconds."""
+    for module in ("nanovllm.lab.bench", "nanovllm.lab.bench.suite"):
+        patch.setattr(f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
 
 
 @pytest.fixture

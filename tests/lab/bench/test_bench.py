@@ -28,7 +28,9 @@ from nanovllm.lab.bench.suite import Run, Started, Suite
 from nanovllm.lab.bench.workloads import NAMED, BenchRequest, custom_workload
 from nanovllm.lab.viz import roofline
 from nanovllm.models.config import ModelConfig
+from tests.lab.bench.conftest import set_limits
 from tests.oracle import make_checkpoint, reference_model
+from tests.stand_ins import set_temporary_folder
 
 VOCABULARY = 1000
 
@@ -352,7 +354,7 @@ def test_vllm_gets_its_own_environment(
 def test_nothing_is_left_when_a_run_is_interrupted(
     checkpoint: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_temporary_folder(monkeypatch, tmp_path)
     options = {"device": "cpu", "kv_cache_memory": "8MiB", "max_model_len": 64}
     engine = OfflineEngine(EngineSettings("nanovllm", checkpoint, options, 1))
     with pytest.raises(KeyboardInterrupt), engine:
@@ -367,7 +369,7 @@ def test_nothing_is_left_when_a_run_is_interrupted(
 def test_a_server_gets_the_options_that_it_has_as_flags(
     engine: str, flags: set[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_temporary_folder(monkeypatch, tmp_path)
     options = {"max_num_seqs": 8, "enable_prefix_caching": False, "check_invariants": True}
     command = Server(EngineSettings(engine, tmp_path, options, 1))._command()
     words = {word for word in command if word.startswith("--")}
@@ -394,9 +396,7 @@ def test_events_are_read_however_the_network_cuts_them() -> None:
 def test_an_engine_that_cannot_start_is_named_with_its_reason(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tempfile.tempdir", str(tmp_path)
-    )  # its log stays, for who wants to know more
+    set_temporary_folder(monkeypatch, tmp_path)  # its log stays, for who wants to know more
     engine = OfflineEngine(EngineSettings("nanovllm", tmp_path / "nowhere", {"device": "cpu"}, 1))
     with pytest.raises(EngineFailed, match=r"nanovllm ended with status 1.*nowhere"), engine:
         pass
@@ -559,10 +559,7 @@ def test_from_the_command_line_to_the_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Measuring them takes seconds, and has a test of its own.
-    for module in ("nanovllm.lab.bench", "nanovllm.lab.bench.suite"):
-        monkeypatch.setattr(
-            f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4)
-        )
+    set_limits(monkeypatch)
     engines = ["nanovllm", "hf"] if benchmark == "latency" else ["nanovllm"]
     words = [
         "bench",

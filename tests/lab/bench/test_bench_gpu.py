@@ -41,6 +41,7 @@ from tests.gpu.setting import TINY_DEEPSEEK
 from tests.lab.bench.toy_parts import ROW, crash, hang, proven, refuse, skip, succeed
 from tests.oracle import reference_tokens
 from tests.processes import CONTEXT
+from tests.stand_ins import set_constants, set_gpu, set_installed
 
 ROOT = pathlib.Path(__file__).parents[3]
 SEQUENCES = [(1, 40), (5, 0), (7, 30), (1, 0), (0, 0), (0, 4), (33, 17)]
@@ -90,9 +91,9 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path, forked_part
 def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_gpu(monkeypatch, is_available=False)
     for version, words in (("13.0", "for CUDA 13.0"), (None, "without CUDA")):
-        monkeypatch.setattr(torch.version, "cuda", version)
+        set_gpu(monkeypatch, version=version)
         assert main(["bench", "gpu"]) == 2
         error = capsys.readouterr().err
         assert words in error and "no NVIDIA GPU" in error and "--dry-run" in error
@@ -144,9 +145,7 @@ def prepare(
     with monkeypatch.context() as patch:
         patch.setattr(environment, "_run", run)
         patch.setattr(sys, "prefix", "/elsewhere" if in_venv else sys.base_prefix)
-        patch.setattr(
-            importlib.util, "find_spec", lambda name: None if name in missing else object()
-        )
+        set_installed(patch, **{name: name not in missing for name in environment.NEEDS})
         return environment.main(), ran
 
 
@@ -384,7 +383,7 @@ def test_collectives_are_compared_with_the_cost_model() -> None:
 
 
 def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    set_gpu(monkeypatch, device_count=1)
     with pytest.raises(Skip, match="needs 2 GPUs, and this machine has 1"):
         next(nccl.nccl(Setting()))
 
@@ -561,7 +560,7 @@ def test_a_part_that_fails_takes_no_other_along_and_keeps_its_rows() -> None:
 def test_a_part_ends_with_its_time_and_so_does_what_it_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parts, "LEAST_SECONDS", 0.0)
+    set_constants(monkeypatch, parts, LEAST_SECONDS=0.0)
     (row,), outcomes = run_parts(hang, seconds=6.0)
     assert outcomes["hang"]["status"] == "failed" and outcomes["hang"]["why"].startswith(
         "stopped after 6 s"

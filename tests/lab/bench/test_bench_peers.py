@@ -19,16 +19,17 @@ import torch
 
 from nanovllm.cli.main import main
 from nanovllm.data.flags import UsageError
-from nanovllm.lab.bench import client, speculation, to_gguf, worker
+from nanovllm.lab.bench import client, speculation, worker
 from nanovllm.lab.bench.engines import SLOTS, EngineSettings, Server
 from nanovllm.lab.bench.local import TINY, write_checkpoint
-from nanovllm.lab.bench.machine import Limits
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.to_gguf import gguf_of, write_gguf
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import checkpoint_tensors
+from tests.lab.bench.conftest import set_limits
 from tests.lab.bench.peers import llama_cpp
 from tests.oracle import make_checkpoint, reference_model
+from tests.stand_ins import set_temporary_folder
 
 PEERS = pathlib.Path(__file__).with_name("peers")
 
@@ -180,7 +181,7 @@ def test_a_gguf_file_is_quantized_as_nanovllm_would_load_it(
 def test_llama_cpp_gets_the_same_threads_and_limits(
     python: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    set_temporary_folder(monkeypatch, tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     options = {"max_model_len": 128, "block_size": 32, "enable_prefix_caching": False}
     settings = EngineSettings("llamacpp", tmp_path / "m.gguf", options, 2, str(python))
@@ -218,11 +219,8 @@ def test_llama_cpp_is_measured_beside_nanovllm(
     benchmark: str, python: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where GGUF files go; the engines find the compiled kernels where they are.
-    monkeypatch.setattr(to_gguf, "nanovllm_home", lambda: tmp_path / "home")
-    for module in ("nanovllm.lab.bench", "nanovllm.lab.bench.suite"):
-        monkeypatch.setattr(
-            f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4)
-        )
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
+    set_limits(monkeypatch)
     engines = (
         ["nanovllm", "llamacpp"] if benchmark == "latency" else ["nanovllm", "llamacpp", "watched"]
     )
