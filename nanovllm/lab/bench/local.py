@@ -58,7 +58,7 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0)
 
 def start_engine(model: str, **options: Any) -> EngineCore:
     """An engine, or several with `data_parallel_size`; options are fields of `EngineConfig`."""
-    # Of several engines, callers use only what `DataParallelCore` has, too.
+    # With several engines, callers use only the members that `DataParallelCore` has, too.
     return cast(EngineCore, create_core(EngineConfig(model=model, **options)))
 
 
