@@ -2,7 +2,7 @@
 
 A connector has two halves, as in vLLM. The methods have the names of vLLM's KVConnectorBase_V1.
 
-- `KVConnectorScheduler`, beside the scheduler, knows which KV other engines or stores have, and
+- `KVConnectorScheduler`, next to the scheduler, knows which KV other engines or stores have, and
   which requests wait for it. It has no tensors. The schedule carries its instructions to the ranks
   (`SchedulerOutput.connector_metadata`).
 - `KVConnectorWorker`, on every rank, moves blocks, and knows a request only by its id. The step's
