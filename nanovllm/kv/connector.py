@@ -11,15 +11,18 @@ A connector has two halves, as in vLLM. The methods have the names of vLLM's KVC
 The base classes move no KV: each method says that there is nothing to move. An engine that shares
 no KV has a `NoConnector` instead."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
@@ -27,6 +30,11 @@ from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.ops.device import zeros
+
+if TYPE_CHECKING:
+    from nanovllm.attention.base import AttentionBackend
+    from nanovllm.kv_transfer.layout import KVLayout
+    from nanovllm.models.llama import LlamaForCausalLM
 
 Tables = Mapping[str, list[int]]  # request id -> block table
 
@@ -48,12 +56,11 @@ class KVConnectorScheduler:
     sources: Sequence[int] = ()
 
     def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[object]
     ) -> None:
         self.config = config
         self.kv_transfer = cast(KVTransferConfig, config.kv_transfer)
         self.identity = identity
-        self.ranks = list(ranks)
         self._output = KVConnectorOutput()  # for the scheduler
         # Ids of the transfers in flight. The ranks report the end of a transfer by its id.
         self._in_flight: set[str] = set()
@@ -75,12 +82,10 @@ class KVConnectorScheduler:
         return None
 
     @property
-    def information(self) -> dict[str, Any]:
+    def information(self) -> JsonObject:
         """Properties of this engine that clients and routers need."""
-        return {
-            name: getattr(self.kv_transfer, name)
-            for name in ("engine_id", "kv_connector", "kv_role")
-        }
+        names = ("engine_id", "kv_connector", "kv_role")
+        return {name: getattr(self.kv_transfer, name) for name in names}
 
     # ---------------------------------------------------------- a request's KV comes from elsewhere
 
@@ -121,7 +126,7 @@ class KVConnectorScheduler:
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> Any:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> object:
         """Return instructions for the ranks, which must be picklable; None if there are none and no
         transfer is in flight.
 
@@ -148,7 +153,7 @@ class KVConnectorScheduler:
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, JsonObject | None]:
         """Decide what happens to the blocks of a request that ends.
 
         Args:
@@ -229,11 +234,13 @@ class KVConnectorWorker:
         model, backend: the rank's model and attention backend, for connectors that compute KV.
     """
 
-    metadata: Any = None
-    model: Any = None
-    backend: Any = None
+    metadata: object = None
+    model: LlamaForCausalLM
+    backend: AttentionBackend
 
-    def __init__(self, config: EngineConfig, layout: Any, kv_caches: dict[int, Tensor]) -> None:
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]
+    ) -> None:
         self.config = config
         self.kv_transfer = cast(KVTransferConfig, config.kv_transfer)
         self.layout = layout
@@ -247,7 +254,7 @@ class KVConnectorWorker:
         """Return a layer's cache, all zeros, in memory that transfers can read and write."""
         return zeros(tuple(shape), dtype, device)
 
-    def get_handshake_metadata(self) -> Any:
+    def get_handshake_metadata(self) -> object:
         """Return how the ranks of other engines reach this rank, as plain data."""
         return None
 
@@ -279,7 +286,7 @@ class KVConnectorWorker:
         return KVConnectorOutput()
 
     @contextmanager
-    def transfers(self, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
+    def transfers(self, metadata: object, is_idle: bool) -> Iterator[KVConnectorOutput]:
         """Run the transfers of a step around its forward pass. This calls all methods above but
         `save_kv_layer`, which the model calls after each layer's attention.
 

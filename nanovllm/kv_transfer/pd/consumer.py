@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.kv_transfer.pd.control import (
@@ -304,7 +304,7 @@ class ConsumerSide(Side):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, JsonObject | None]:
         """Hold the blocks of a request whose fetch has not ended, and stop this fetch."""
         for fetch in self._fetches_of(request):
             self._happens(fetch, "error", "the request has ended")

@@ -5,6 +5,8 @@ Control messages go from engine to engine, KV from rank to rank (`transport`). T
 module receive the messages. Messages for the scheduler wait in a mailbox until its next step. The
 threads handle claims and releases of leases immediately."""
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import socket
@@ -13,11 +15,12 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv.connector import KVConnectorScheduler
@@ -36,7 +39,7 @@ PATIENCE = 2.0
 CLAIM_SECONDS = 300.0
 
 
-Ranks = list[dict[str, Any]]  # for each rank of an engine, how to reach it
+Ranks = list[JsonObject]  # for each rank of an engine, how to reach it
 
 
 class Prefill(msgspec.Struct, tag="prefill"):
@@ -46,7 +49,7 @@ class Prefill(msgspec.Struct, tag="prefill"):
         transfer_id: unique among all engines.
         num_computed_tokens: leading tokens whose KV the consumer already has; a multiple of the
             block size.
-        push: the consumer's blocks, from the first token on, to which the producer writes; None:
+        push: the consumer's blocks, from the first token on, that the producer's pushes fill; None:
             the consumer reads.
     """
 
@@ -93,6 +96,24 @@ class Released(msgspec.Struct, tag="released"):
     was_held: bool
 
 
+class FromConsumer(NamedTuple):
+    """A consumer's message, or in place of `Release` the answer to it; None at the consumer's
+    end."""
+
+    sender: Consumer
+    message: Prefill | Claim | Released | None
+
+
+class FromProducer(NamedTuple):
+    """A producer's ranks, when they are known, or its message; None when it is lost."""
+
+    sender: Producer
+    message: Ranks | Prefilled | Released | None
+
+
+Mail = FromConsumer | FromProducer
+M = TypeVar("M")
+
 encode = msgspec.msgpack.Encoder().encode
 _decode_consumer = msgspec.msgpack.Decoder(Prefill | Claim | Release).decode
 _decode_producer = msgspec.msgpack.Decoder(Prefilled | Released).decode
@@ -110,12 +131,12 @@ def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(encode([list(token_ids), list(block_ids)])).digest()
 
 
-class Mailbox:
+class Mailbox(Generic[M]):
     """A queue of messages from many threads to one. `fileno` is readable exactly while there are
     messages, so that the thread can wait for them and for other sources in one call."""
 
     def __init__(self) -> None:
-        self._messages: list[Any] = []
+        self._messages: list[M] = []
         self._lock = threading.Lock()
         self._reader, self._writer = socket.socketpair()
 
@@ -123,14 +144,14 @@ class Mailbox:
         """Return the file descriptor to poll."""
         return self._reader.fileno()
 
-    def put(self, message: Any) -> None:
+    def put(self, message: M) -> None:
         """Append a message. Thread-safe; does nothing after `close`."""
         with self._lock, suppress(OSError):
             if not self._messages:
                 self._writer.send(b"!")
             self._messages.append(message)
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[M]:
         """Remove and return all messages."""
         with self._lock:
             if self._messages:
@@ -283,13 +304,12 @@ class Consumer:
 
 
 def listen(
-    host: str, port: int, credentials: Credentials, mailbox: Mailbox, leases: Leases
+    host: str, port: int, credentials: Credentials, mailbox: Mailbox[Mail], leases: Leases
 ) -> Listener:
     """Listen for consumers.
 
     Args:
-        mailbox: gets (`Consumer`, message) pairs. The message is a `Released` instead of a
-            `Release`, and None after the consumer has disconnected.
+        mailbox: gets the consumers' messages.
         leases: claims and releases change them immediately.
     """
 
@@ -305,11 +325,11 @@ def listen(
                         message.request_id, leases.release(message.request_id, connection)
                     )
                     consumer.tell(message)
-                mailbox.put((consumer, message))
+                mailbox.put(FromConsumer(consumer, message))
         finally:
             connection.close()
             leases.drop(connection)
-            mailbox.put((consumer, None))
+            mailbox.put(FromConsumer(consumer, None))
 
     return Listener(host, port, credentials, serve)
 
@@ -319,8 +339,7 @@ class Producer:
     messages.
 
     Args:
-        mailbox: gets pairs of this object and its ranks, once they are known; then of this object
-            and each message; and with None once the connection is lost.
+        mailbox: gets its messages.
 
     Attributes:
         ranks: how to reach its ranks; None until the connection is made.
@@ -328,7 +347,7 @@ class Producer:
     """
 
     def __init__(
-        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox
+        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox[Mail]
     ) -> None:
         self.ranks: Ranks | None = None
         self.error = ""
@@ -341,22 +360,22 @@ class Producer:
         ).start()
 
     def _receive(
-        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox
+        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox[Mail]
     ) -> None:
         try:
             with closing(connect(*address, credentials)) as connection:
                 self.ranks = _decode_ranks(connection.hello)
-                mailbox.put((self, self.ranks))
+                mailbox.put(FromProducer(self, self.ranks))
                 with self._lock:
                     self._connection = connection
                     for message in self._unsent:
                         _send(connection, message)
                 while not self.error:
-                    mailbox.put((self, _decode_producer(connection.receive())))
+                    mailbox.put(FromProducer(self, _decode_producer(connection.receive())))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self.error = "the engine at {}:{}: {}".format(*address, error)
         self._connection = None  # the last reference to a connection closes its socket
-        mailbox.put((self, None))
+        mailbox.put(FromProducer(self, None))
 
     def tell(self, message: Prefill | Claim | Release) -> None:
         """Send a message, or queue it until the connection is made."""
@@ -379,8 +398,7 @@ class Side(KVConnectorScheduler):
     Attributes:
         address: where consumers reach this engine; None if it is not a producer.
         credentials: for connections to other engines.
-        mailbox: gets pairs of a `Consumer` or `Producer` and its message, from the threads of the
-            connections; the message is None once the connection is lost.
+        mailbox: gets messages from the threads of the connections.
         metadata: for the ranks, in the next step.
     """
 
@@ -391,8 +409,8 @@ class Side(KVConnectorScheduler):
         )  # checks them
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
-        self.credentials = credentials(self.identity, self.ranks)
-        self.mailbox = Mailbox()
+        self.credentials = credentials(self.identity, ranks)
+        self.mailbox: Mailbox[Mail] = Mailbox()
         self.metadata = TransferMetadata()
         self.sources = [self.mailbox.fileno()]
 

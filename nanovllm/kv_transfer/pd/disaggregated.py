@@ -17,12 +17,12 @@ ended before it released the blocks."""
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -30,7 +30,7 @@ from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.pd.consumer import TRANSFER_TIMEOUT, ConsumerSide
-from nanovllm.kv_transfer.pd.control import Consumer
+from nanovllm.kv_transfer.pd.control import FromConsumer
 from nanovllm.kv_transfer.pd.plan import TransferMetadata, TransferParams
 from nanovllm.kv_transfer.pd.producer import ProducerSide
 from nanovllm.kv_transfer.transport.base import Transport
@@ -94,9 +94,11 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
 
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`. First handle all messages in the mailbox."""
-        for sender, message in self.mailbox.take():
-            hear = self.hear_consumer if isinstance(sender, Consumer) else self.hear_producer
-            hear(sender, message)
+        for mail in self.mailbox.take():
+            if isinstance(mail, FromConsumer):
+                self.hear_consumer(mail.sender, mail.message)
+            else:
+                self.hear_producer(mail.sender, mail.message)
         if output := super().take_output():
             self._stuck_since = float("inf")
         return output
@@ -117,7 +119,7 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
         return max(0.0, end - time.monotonic()) if end < float("inf") else None
 
     @property
-    def information(self) -> dict[str, Any]:
+    def information(self) -> JsonObject:
         """See `KVConnectorScheduler.information`; with the host and port for consumers, if this
         engine is a producer."""
         host, port = self.address or (None, None)
@@ -155,7 +157,7 @@ class DisaggregatedWorker(KVConnectorWorker):
         """See `KVConnectorWorker.empty_kv_cache`."""
         return cls.transport_class.empty_cache(shape, dtype, device)
 
-    def get_handshake_metadata(self) -> dict[str, Any]:
+    def get_handshake_metadata(self) -> JsonObject:
         """Return the transport's address."""
         return self.transport.address
 

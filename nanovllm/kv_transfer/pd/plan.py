@@ -7,10 +7,11 @@ requests while torch loads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.request import Request
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -55,7 +56,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
         return msgspec.convert(request.kv_transfer_params or {}, cls)
 
     @classmethod
-    def check(cls, given: Any, kv_role: str) -> None:
+    def check(cls, given: object, kv_role: str) -> None:
         """Check the parameters of a request for an engine of this role.
 
         Raises:
@@ -91,7 +92,7 @@ class Move:
     """
 
     transfer_id: str
-    peers: list[dict[str, Any]]
+    peers: list[JsonObject]
     local_block_ids: list[int]
     remote_block_ids: list[int] = field(default_factory=list)
     is_last: bool = False

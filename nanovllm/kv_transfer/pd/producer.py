@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
@@ -163,7 +164,7 @@ class ProducerSide(Side):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, JsonObject | None]:
         """Hold the blocks of a prompt for the engine that will read them."""
         # A request that was preempted while its token was pending ends without blocks.
         is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
