@@ -59,6 +59,15 @@ LOGPROB_ROWS = 256
 class ModelRunner:
     """The model, the KV caches and the buffers of one device.
 
+    `prepare_inputs` packs a step. For three requests, with 3 tokens from position 0, 1 from
+    position 8 and 2 from position 4, a block size of 4, and the block tables [7], [3, 9, 5] and
+    [2, 6], it writes
+
+        positions         0  1  2  8  4  5
+        slot_mapping     28 29 30 20 24 25      block * 4 + position % 4
+        query_start_loc   0  3  4  6            the end of each request, after a 0
+        seq_lens          3  9  6               tokens of each request after this step
+
     Args:
         config: the engine's settings.
         model_config: the model's shape.
@@ -257,15 +266,8 @@ class ModelRunner:
         return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
-        """Pack the step's tokens, one request after another, into the persistent buffers.
-
-        Three requests, 3 tokens from position 0, 1 from position 8 and 2 from position 4, with a
-        block size of 4, and the block tables [7], [3, 9, 5] and [2, 6]:
-
-            positions        0  1  2  8  4  5
-            slot_mapping    28 29 30 20 24 25      block * 4 + position % 4
-            query_start_loc  0  3  4  6            the end of each request, after a 0
-            seq_lens         3  9  6               tokens of each request after this step"""
+        """Pack the step's tokens, one request after another, into the persistent buffers; see
+        the example above."""
         rows = np.array(
             [self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64
         )
