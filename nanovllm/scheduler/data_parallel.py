@@ -101,8 +101,8 @@ def load_score(num_waiting: int, num_running: int) -> int:
 class Router:
     """Chooses the engine for a request.
 
-    Of the engines that are not too busy, it takes the one that probably has the longest prefix of
-    the prompt cached. Ties go to the least busy engine, then round robin.
+    It takes the engine that probably has the longest prefix of the prompt cached, unless this
+    engine is too busy. Ties go to the least busy engine, then round robin.
 
     To estimate what an engine has cached, the router remembers the block hashes of the prompts that
     it has sent there (see `hash_block`). It remembers at most as many as the engine has blocks, and
@@ -128,7 +128,7 @@ class Router:
         """Choose the engine for a request, and remember its prompt as cached there (`_names`,
         `_remember`; without names if `capacity` is 0).
 
-        Of the engines with `load <= lowest load + max_imbalance`, choose the first by
+        Take the engines with `load <= lowest load + max_imbalance`, and choose the first by
 
             1. the most leading blocks of the prompt (`_match`),
             2. the lowest load,

@@ -19,7 +19,7 @@ from nanovllm.kv.manager import KVCacheManager
 
 # In two of this many steps, the decision is reversed, to measure the alternative again.
 PROBE = 128
-# Steps with drafts after which the price of a row is known.
+# Steps with drafts after which the cost of a row is known.
 FEW = 3
 # Factor by which the weight of a drafted token falls with each later one, when the acceptance of a
 # request's drafts is estimated.
@@ -231,6 +231,6 @@ class Speculation:
         counts = [len(r.draft_token_ids) for r in plan.requests]
         if not any(counts) and not any(r.num_drafts for r in plan.requests):
             self._plain[size].append(seconds)
-        # With a single draft, the fixed cost of verification would count as the price of one row.
+        # With a single draft, the fixed cost of verification would count as the cost of one row.
         elif self._plain[size] and sum(counts) >= min(2, self.most):
             self._row[size].append((seconds - median(self._plain[size])) / sum(counts))

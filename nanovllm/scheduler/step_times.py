@@ -6,8 +6,8 @@ from statistics import median
 
 from nanovllm.data.schedule import SchedulerOutput
 
-# A step with a time limit computes a multiple of this many prompt tokens, but at least this many, so
-# that every prompt makes progress.
+# A step with a time limit computes a multiple of this many prompt tokens, but at least this many,
+# so that every prompt makes progress.
 CHUNK = 32
 
 
