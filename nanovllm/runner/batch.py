@@ -7,6 +7,7 @@ Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import BlockCopies
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ScheduledRequest
@@ -168,7 +170,7 @@ class Batch:
         rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are
             computed.
         due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
-        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`)
+        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `StepBuffers.pad`)
             are at the end.
         last_rows: `[num_due]` int64, the last token of each request that is due.
         due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
@@ -182,3 +184,88 @@ class Batch:
     metadata: AttentionMetadata
     last_rows: Tensor
     due_rows: Tensor
+
+
+class StepBuffers:
+    """The inputs of a step, in buffers as large as a step can be, which every step overwrites.
+
+    Args:
+        num_tokens, max_blocks: of the largest step, and of the longest block table.
+
+    Attributes:
+        newest: the newest token of each request's row, as sampled, on the device: it may be needed
+            before it has come to the host.
+        picks: four rows: the last token of each request that is due, and its row in `RequestRows`;
+            the place of each pending token in the batch, and its request's row.
+        uploaded: marks the end of a step's uploads, on a GPU.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        seqs = max(config.max_num_seqs, config.max_decodes)
+        buffer = partial(StepBuffer, device=device)
+        self.input_ids, self.positions, self.slot_mapping = (
+            buffer((num_tokens,), torch.int64) for _ in range(3)
+        )
+        shapes = (seqs + 1,), (seqs,), (seqs, max_blocks)
+        self.query_start_loc, self.seq_lens, self.block_tables = (
+            buffer(shape, torch.int32) for shape in shapes
+        )
+        self.newest = torch.zeros(seqs, dtype=torch.int64, device=device)
+        self.picks = buffer((4, config.max_num_samples), torch.int64)
+        self.uploaded = torch.cuda.Event() if device.type == "cuda" else None
+
+    def pad(self, first: int, end: int) -> None:
+        """Make the rows `first : end` sequences of one padding token: it is not written, attends to
+        the first slot, since kernels need something to read, and its output is not used."""
+        self.input_ids.array[first:end] = 0
+        self.positions.array[first:end] = 0
+        self.slot_mapping.array[first:end] = -1
+        self.query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
+        self.seq_lens.array[first:end] = 1
+        self.block_tables.array[first:end, 0] = 0
+
+    def inputs(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        upload: bool = False,
+    ) -> ModelInputs:
+        """The inputs of a step: views of the device's buffers. With `upload`, they are copied from
+        the host's buffers; otherwise they stay as they are."""
+        view = StepBuffer.upload if upload else StepBuffer.first
+        metadata = AttentionMetadata(
+            query_start_loc=view(self.query_start_loc, num_seqs + 1),
+            seq_lens=view(self.seq_lens, num_seqs),
+            block_tables=view(self.block_tables, num_seqs),
+            slot_mapping=view(self.slot_mapping, num_tokens),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        input_ids = view(self.input_ids, num_tokens)
+        return ModelInputs(input_ids, view(self.positions, num_tokens), metadata)
+
+    def wait(self) -> None:
+        """Wait until the GPU has fetched the previous step's numbers, which may be overwritten
+        then."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()
+
+    def upload_picks(self, num_due: int, num_pending: int) -> tuple[Tensor, Tensor]:
+        """End a step's uploads: copy the picks, and put the pending tokens, which only the device
+        knows, into their places.
+
+        Returns:
+            `last_rows` and `due_rows` of a `Batch`.
+        """
+        picks = self.picks.upload(4)
+        if num_pending:
+            places, sources = picks[2:, :num_pending]
+            self.input_ids.device.index_copy_(0, places, self.newest.index_select(0, sources))
+        if self.uploaded is not None:
+            self.uploaded.record()
+        last_rows, due_rows = picks[:2, :num_due]
+        return last_rows, due_rows
