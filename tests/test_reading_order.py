@@ -29,7 +29,7 @@ ORDER: dict[str, dict[str, str]] = {
         "state": "__init__ connector structured_output link balancer make_graph speculator "
         "prepare_model allocate _make_caches layers _cache_shape _cache_shapes "
         "bytes_per_block",
-        "intake": "prepare_inputs _sequences _due _padded_size",
+        "intake": "prepare_inputs _sequences _padded_size",
         "step": "execute_model launch _launch _forward _run_model blank blank_output",
         "results": "_sampling_rows _sample any_unfinished",
         "errors": "forget_requests",

@@ -8,7 +8,7 @@ import reprlib
 import sys
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -140,5 +140,6 @@ def check_pipeline_parallel(num_layers: int, stages: int) -> None:
 
 
 @functools.cache
-def _fields(cls: type) -> Any:
-    return TypedDict(cls.__name__, typing.get_type_hints(cls, include_extras=True))  # type: ignore[operator]
+def _fields(cls: type) -> type:
+    fields: type = TypedDict(cls.__name__, typing.get_type_hints(cls, include_extras=True))  # type: ignore
+    return fields

@@ -8,12 +8,13 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
 from nanovllm.data.flags import Flags, Tokens, token_count
+from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsConfig
@@ -397,7 +398,7 @@ class EngineConfig(Flags):
             )
         return num_host_blocks
 
-    def trace_settings(self, num_blocks: int) -> dict[str, Any]:
+    def trace_settings(self, num_blocks: int) -> JsonObject:
         """What the header of a trace says of the engine whose steps it has: sizes and policies."""
         names = ("token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
         return {"block_size": self.block_size, "num_blocks": num_blocks} | {

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, Positive, check_fields, did_you_mean
+from nanovllm.data.json import JsonObject
 
 SHORT_FLAGS = {
     "tensor_parallel_size": ["-tp"],
@@ -41,11 +42,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[Any, list[str]]:
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse unknown words here: argparse would hand a command's to the parser above, whose
         help does not explain them."""
         words = sys.argv[1:] if args is None else args
-        namespace, unknown = super().parse_known_args(self._respelled(words), namespace)
+        found, unknown = super().parse_known_args(self._respelled(words), namespace)
+        assert found is not None, "argparse makes a namespace"
         if unknown:
             shown = (
                 flag
@@ -55,7 +57,7 @@ class Parser(argparse.ArgumentParser):
             )
             hint = did_you_mean(unknown[0].partition("=")[0], shown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return namespace, unknown
+        return found, unknown
 
     def _respelled(self, words: Sequence[str]) -> list[str]:
         """The words with flags as vLLM's command line accepts them, too: `--block_size` for
@@ -64,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         of the flag adds its values: `--eplb-config.sizes+ 1,2`."""
         known = self._option_string_actions
         respelled: list[str] = []
-        objects: dict[str, dict[str, Any]] = {}
+        objects: dict[str, JsonObject] = {}
         rest = iter(words)
         for word in rest:
             if word == "--":
@@ -99,7 +101,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _json_or_text(value: str) -> Any:
+def _json_or_text(value: str) -> object:
     """The value that the text has as JSON, or else the text itself."""
     try:
         return json.loads(value)
@@ -116,7 +118,7 @@ class Flags(Keywords):
         check_fields(self)
 
     @classmethod
-    def flags(cls) -> list[dataclasses.Field[Any]]:
+    def flags(cls) -> list[dataclasses.Field[object]]:
         """The fields that have a flag."""
         described = cls._descriptions()
         return [f for f in dataclasses.fields(cls) if f.name in described]  # type: ignore[arg-type]
@@ -154,9 +156,9 @@ class Flags(Keywords):
             plain = [
                 t for t in (str, int, float) if t is hint or t in typing.get_args(hint)
             ]  # of `int | None`
-            kinds = [
-                each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)
-            ] + plain
+            is_annotated = typing.get_origin(annotated[name]) is Annotated
+            metadata = typing.get_args(annotated[name])[1:] if is_annotated else ()
+            kinds = [each for each in metadata if callable(each)] + plain
             if hint in (bool, bool | None):
                 options["action"] = argparse.BooleanOptionalAction
             else:

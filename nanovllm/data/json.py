@@ -2,5 +2,5 @@
 
 from typing import Any
 
-# The values were written elsewhere: the code that reads one checks its type.
+# Its values come from outside this program: the code that reads a value checks its type.
 JsonObject = dict[str, Any]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, check_fields
+from nanovllm.data.json import JsonObject
 
 if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,7 +40,7 @@ class KVTransferConfig(Keywords):
     kv_ip: str = "127.0.0.1"
     kv_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    kv_connector_extra_config: JsonObject = field(default_factory=dict)
     engine_id: str = ""
 
     def __post_init__(self) -> None:
@@ -57,8 +60,9 @@ class KVTransferConfig(Keywords):
         given = {name: value for name, value in flags.items() if value not in (None, "none")}
         offloading = {"kv_connector": "offloading"} if config.kv_offloading_size else {}
         try:
-            extra = msgspec.json.decode(config.kv_transfer_config or "{}", type=dict[str, Any])
-            kv_transfer = cls(**({"engine_id": config.kv_engine_id} | offloading | extra | given))
+            extra = msgspec.json.decode(config.kv_transfer_config or "{}", type=JsonObject)
+            settings: JsonObject = {"engine_id": config.kv_engine_id} | offloading | extra | given
+            kv_transfer = cls(**settings)
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(
                 f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}'
@@ -80,13 +84,13 @@ class KVTransferConfig(Keywords):
         """The engine takes KV from other engines."""
         return self.kv_role != "kv_producer"
 
-    def extra(self, name: str, default: Any) -> Any:
+    def extra(self, name: str, default: T) -> T:
         """One setting from `kv_connector_extra_config`, of the same type as its default.
 
         Raises:
             ValueError: it has another type.
         """
-        value = self.kv_connector_extra_config.get(name, default)
+        value: T = self.kv_connector_extra_config.get(name, default)
         kind = (int, float) if isinstance(default, float) else type(default)
         if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
             raise ValueError(
@@ -95,7 +99,7 @@ class KVTransferConfig(Keywords):
             )
         return value
 
-    def extras(self, **defaults: Any) -> dict[str, Any]:
+    def extras(self, **defaults: object) -> JsonObject:
         """All settings from `kv_connector_extra_config`, each of the same type as its default.
 
         Raises:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 import msgspec
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.structured_outputs import GrammarError
+
+if TYPE_CHECKING:
+    from nanovllm.data.request import EngineRequest
 
 
 class RequestFailedError(RuntimeError):
@@ -80,16 +84,23 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: JsonObject | None = None
     error: RequestFailedError | GrammarError | None = None
 
-    def __getitem__(self, key: str) -> Any:
+    @overload
+    def __getitem__(self, key: Literal["text"]) -> str: ...
+
+    @overload
+    def __getitem__(self, key: Literal["token_ids"]) -> list[int]: ...
+
+    def __getitem__(self, key: str) -> str | list[int]:
         if key not in ("text", "token_ids"):
             raise KeyError(
                 f"an output has the keys 'text' and 'token_ids', not {key!r}; all else are "
                 "attributes"
             )
-        return getattr(self.outputs[0], key)
+        first = self.outputs[0]
+        return first.text if key == "text" else first.token_ids
 
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
@@ -197,7 +208,7 @@ class KVConnectorOutput:
     finished_recving: set[str] = field(default_factory=set)
     invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    requests: list[Any] = field(default_factory=list)
+    requests: list[EngineRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:

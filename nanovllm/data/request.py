@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.sampling_params import SamplingParams
 
 BlockCopies = list[tuple[int, int]]  # (from block, to block)
@@ -54,7 +54,7 @@ class EngineRequest:
     eos_token_ids: list[int] = field(default_factory=list)
     priority: int = 0
     cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: JsonObject | None = None
 
 
 class Request:
@@ -160,7 +160,7 @@ class EngineOutput(msgspec.Struct, gc=False):
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     engine: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: JsonObject | None = None
     error: str = ""
     grammar_error: str = ""
 

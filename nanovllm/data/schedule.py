@@ -6,7 +6,6 @@ Built by notebooks/13_scheduler.ipynb and 42: edit it there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -75,7 +74,7 @@ class SchedulerOutput:
     max_prefill_tokens: int = 2**31 - 1
     num_prefill_tokens: int = 0
     unfinished: bool = True
-    connector_metadata: Any = None
+    connector_metadata: object = None
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, Positive, check_fields
+from nanovllm.data.json import JsonObject
 
 if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
@@ -88,7 +89,7 @@ class SpeculativeConfig(Keywords):
         """
         try:
             speculative = cls(
-                **msgspec.json.decode(config.speculative_config or "{}", type=dict[str, Any])
+                **msgspec.json.decode(config.speculative_config or "{}", type=JsonObject)
             )
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from nanovllm.data.checks import check_fields
+from nanovllm.data.json import JsonObject
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # How JSON is written.
@@ -134,7 +135,7 @@ class StructuredOutputsParams:
         ValueError: none of the fields, or several; or a value of another type.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | JsonObject | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: str | None = None
@@ -168,7 +169,7 @@ class StructuredOutputsParams:
             )
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> StructuredOutputsParams:
+    def of(cls, given: JsonObject) -> StructuredOutputsParams:
         """The fields of a dictionary.
 
         Raises:

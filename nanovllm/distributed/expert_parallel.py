@@ -101,6 +101,23 @@ class DispatchHandle(NamedTuple):
     num_tokens: int
 
 
+class Dispatched(NamedTuple):
+    """The rows that a rank has received for its experts.
+
+    Attributes:
+        rows: `[num_received, hidden_size]`.
+        slots: the slots of this rank that each row visits, `[num_received, top_k]` int64; -1 for
+            experts on other ranks.
+        weights: of these experts, `[num_received, top_k]` float32.
+        handle: for `combine`.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    weights: Tensor
+    handle: DispatchHandle
+
+
 class ExpertDispatcher:
     """Sends each token to the ranks that hold its experts, and sums their results.
 
@@ -143,9 +160,7 @@ class ExpertDispatcher:
         turn = torch.arange(len(topk_ids), device=topk_ids.device) + self.group.rank_in_group
         return self._replicas[topk_ids, turn[:, None] % self._num_replicas[topk_ids]]
 
-    def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
         """Exchange tokens: every rank of the group calls this, and gets the tokens for its experts.
 
         `physical` chooses a replica for each expert; replica p is in slot `p % num_slots` of rank
@@ -158,11 +173,6 @@ class ExpertDispatcher:
             x: `[num_tokens, hidden_size]`, this rank's tokens; there may be none.
             topk_ids: `[num_tokens, top_k]` int64, logical experts.
             topk_weights: `[num_tokens, top_k]` float32.
-
-        Returns:
-            (rows `[num_received, hidden_size]`; the slots of this rank that each row visits,
-            `[num_received, top_k]` int64, -1 for experts on other ranks; their weights; a handle
-            for `combine`).
         """
         size = self.placement.num_slots
         ranks = self.group.world_size
@@ -183,7 +193,7 @@ class ExpertDispatcher:
         routing = self.group.all_to_all(routing, sent, received)
         slots, weights = routing.chunk(2, dim=1)
         handle = DispatchHandle(tokens, sent, received, len(x))
-        return rows, slots.contiguous().view(torch.int32).long(), weights, handle
+        return Dispatched(rows, slots.contiguous().view(torch.int32).long(), weights, handle)
 
     def combine(self, y: Tensor, handle: DispatchHandle) -> Tensor:
         """Send the results back and sum them.

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from nanovllm.distributed.shared_collectives import SharedCollectives
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class GroupCoordinator:
     Attributes:
         is_first, is_last: whether this rank is the first or the last one of the group (as a stage
             of a pipeline).
+        device_group: carries tensors; None in a group of one.
         shared: all-reduce and all-gather in memory that all ranks share; None if they share none.
         calls, bytes_sent: for each collective, the number of calls and the bytes of this rank's
             tensors.
@@ -79,6 +84,7 @@ class GroupCoordinator:
         self.rank_in_group = ranks.index(rank)
         self.is_first = rank == ranks[0]
         self.is_last = rank == ranks[-1]
+        self.device_group: ProcessGroup | None = None
         self.shared: SharedCollectives | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
@@ -109,7 +115,7 @@ class GroupCoordinator:
         travels."""
         return self.all_gather_object(value)[source]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, in the order of the group."""
         return [value]
 

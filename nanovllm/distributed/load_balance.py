@@ -10,13 +10,16 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group
+
+if TYPE_CHECKING:
+    from nanovllm.models.moe import MoE
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +216,7 @@ class LoadBalancer:
     """
 
     def __init__(
-        self, layers: Sequence[Any], config: EPLBConfig, group: GroupCoordinator | None = None
+        self, layers: Sequence[MoE], config: EPLBConfig, group: GroupCoordinator | None = None
     ) -> None:
         self.layers = layers
         self.config = config
@@ -269,6 +272,7 @@ class LoadBalancer:
         after = 0.0
         moved = 0
         for layer, loads in zip(self.layers, window, strict=True):
+            assert layer.dispatcher is not None, "the ranks share its experts"
             old = layer.dispatcher.placement
             new = balance(loads, old)
             before += max(old.rank_loads(loads))

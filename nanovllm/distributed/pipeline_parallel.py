@@ -56,9 +56,12 @@ def if_here(here: bool, build: Callable[..., M], *arguments: object) -> M:
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
     """True if a tensor of the checkpoint belongs to a module of another stage."""
-    module: object = model
+    module = model
     for part in name.split("."):
-        module = getattr(module, part, None)
+        children = dict(module.named_children())
+        if part not in children:  # the tensor itself
+            return False
+        module = children[part]
         if isinstance(module, Elsewhere):
             return True
     return False

@@ -13,14 +13,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.distributed.groups import KINDS, Grid, GroupCoordinator, get_world_group, own_groups
+from nanovllm.distributed.groups import (
+    KINDS,
+    Grid,
+    GroupCoordinator,
+    T,
+    get_world_group,
+    own_groups,
+)
 from nanovllm.distributed.shared_collectives import SharedCollectives, open_segment
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
 from nanovllm.distributed.standstill import CallCounter, CollectiveError
@@ -133,9 +139,9 @@ class ProcessGroupCoordinator(GroupCoordinator):
             )
             return out
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         """See `GroupCoordinator`."""
-        values = [None] * self.world_size
+        values = [value] * self.world_size
         with self._collective("all_gather_object"):
             dist.all_gather_object(values, value, group=self.cpu_group)
         return values

@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from types import FrameType
+from typing import IO
 
 import psutil
 
@@ -23,8 +24,8 @@ def uninterrupted() -> Iterator[None]:
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *arguments: caught.append(arguments))
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
     try:
         yield
     finally:
@@ -51,14 +52,16 @@ def start_process(
     command = [*wrapper, sys.executable, *words, str(theirs.fileno())]
     variables = os.environ | dict(environment)
     # In a process group of its own, because Ctrl-C in a terminal is for the parent alone.
-    settings: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": log,
-        "stderr": log,
-        "process_group": 0,
-    }
     with theirs:
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables, **settings)
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+        )
     return process, Connection(ours.detach())
 
 

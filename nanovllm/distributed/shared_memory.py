@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import psutil
 
@@ -71,8 +71,14 @@ class Segment:
         OSError: its creator is gone or runs on another machine.
     """
 
+    _is_mapped = False  # until all of `__init__` has succeeded
+
     def __init__(
-        self, handle: SegmentHandle, member: int, file: Any = None, is_lazy: bool = False
+        self,
+        handle: SegmentHandle,
+        member: int,
+        file: IO[bytes] | None = None,
+        is_lazy: bool = False,
     ) -> None:
         self.handle = handle
         self.member = member
@@ -86,6 +92,7 @@ class Segment:
         self.payload = handle.num_members * _LINE
         self._words = self.data[: self.payload].cast("I")
         self._words[member * _WORDS + _PROCESS] = os.getpid()
+        self._is_mapped = True
 
     @classmethod
     def create(cls, num_members: int, payload_bytes: int, is_lazy: bool = False) -> Segment:
@@ -96,7 +103,7 @@ class Segment:
         """
         num_bytes = num_members * _LINE + payload_bytes
         token = os.urandom(16)
-        file: Any
+        file: IO[bytes]
         if hasattr(os, "memfd_create"):
             file = os.fdopen(os.memfd_create("nanovllm"), "r+b", buffering=0)
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -158,7 +165,7 @@ class Segment:
         self._file.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_words"):
+        if self._is_mapped:
             self.close()
 
 

@@ -6,7 +6,6 @@ Built by notebooks/23_pipeline_parallel.ipynb: edit it there.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ class StageLink:
         rank = group.rank
         number = group.rank_in_group
         ranks = group.ranks
-        self._connections = getattr(group, "device_group", None)
+        self._connections = group.device_group
         self._previous = ranks[number - 1]
         self._next = ranks[(number + 1) % len(ranks)]
         self._received = CallCounter(
@@ -46,7 +45,7 @@ class StageLink:
         self._sent = CallCounter(
             f"{group.name} from rank {rank} to rank {self._next}", (rank, self._next)
         )
-        self._in_flight: deque[tuple[Any, Tensor]] = deque()
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`;
@@ -70,6 +69,7 @@ class StageLink:
                 self._in_flight.popleft()[0].wait()
             # NCCL connects two ranks when they first talk.
             work = dist.isend(hidden, self._next, group=self._connections)
+            assert work is not None, "this rank belongs to the group"
         self.group.calls["send"] += 1
         self.group.bytes_sent["send"] += hidden.nbytes
         self._in_flight.append((work, hidden))

@@ -15,13 +15,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 import psutil
 import zmq
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.distributed.processes import how_it_ended, kill_tree, start_process
@@ -60,7 +61,7 @@ class EngineClient:
     program = "from nanovllm.engine.client import main; main()"
     is_ready = False
     limits: EngineLimits
-    trace_settings: dict[str, Any]
+    trace_settings: JsonObject
     last_words: Report | None = None
 
     def __init__(
@@ -68,7 +69,7 @@ class EngineClient:
         config: EngineConfig,
         environment: dict[str, str],
         wrapper: Sequence[str] = (),
-        log: IO[Any] | None = None,
+        log: IO[bytes] | IO[str] | None = None,
     ) -> None:
         self.process, self.connection = start_process(
             ["-c", self.program], environment, wrapper, log
@@ -79,7 +80,7 @@ class EngineClient:
         self.connection.send((config, *addresses))
 
     def _bind(self, *addresses: str) -> None:
-        context: zmq.Context[Any] = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.commands = context.socket(zmq.PUSH)
         self.reports = context.socket(zmq.PULL)
         for socket, address in zip((self.commands, self.reports), addresses, strict=True):
@@ -212,10 +213,10 @@ def main() -> None:
         MissingPartError
     ):  # without that part, a process that hangs is not noticed
         load("nanovllm.engine.data_rank:start_heart", "several processes")(connection, config)
-    code: Any = 0
+    code = 0
     try:
         run_engine(config, commands, reports, connection.fileno())
     except SystemExit as end:
-        code = end.code
+        code = end.code if isinstance(end.code, int) else 1
     sys.stdout.flush()
     os._exit(code)  # at once: groups that other ranks have left would wait for them

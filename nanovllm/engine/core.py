@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
@@ -31,7 +32,11 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
+    from nanovllm.engine.group import DataParallelCore
+    from nanovllm.executor.uniproc import InProcessExecutor
+    from nanovllm.kv.connector import KVConnectorScheduler
     from nanovllm.runner.runner import ModelRunner
+    from nanovllm.scheduler.data_parallel import Waves
     from nanovllm.trace.recorder import RecordSink, StepRecorder
     from nanovllm.trace.trace import StepRecord, Trace
 
@@ -85,16 +90,16 @@ class EngineCore:
         self._num_idle_steps = 0  # since the last step that computed something
 
     @cached_property
-    def waves(self) -> Any:
+    def waves(self) -> Waves | None:
         """When to compute, if this engine is in lock-step with others; see `Waves`."""
-        return (
-            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")()
-            if self.config.in_lock_step
-            else None
-        )
+        if not self.config.in_lock_step:
+            return None
+        create = load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")
+        return cast("Waves", create())
 
     def _record_to(self, trace: Trace | None) -> StepRecorder:
-        return load("nanovllm.trace.recorder:StepRecorder", "a trace")(trace, self.scheduler)
+        create = load("nanovllm.trace.recorder:StepRecorder", "a trace")
+        return cast("StepRecorder", create(trace, self.scheduler))
 
     def _allocate(self) -> tuple[int, int]:
         """Have the ranks allocate their caches; returns the number of KV blocks on the device and
@@ -108,7 +113,7 @@ class EngineCore:
         executor.allocate(num_blocks, num_host_blocks)
         return num_blocks, num_host_blocks
 
-    def _connect(self, folder: pathlib.Path) -> Any:
+    def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler | NoConnector:
         """The scheduler's half of the KV connector; the ranks have their halves already."""
         if self.config.kv_transfer is None:
             return NoConnector()
@@ -118,12 +123,9 @@ class EngineCore:
                 "share: do not set enable_expert_parallel, or use data_parallel_size 1"
             )
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
-        return create(
-            self.config,
-            self.model_config,
-            folder,
-            self.executor.collective_rpc("handshake_metadata"),
-        )
+        ranks = self.executor.collective_rpc("handshake_metadata")
+        connector = create(self.config, self.model_config, folder, ranks)
+        return cast("KVConnectorScheduler", connector)
 
     def _reset(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool; no step is in flight."""
@@ -141,7 +143,7 @@ class EngineCore:
         Raises:
             AttributeError: the ranks are in other processes.
         """
-        return self.executor.runner  # type: ignore[attr-defined]
+        return cast("InProcessExecutor", self.executor).runner
 
     @property
     def limits(self) -> EngineLimits:
@@ -149,7 +151,8 @@ class EngineCore:
         config = self.config
         model = self.model_config
         assert config.max_model_len is not None
-        peers = [self.connector.information] if config.kv_transfer is not None else []
+        connector = self.connector
+        peers = [] if isinstance(connector, NoConnector) else [connector.information]
         return EngineLimits(
             max_model_len=config.max_model_len,
             max_request_tokens=config.max_request_tokens,
@@ -185,7 +188,7 @@ class EngineCore:
         return stats
 
     @property
-    def trace_settings(self) -> dict[str, Any]:
+    def trace_settings(self) -> JsonObject:
         """The header of the engine's trace: sizes and policies, and which of several engines this
         is."""
         config = self.config
@@ -216,7 +219,7 @@ class EngineCore:
         return [self]
 
     @property
-    def sources(self) -> list[Any]:
+    def sources(self) -> list[object]:
         """Sockets that become readable when the next `step` has a notification to read."""
         return [*self.connector.sources, *self.executor.sources]
 
@@ -312,6 +315,7 @@ class EngineCore:
     def _take_transfers(self) -> list[EngineOutput]:
         """Act on what the connector has received: requests of other engines, and ends of
         transfers."""
+        assert not isinstance(self.connector, NoConnector)
         received = self.connector.take_output()
         for request in received.requests:
             with suppress(ValueError):  # the connector has told the other engine
@@ -450,7 +454,7 @@ class EngineCore:
 
 def create_core(
     config: EngineConfig, trace: Trace | None = None, blocking: bool = True
-) -> EngineCore:
+) -> EngineCore | DataParallelCore:
     """The engine that the settings ask for; with `data_parallel_size`, several engines behind the
     same interface.
 
@@ -462,9 +466,8 @@ def create_core(
         ExecutorError: a process could not start.
     """
     if config.is_divided:
-        return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(
-            config, trace, blocking
-        )
+        create = load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")
+        return cast("DataParallelCore", create(config, trace, blocking))
     core = EngineCore(config, trace)
     log_start(config, core.model_config, core.executor, core.manager.pool.num_blocks)
     return core

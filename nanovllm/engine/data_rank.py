@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import life_signs
@@ -21,14 +20,13 @@ class DataRank(Peer, EngineClient):
     one.
 
     Args:
-        config: its settings.
-        process: further arguments of `EngineClient`.
+        config, environment: see `EngineClient`.
     """
 
     process: subprocess.Popen[bytes]
 
-    def __init__(self, config: EngineConfig, *process: Any) -> None:
-        EngineClient.__init__(self, config, *process)
+    def __init__(self, config: EngineConfig, environment: dict[str, str]) -> None:
+        EngineClient.__init__(self, config, environment)
         self.rank = config.data_parallel_rank or 0
         name = (
             "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"

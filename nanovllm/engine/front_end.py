@@ -8,9 +8,10 @@ import contextlib
 import dataclasses
 import pathlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats, RequestOutput
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.distributed.activity import LOOK_SECONDS
@@ -53,7 +54,7 @@ class FrontEnd:
         self.observer = EngineObserver()
         self.died = asyncio.Event()
         self.error: str | None = None
-        self.trace_settings: list[dict[str, Any]] = []
+        self.trace_settings: list[JsonObject] = []
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
@@ -61,7 +62,7 @@ class FrontEnd:
         self._closing = False
         self._reader: asyncio.Task[None] | None = None
         self.name = config.model_names[0]
-        create = EngineClient
+        create: type[EngineClient] = EngineClient
         with contextlib.suppress(
             MissingPartError
         ):  # without that part, a process that hangs is not noticed
@@ -152,7 +153,7 @@ class FrontEnd:
 
     # ---------------------------------------------------------------- the trace
 
-    def _show_trace(self, settings: list[dict[str, Any]], show_text: bool) -> None:
+    def _show_trace(self, settings: list[JsonObject], show_text: bool) -> None:
         """Open a broadcast of each engine's steps, if that part is there."""
         self.trace_settings = settings
         if show_text:

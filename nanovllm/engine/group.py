@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DataParallelCore(WatchedProcesses):
+class DataParallelCore(WatchedProcesses[DataRank]):
     """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and
     collects their outputs.
 
@@ -134,7 +134,7 @@ class DataParallelCore(WatchedProcesses):
         return bool(self.rank_of)
 
     @property
-    def sources(self) -> Sequence[zmq.Socket[Any]]:
+    def sources(self) -> Sequence[zmq.Socket[bytes]]:
         """Sockets on which reports arrive, for `step` to take in."""
         return [rank.reports for rank in self.ranks]
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.data.checks import check_keywords
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
@@ -189,7 +190,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations with the model's chat template. See `generate`.
 
@@ -200,13 +201,13 @@ class LLM:
             ValueError: see `generate` and `Tokenizer.apply_chat_template`.
             TypeError: a variable that is an argument here.
         """
-        options: dict[str, Any] = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        options["continue_final_message"] = continue_final_message
         prompts = encode_chats(
-            messages, self.engine.tokenizer, **options, **(chat_template_kwargs or {})
+            messages,
+            self.engine.tokenizer,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

@@ -18,13 +18,14 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
 
 from nanovllm.data.checks import users_mistake
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
@@ -32,6 +33,7 @@ from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
+    from nanovllm.engine.group import DataParallelCore
     from nanovllm.trace.record import StepRecord
     from nanovllm.trace.recorder import RecordSink
 
@@ -87,7 +89,7 @@ class Report:
     refused: dict[str, str] = field(default_factory=dict)
     steps: dict[int, list[msgspec.Raw]] = field(default_factory=dict)
     limits: EngineLimits | None = None
-    trace_settings: list[dict[str, Any]] = field(default_factory=list)
+    trace_settings: list[JsonObject] = field(default_factory=list)
     fatal: str = ""
     user_error: bool = False
 
@@ -105,9 +107,9 @@ class EngineLoop:
 
     def __init__(
         self,
-        core: EngineCore,
-        commands: zmq.Socket,
-        reports: zmq.Socket,
+        core: EngineCore | DataParallelCore,
+        commands: zmq.Socket[bytes],
+        reports: zmq.Socket[bytes],
         parent_sentinel: int | None = None,
     ) -> None:
         self.core = core
@@ -192,12 +194,15 @@ class EngineLoop:
         if command.order == "reset_prefix_cache":
             self.core.reset_prefix_cache()
         elif command.order == "start_wave":
+            assert self.core.waves is not None, "this engine is in lock-step"
             self.core.waves.start(command.wave)
         elif command.order in ("watch", "unwatch"):
             sink = self._sinks.setdefault(
                 command.engine, functools.partial(self._note, command.engine)
             )
-            getattr(self.core.engines[command.engine], command.order)(sink)
+            engine = self.core.engines[command.engine]
+            change = engine.watch if command.order == "watch" else engine.unwatch
+            change(sink)
         return command.order != "shutdown"
 
     def _note(self, engine: int, record: StepRecord) -> None:

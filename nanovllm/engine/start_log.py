@@ -4,11 +4,14 @@ cache."""
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from nanovllm.checkpoint.quantization import QuantizationConfig
 
 logger = logging.getLogger("nanovllm.engine")
 
@@ -44,7 +47,7 @@ def describe(
     ]
 
 
-def quantization_name(quantization: Any) -> str:
+def quantization_name(quantization: QuantizationConfig | None) -> str:
     """Return how the weights are quantized, from a `QuantizationConfig` or None."""
     if quantization is None:
         return "none"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import pathlib
 import shutil
+import subprocess
 import tempfile
 import weakref
 
@@ -41,7 +42,7 @@ class MultiprocessExecutor(RemoteExecutor):
         environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
         for rank in range(size):
             self._start_rank(rank, environment, rank)
-        weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
+        weakref.finalize(self, end_processes, self._processes, self._folder)
         try:
             self._orders = MessageQueue.create(size)
             setup.orders = self._orders.handle
@@ -63,4 +64,8 @@ class MultiprocessExecutor(RemoteExecutor):
             self._fail(str(error))
 
     def _kill(self) -> None:
-        end_processes([rank.process for rank in self.ranks], self._folder)
+        end_processes(self._processes, self._folder)
+
+    @property
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        return [rank.process for rank in self.ranks if rank.process is not None]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.reception import Reception, connect, use_network_of
+from nanovllm.executor.reception import Card, Invitation, Reception, connect, use_network_of
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
@@ -68,13 +68,13 @@ class RankActor:
             )
         return f"tcp://{address}:{port}"
 
-    def run(self, rank: int, invitation: tuple[str, int, str], threads: int) -> None:
+    def run(self, rank: int, invitation: Invitation, threads: int) -> None:
         """Connect to the executor, and run the rank from beginning to end."""
         torch.set_num_threads(threads or torch.get_num_threads())
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         use_network_of(address)
         # Ray shows each actor one GPU, as its first.
-        with connect(invitation, address, rank=rank) as connection:
+        with connect(invitation, address, Card(rank)) as connection:
             run_worker(connection.recv(), connection)
 
 
@@ -161,7 +161,6 @@ class RayExecutor(RemoteExecutor):
     """Starts an actor for each rank, in a placement group; also Ray itself, unless the program has,
     or RAY_ADDRESS names a cluster."""
 
-    ranks: list[RayRank]
     # Of a Ray that this program has started, and of torch on each rank; 0 leaves them as they are.
     folder = ""
     threads = 0
@@ -194,9 +193,11 @@ class RayExecutor(RemoteExecutor):
             actor.run.remote(rank, reception.invitation, self.threads)
             for rank, actor in enumerate(actors)
         ]
-        for run, card in zip(runs, reception.wait_for(range(size), CONNECT_SECONDS), strict=True):
-            self.ranks.append(RayRank(grid=self.grid, **card))
-            self.ranks[-1].run = run
+        arrived = reception.wait_for(range(size), CONNECT_SECONDS)
+        for run, (card, connection) in zip(runs, arrived, strict=True):
+            rank = RayRank(card.rank, self.grid, connection=connection, where=card.where)
+            rank.run = run
+            self.ranks.append(rank)
 
     def _join_cluster(self) -> None:
         """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program

@@ -6,9 +6,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import psutil
 
@@ -20,6 +20,24 @@ from nanovllm.executor.remote import START_SECONDS
 GREETING_SECONDS = 5.0
 # A connection whose other end acknowledges or takes nothing for this long is closed.
 LOST_SECONDS = 60.0
+
+Invitation = tuple[str, int, str]  # host, port, and the key that lets a rank in
+
+
+@dataclass(frozen=True)
+class Card:
+    """Identity of a rank that connects to its executor.
+
+    Attributes:
+        local_rank: its number on its machine.
+        pid: of its process, if that runs on the executor's machine.
+        where: its process and machine, for messages.
+    """
+
+    rank: int
+    local_rank: int = 0
+    pid: int | None = None
+    where: str = ""
 
 
 def use_network_of(address: str) -> None:
@@ -42,18 +60,17 @@ class Reception:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self._key = secrets.token_hex(32)
-        self.invitation = (host, self._listener.getsockname()[1], self._key)
+        self.invitation: Invitation = (host, self._listener.getsockname()[1], self._key)
 
     def wait_for(
         self, ranks: Collection[int], seconds: float = START_SECONDS
-    ) -> list[dict[str, Any]]:
-        """Wait until these ranks have connected; nothing listens any more after that. Returns the
-        arguments of each `RemoteRank`.
+    ) -> list[tuple[Card, Connection]]:
+        """Wait until these ranks have connected; nothing listens any more after that.
 
         Raises:
             ExecutorError: a rank has not connected in time.
         """
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, tuple[Card, Connection]] = {}
         deadline = time.monotonic() + seconds
         with self._listener:
             self._listener.settimeout(LOOK_SECONDS)
@@ -66,23 +83,23 @@ class Reception:
                     connection = _connection(self._listener.accept()[0])
                     key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
                     if secrets.compare_digest(key, self._key.encode()):
-                        card = {"connection": connection} | connection.recv()
-                        found[card["rank"]] = card
+                        card: Card = connection.recv()
+                        found[card.rank] = card, connection
         return [found[rank] for rank in ranks]
 
 
-def connect(invitation: Sequence[Any], here: str, **card: Any) -> Connection:
+def connect(invitation: Invitation, here: str, card: Card) -> Connection:
     """A rank's connection to its executor.
 
     Args:
         invitation: see `Reception`.
         here: the name of this machine.
-        card: arguments of `RemoteRank`.
+        card: identifies this rank.
     """
     host, port, key = invitation
     connection = _connection(socket.create_connection((host, port), START_SECONDS))
     connection.send_bytes(key.encode())
-    connection.send(card | {"where": f"process {os.getpid()} on {here}"})
+    connection.send(replace(card, where=f"process {os.getpid()} on {here}"))
     return connection
 
 

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -69,7 +69,7 @@ class RemoteRank(Peer):
         super().__init__(f"rank {rank}{place}", where, connection, process)
         self.local_rank = local_rank
         self.pid = self.pid or pid
-        self.answers: dict[int, Any] = {}
+        self.answers: dict[int, object] = {}
 
     def take(self, message: object) -> None:
         """Take in a message, which may be an answer."""
@@ -78,7 +78,10 @@ class RemoteRank(Peer):
             self.answers.update([message])
 
 
-class WatchedProcesses:
+P = TypeVar("P", bound=Peer)
+
+
+class WatchedProcesses(Generic[P]):
     """Processes that work together: if one fails, all are ended. A subclass says how to `_listen`
     to them and how to `_end` them.
 
@@ -87,7 +90,7 @@ class WatchedProcesses:
     """
 
     def __init__(self) -> None:
-        self.ranks: list[Any] = []
+        self.ranks: list[P] = []
         self._watch = Watch(self.ranks)
         self._reason = ""  # why they have been ended
 
@@ -124,7 +127,7 @@ class WatchedProcesses:
         raise kind(reason)
 
 
-class RemoteExecutor(WatchedProcesses, Executor):
+class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
     """Sends every order to all ranks, in the same sequence; the first rank of the last stage
     answers with a step's result.
 
@@ -209,7 +212,7 @@ class RemoteExecutor(WatchedProcesses, Executor):
         def gather() -> ModelRunnerOutput:
             if not has_transfers:
                 return cast(ModelRunnerOutput, self._answer(self.ranks[output_rank], number))
-            results: list[ModelRunnerOutput] = [self._answer(rank, number) for rank in self.ranks]
+            results = [cast(ModelRunnerOutput, self._answer(rank, number)) for rank in self.ranks]
             # A KV transfer has ended once it has ended on every rank.
             results[output_rank].connector_output = self._transfers.add(
                 [r.connector_output for r in results]
@@ -234,12 +237,13 @@ class RemoteExecutor(WatchedProcesses, Executor):
                 rank.connection.send_bytes(order)
 
     def _listen(self, timeout: float) -> None:
-        ready = wait([rank for rank in self.ranks if not rank.is_gone], timeout)
+        open_ranks = [rank for rank in self.ranks if not rank.is_gone]
+        ready = wait(open_ranks, timeout)  # type: ignore[arg-type] # they have a `fileno`
         with uninterrupted():
             for rank in ready:
                 rank.drain()  # type: ignore[union-attr]
 
-    def _answer(self, rank: RemoteRank, order: int) -> Any:
+    def _answer(self, rank: RemoteRank, order: int) -> object:
         """Wait for a rank's answer to an order.
 
         It listens to all ranks meanwhile (`_hear`, for LOOK_SECONDS at most), so that it notices

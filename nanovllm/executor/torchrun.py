@@ -26,7 +26,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.executor.base import read_model_config
 from nanovllm.executor.grid import check_grid
-from nanovllm.executor.reception import Reception, connect, use_network_of
+from nanovllm.executor.reception import Card, Reception, connect, use_network_of
 from nanovllm.executor.remote import CLOSE_SECONDS, RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
@@ -101,7 +101,16 @@ class TorchrunExecutor(RemoteExecutor):
         store.set("executor", json.dumps(reception.invitation))
         cards = reception.wait_for(range(1, launch.world_size))
         self._start_rank(0, {}, launch.local_rank)
-        self.ranks += [RemoteRank(grid=self.grid, **card) for card in cards]
+        for card, connection in cards:
+            rank = RemoteRank(
+                card.rank,
+                self.grid,
+                connection=connection,
+                where=card.where,
+                local_rank=card.local_rank,
+                pid=card.pid,
+            )
+            self.ranks.append(rank)
         self._neighbours = [psutil.Process(rank.pid) for rank in self.ranks if rank.pid is not None]
         weakref.finalize(self, _shut_down, [rank.connection for rank in self.ranks])
 
@@ -132,15 +141,14 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     check_grid(config, read_model_config(config, folder))
     launch = Launch()
     launch.join_network()
-    invitation = json.loads(open_store().get("executor"))  # waits for rank 0
+    host, port, key = json.loads(open_store().get("executor"))  # waits for rank 0
     # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at
     # once.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
-    connection = connect(
-        invitation, socket.gethostname(), rank=launch.rank, local_rank=launch.local_rank, pid=pid
-    )
+    card = Card(launch.rank, launch.local_rank, pid)
+    connection = connect((host, port, key), socket.gethostname(), card)
     was_shut_down = False
     with contextlib.suppress(
         EOFError, OSError

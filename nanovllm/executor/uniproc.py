@@ -1,11 +1,13 @@
 """A rank with its part of the model, and the executor of an engine whose only rank is this
 process."""
 
+from __future__ import annotations
+
 import logging
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +21,10 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import choose_device
 from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.shared_memory import SegmentHandle
+    from nanovllm.kv_transfer.pd.control import Mailbox
 
 
 @dataclass
@@ -40,7 +46,7 @@ class WorkerSetup:
     rank: int = 0
     local_rank: int = 0
     init_method: str = ""
-    orders: Any = None
+    orders: SegmentHandle | None = None
     log_level: int = logging.WARNING
 
 
@@ -99,7 +105,7 @@ class Worker:
         self.runner.config = config
         self.runner.allocate(num_blocks, num_host_blocks)
 
-    def handshake_metadata(self) -> Any:
+    def handshake_metadata(self) -> object:
         """See `KVConnectorWorker.get_handshake_metadata`."""
         return self.runner.connector.get_handshake_metadata()
 
@@ -134,7 +140,7 @@ class InProcessExecutor(Executor):
         address = config.data_parallel_address
         self.worker = Worker(WorkerSetup(config, model_config, folder, rank, init_method=address))
         self.runner = self.worker.runner
-        self._ends: Any = None  # a mailbox, once this rank has KV transfers
+        self._ends: Mailbox[None] | None = None  # once this rank has KV transfers
         self._take_memory()
 
     def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
@@ -145,7 +151,10 @@ class InProcessExecutor(Executor):
         """See `Executor`."""
         super().allocate(num_blocks, num_host_blocks)
         if self.config.kv_transfer is not None:
-            mailbox = self._ends = load("nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer")()
+            mailbox: Mailbox[None] = load(
+                "nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer"
+            )()
+            self._ends = mailbox
             self.runner.connector.notify = lambda: mailbox.put(None)
             self.sources = [mailbox.fileno()]
 

@@ -1,25 +1,28 @@
-"""The connector: the one place where KV enters an engine from elsewhere, and leaves it.
+"""Base classes of KV connectors: the only way for KV to enter or leave an engine.
 
-A connector has two halves, as in vLLM, whose names (KVConnectorBase_V1) the methods bear. One half
-lives with the scheduler: it knows which tokens' KV can be had elsewhere, and which requests wait
-for it; it touches no tensor. The other half lives on every
-rank: it moves blocks, and knows a request only by its id. What the first tells the second travels
-with the step (`SchedulerOutput.connector_metadata`), and what the second reports comes back with
-the step's result (`ModelRunnerOutput.connector_output`).
+A connector has two halves, as in vLLM. The methods have the names of vLLM's KVConnectorBase_V1.
 
-`KVConnectorScheduler` and `KVConnectorWorker` are the bases of all connectors. As they are, they
-move no KV: every method answers that there is nothing. An engine that shares no KV has a
-`NoConnector` instead."""
+- `KVConnectorScheduler`, next to the scheduler, knows which KV other engines or stores have, and
+  which requests wait for it. It has no tensors. The schedule carries its instructions to the ranks
+  (`SchedulerOutput.connector_metadata`).
+- `KVConnectorWorker`, on every rank, moves blocks, and knows a request only by its id. The step's
+  result carries its reports back (`ModelRunnerOutput.connector_output`).
+
+The base classes move no KV: each method says that there is nothing to move. An engine that shares
+no KV has a `NoConnector` instead."""
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
@@ -28,54 +31,59 @@ from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.ops.device import zeros
 
+if TYPE_CHECKING:
+    from nanovllm.attention.base import AttentionBackend
+    from nanovllm.kv_transfer.layout import KVLayout
+    from nanovllm.models.llama import LlamaForCausalLM
+
 Tables = Mapping[str, list[int]]  # request id -> block table
 
 
 class KVConnectorScheduler:
-    """The half that lives with the scheduler; this one has nothing to offer.
+    """The scheduler's half of a connector. This base class finds no KV elsewhere.
 
     Args:
         config: the engine's settings.
-        identity: what the KV is made of: engines share KV only if all of this is equal.
+        identity: properties of the KV, such as its model and data type. Engines share KV only if
+            all of them are equal.
         ranks: what each rank's `get_handshake_metadata` returns: how other engines reach it.
 
     Attributes:
-        sources: file descriptors on which something may come while the engine sleeps.
+        sources: file descriptors that become readable when a message arrives while the engine
+            sleeps.
     """
 
     sources: Sequence[int] = ()
 
     def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[object]
     ) -> None:
         self.config = config
         self.kv_transfer = cast(KVTransferConfig, config.kv_transfer)
         self.identity = identity
-        self.ranks = list(ranks)
         self._output = KVConnectorOutput()  # for the scheduler
-        self._in_flight: set[str] = (
-            set()
-        )  # transfers, by the ids under which the ranks report their ends
+        # Ids of the transfers in flight. The ranks report the end of a transfer by its id.
+        self._in_flight: set[str] = set()
 
     @property
     def has_work(self) -> bool:
-        """True if there is something to do even if no request runs."""
+        """True if the engine must step even though no request runs."""
         return bool(self._in_flight) or self.has_news
 
     @property
     def has_news(self) -> bool:
-        """True if the scheduler has something to act on at once, without which nothing more would
-        happen."""
+        """True if the scheduler must act on a report now: otherwise the engine could stall."""
         return bool(self._output)
 
     @property
     def idle_seconds(self) -> float | None:
-        """After how long the engine should look again even if nothing comes; None: it need not."""
+        """Seconds after which an idle engine must step even if no message arrives; None: no
+        limit."""
         return None
 
     @property
-    def information(self) -> dict[str, Any]:
-        """What a client or router needs to know."""
+    def information(self) -> JsonObject:
+        """Properties of this engine that clients and routers need."""
         return {
             name: getattr(self.kv_transfer, name)
             for name in ("engine_id", "kv_connector", "kv_role")
@@ -84,58 +92,59 @@ class KVConnectorScheduler:
     # ---------------------------------------------------------- a request's KV comes from elsewhere
 
     def check_request(self, request: Request) -> None:
-        """Check what came with a new request (`kv_transfer_params`).
+        """Check the `kv_transfer_params` of a new request.
 
         Raises:
-            ValueError: it makes no sense; the message names the field.
+            ValueError: they are not valid; the message names the field.
         """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """How many tokens' KV can be had for the request beyond the first `num_computed_tokens`,
-        which are in this engine's cache already.
+        """Return how many tokens' KV the connector can load after the first `num_computed_tokens`,
+        which are in this engine's cache.
 
         Returns:
-            The number, and, as in vLLM, whether they come between steps, while the request waits:
-            here they always do. (In vLLM a connector may also load in the very step that first
-            computes the request, layer by layer: it then blocks in `wait_for_layer_load`. Here no
-            other request's tokens wait for a transfer.)
+            The number, and, as in vLLM, whether it loads them between steps, while the request
+            waits. Here it always does, so that no other request waits for a transfer. (In vLLM, a
+            connector may also load layer by layer within a step, and block in
+            `wait_for_layer_load`.)
         """
         return 0, True
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """The request has its blocks, and waits: fetch what `get_num_new_matched_tokens` has
-        offered.
+        """Begin to load the KV that `get_num_new_matched_tokens` has promised. The request has its
+        blocks, and waits.
 
         Args:
-            block_ids: the request's whole table.
+            block_ids: the request's whole block table.
         """
 
     def decline(self, request: Request, reason: str) -> None:
-        """The engine refuses a request. Another engine that holds KV for it need not hold it any
-        longer; an engine that has asked for the request is told the reason."""
+        """Tell other engines that this engine rejects a request: one that holds KV for it can free
+        the KV, and one that has ordered the request learns the reason."""
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> Any:
-        """What the ranks have to do with this step, pickled on its way; None if nothing, and if no
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> object:
+        """Return instructions for the ranks, which must be picklable; None if there are none and no
         transfer is in flight.
 
         Args:
-            tables: of all requests that have blocks.
+            tables: the block tables of all requests that have blocks.
         """
         return None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what all ranks have reported."""
+        """Add the reports of all ranks to the connector's state."""
         self._output.add(output)
         self._in_flight -= output.finished_sending | output.finished_recving
 
     def take_output(self) -> KVConnectorOutput:
-        """What has become final since the last call. Requests that `reasons` names have to fail."""
+        """Return the transfers that have ended since the last call. The scheduler fails the
+        requests in `reasons`."""
         output = self._output
         self._output = KVConnectorOutput()
         if output.reasons and self.kv_transfer.kv_load_failure_policy == "recompute":
@@ -146,21 +155,21 @@ class KVConnectorScheduler:
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ends.
+    ) -> tuple[bool, JsonObject | None]:
+        """Decide what happens to the blocks of a request that ends.
 
         Args:
-            block_ids: its table; empty if it has none, in which case there is nothing to hold.
+            block_ids: its block table; empty if it has no blocks.
 
         Returns:
-            Whether its blocks must be held until `finished_sending` names it, and what its client
-            should tell the engine that goes on with it.
+            Whether to hold its blocks until it is in `finished_sending`, and the
+            `kv_transfer_params` for the engine that continues the request.
         """
         return False, None
 
     def revoke(self, request_id: str) -> None:
-        """No engine will fetch the KV of a request that has ended: stop holding its blocks, unless
-        an engine has claimed them."""
+        """Stop holding the blocks of a finished request, unless an engine has claimed them: no
+        engine will fetch them."""
 
     def is_sending(self, request: Request) -> bool:
         """True while a peer reads the blocks of a running request."""
@@ -169,12 +178,17 @@ class KVConnectorScheduler:
     def choose_victim(
         self, request: Request, num_tokens: int, running: list[Request], manager: KVCacheManager
     ) -> Request | None:
-        """The running request to preempt so that `request` can have blocks for `num_tokens` tokens;
-        None: `request` has to wait.
+        """Return the running request to preempt so that `request` gets blocks for `num_tokens`
+        tokens; None if `request` has to wait.
 
-        It is the last one whose blocks no peer reads. While transfers hold blocks, only if
-        preempting all such requests behind `request` frees enough for it: else it keeps its own
-        blocks and waits, and the requests behind it may run."""
+        Candidates are the running requests after `request` whose blocks no peer reads.
+
+            transfers hold blocks, and preempting all        None: `request` keeps its blocks and
+            candidates would not free enough blocks          waits, and the others may run
+            there are candidates                             the last candidate
+            a peer reads the blocks of the last request      None; the last request will be aborted
+            otherwise                                        the last running request
+        """
         behind = running[running.index(request) + 1 :]
         victims = [r for r in behind if not self.is_sending(r)]
         pool = manager.pool
@@ -193,13 +207,14 @@ class KVConnectorScheduler:
             ):
                 return None
         victim = victims[-1] if victims else running[-1]
-        if self.is_sending(victim):  # a peer reads its blocks: they cannot be reused at once
+        if self.is_sending(victim):  # its blocks cannot be reused until the peer has read them
             self._output.aborts.append(victim.request_id)
             return None
         return victim
 
     def forget_requests(self) -> None:
-        """A step broke off, and all requests are lost; the ranks have stopped their transfers."""
+        """Drop the state of all requests after a failed step. The ranks have stopped their
+        transfers."""
         self._output = KVConnectorOutput()
         self._in_flight = set()
 
@@ -208,23 +223,26 @@ class KVConnectorScheduler:
 
 
 class KVConnectorWorker:
-    """The half that lives on a rank; this one moves nothing.
+    """The half of a connector on a rank. This base class moves no KV.
 
     Args:
-        layout: what the rank's caches look like; see `kv_transfer.layout`.
-        kv_caches: the rank's caches, by the layer's number in the model. They never move.
+        layout: shape of the rank's caches; see `kv_transfer.layout`.
+        kv_caches: the rank's caches, by the layer's number in the model. Their addresses never
+            change.
 
     Attributes:
-        metadata: what the scheduler's half has to say for the current step.
+        metadata: the instructions of the scheduler's half for the current step.
         notify: called, by any thread, when `get_finished` has something to report.
-        model, backend: what computes on this rank, for connectors that compute, too.
+        model, backend: the rank's model and attention backend, for connectors that compute KV.
     """
 
-    metadata: Any = None
-    model: Any = None
-    backend: Any = None
+    metadata: object = None
+    model: LlamaForCausalLM
+    backend: AttentionBackend
 
-    def __init__(self, config: EngineConfig, layout: Any, kv_caches: dict[int, Tensor]) -> None:
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]
+    ) -> None:
         self.config = config
         self.kv_transfer = cast(KVTransferConfig, config.kv_transfer)
         self.layout = layout
@@ -235,49 +253,51 @@ class KVConnectorWorker:
     def empty_kv_cache(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A layer's cache, all zeros, in memory from which it can be transferred."""
+        """Return a layer's cache, all zeros, in memory that transfers can read and write."""
         return zeros(tuple(shape), dtype, device)
 
-    def get_handshake_metadata(self) -> Any:
-        """How other engines' ranks reach this one; plain data."""
+    def get_handshake_metadata(self) -> object:
+        """Return how the ranks of other engines reach this rank, as plain data."""
         return None
 
     # ---------------------------------------------------------------- around a forward pass
 
     def start_load_kv(self) -> None:
-        """Before the forward pass, or in place of one: begin to fetch what the metadata name."""
+        """Begin the loads that `metadata` names: before the forward pass, or in a step without
+        one."""
 
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
-        """After attention of this layer: its keys and values of this step are written."""
+        """Begin to save a layer's KV of this step, once the layer's attention has written it."""
 
     def save_kv_layers(self) -> None:
-        """After a CUDA graph, which calls no Python code between its layers."""
+        """Save all layers, after a CUDA graph: it runs no Python code between layers."""
         for layer, kv_cache in self.kv_caches.items():
             self.save_kv_layer(layer, kv_cache)
 
     def wait_for_save(self) -> None:
-        """After the forward pass: what is saved may be overwritten by the next step."""
+        """Wait until the next step may overwrite the KV that is being saved."""
 
     def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
-        """Transfers that have come to an end since the last call, and the blocks whose content did
-        not come.
+        """Return the transfers that have ended since the last call, and the blocks that they could
+        not load.
 
         Args:
-            wait_seconds: there is nothing to compute: wait up to so long for something.
+            wait_seconds: maximum time to wait for the end of a transfer, in a step without a
+                forward pass.
         """
         return KVConnectorOutput()
 
     @contextmanager
-    def transfers(self, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
-        """Around a forward pass: the one place that calls the methods above, except for
-        `save_kv_layer` after each layer's attention.
+    def transfers(self, metadata: object, is_idle: bool) -> Iterator[KVConnectorOutput]:
+        """Run the transfers of a step around its forward pass. This calls all methods above but
+        `save_kv_layer`, which the model calls after each layer's attention.
 
         Args:
-            metadata: what the scheduler's half has to say for this step.
-            is_idle: there is no forward pass inside.
+            metadata: the instructions of the scheduler's half for this step.
+            is_idle: the step has no forward pass.
 
         Yields:
-            What has come to an end; filled in when the block is left.
+            The transfers that have ended; filled in at the end of the `with` block.
         """
         output = KVConnectorOutput()
         self.metadata = metadata
@@ -291,8 +311,8 @@ class KVConnectorWorker:
             self.metadata = None
 
     def forget_requests(self) -> None:
-        """A step broke off: stop all transfers. When this returns, none touches a block any
-        more."""
+        """Stop all transfers after a failed step. After this call, no transfer reads or writes a
+        block."""
 
     def close(self) -> None:
         """End all connections."""

@@ -37,4 +37,5 @@ class NoConnector:
         """Do nothing, like the other methods that the engine calls."""
 
     check_request = decline = revoke = build_connector_meta = forget_requests = close
+    update_state_after_alloc = update_connector_output = close
     save_kv_layer = save_kv_layers = get_handshake_metadata = close

@@ -4,7 +4,6 @@ that share KV."""
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import xxhash
 from torch import Tensor
@@ -17,6 +16,7 @@ from nanovllm.distributed.groups import get_tp_group
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.ops.device import choose_device, choose_dtype
 
 # Name -> its two halves, imported when they are asked for.
@@ -32,18 +32,23 @@ CONNECTORS = {
 }
 
 
-def _half(config: EngineConfig, half: int) -> Any:
-    """One half's class of the connector that the settings name: 0 for the scheduler's, 1 for a
-    rank's."""
+def _halves(config: EngineConfig) -> tuple[str, str]:
+    """The names of the two classes of the connector that the settings name: the scheduler's half,
+    and a rank's."""
     assert config.kv_transfer is not None
     name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    return load(CONNECTORS[name][half], f"kv_connector {name!r}")
+    return CONNECTORS[name]
+
+
+def _worker_half(config: EngineConfig) -> type[KVConnectorWorker]:
+    half: type[KVConnectorWorker] = load(_halves(config)[1], "this kv_connector")
+    return half
 
 
 def create_scheduler_connector(
-    config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path, ranks: Sequence[Any]
+    config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path, ranks: Sequence[object]
 ) -> KVConnectorScheduler:
     """Make the scheduler's half.
 
@@ -55,22 +60,21 @@ def create_scheduler_connector(
         ValueError: the connector does not exist (the message lists those that do), or its settings
             make no sense.
     """
-    half: type[KVConnectorScheduler] = _half(config, 0)
+    half: type[KVConnectorScheduler] = load(_halves(config)[0], "this kv_connector")
     return half(config, kv_identity(config, model_config, folder), ranks)
 
 
 def cache_maker(config: EngineConfig) -> Callable[..., Tensor]:
     """The function that makes a layer's cache `(shape, dtype, device)` in memory that the connector
     can use."""
-    half: type[KVConnectorWorker] = _half(config, 1)
-    return half.empty_kv_cache
+    return _worker_half(config).empty_kv_cache
 
 
 def create_worker_connector(
     config: EngineConfig,
     model_config: ModelConfig,
     kv_caches: dict[int, Tensor],
-    model: Any,
+    model: LlamaForCausalLM,
     backend: AttentionBackend,
 ) -> KVConnectorWorker:
     """Make a rank's half.
@@ -96,8 +100,7 @@ def create_worker_connector(
         tp_rank=group.rank_in_group,
         tp_size=group.world_size,
     )
-    half: type[KVConnectorWorker] = _half(config, 1)
-    connector = half(config, layout, kv_caches)
+    connector = _worker_half(config)(config, layout, kv_caches)
     connector.model = model
     connector.backend = backend
     return connector

@@ -18,7 +18,7 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import BlockCopies
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ScheduledRequest
+from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.runner.device_copies import upload
 from nanovllm.runner.sampling import SamplingRow
@@ -113,6 +113,25 @@ class RequestRows:
         and drafts."""
         return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
 
+    @staticmethod
+    def due(
+        schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions to sample, as two arrays: the number of the request in the schedule,
+        and the token's position in the batch.
+
+        A request that has caught up samples after its last token, at `ends[i] - 1`; with d drafts,
+        it samples d + 1 times, after each of its last d + 1 tokens."""
+        due = np.flatnonzero(caught_up)
+        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
+            return due, ends[due] - 1
+        num_drafts = np.array(
+            [len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64
+        )
+        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
+        due = due.repeat(num_drafts + 1)
+        return due, ends[due] - 1 - num_behind
+
 
 def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
     """Copy whole blocks between device and host memory, in the caches of all layers."""
@@ -187,17 +206,27 @@ class Batch:
 
 
 class StepBuffers:
-    """The inputs of a step, in buffers as large as a step can be, which every step overwrites.
+    """Buffers for the inputs of a step. Every step overwrites them.
+
+    For three requests, with 3 tokens from position 0, 1 from position 8 and 2 from position 4, a
+    block size of 4, and the block tables [7], [3, 9, 5] and [2, 6], `ModelRunner.prepare_inputs`
+    writes
+
+        positions         0  1  2  8  4  5
+        slot_mapping     28 29 30 20 24 25      block * 4 + position % 4
+        query_start_loc   0  3  4  6            the end of each request, after a 0
+        seq_lens          3  9  6               tokens of each request after this step
 
     Args:
         num_tokens, max_blocks: of the largest step, and of the longest block table.
 
     Attributes:
-        newest: the newest token of each request's row, as sampled, on the device: it may be needed
-            before it has come to the host.
-        picks: four rows: the last token of each request that is due, and its row in `RequestRows`;
-            the place of each pending token in the batch, and its request's row.
-        uploaded: marks the end of a step's uploads, on a GPU.
+        newest: the last sampled token of each request's row, on the device. The next step may need
+            it before it has reached the host.
+        picks: rows 0 and 1: for each token to sample, the position in the batch after which it is
+            sampled, and its request's row. Rows 2 and 3: for each pending token, its position in
+            the batch, and its request's row.
+        uploaded: recorded on a GPU after a step's uploads.
     """
 
     def __init__(
@@ -217,8 +246,9 @@ class StepBuffers:
         self.uploaded = torch.cuda.Event() if device.type == "cuda" else None
 
     def pad(self, first: int, end: int) -> None:
-        """Make the rows `first : end` sequences of one padding token: it is not written, attends to
-        the first slot, since kernels need something to read, and its output is not used."""
+        """Make rows `first` to `end - 1` sequences of one padding token. Slot -1 keeps its KV from
+        being written. It attends to the first slot, since kernels need something to read, and its
+        output is not used."""
         self.input_ids.array[first:end] = 0
         self.positions.array[first:end] = 0
         self.slot_mapping.array[first:end] = -1
@@ -234,8 +264,8 @@ class StepBuffers:
         max_seq_len: int,
         upload: bool = False,
     ) -> ModelInputs:
-        """The inputs of a step: views of the device's buffers. With `upload`, they are copied from
-        the host's buffers; otherwise they stay as they are."""
+        """Return the inputs of a step as views of the device's buffers. With `upload`, copy the
+        host's buffers to them first."""
         view = StepBuffer.upload if upload else StepBuffer.first
         metadata = AttentionMetadata(
             query_start_loc=view(self.query_start_loc, num_seqs + 1),
@@ -249,14 +279,13 @@ class StepBuffers:
         return ModelInputs(input_ids, view(self.positions, num_tokens), metadata)
 
     def wait(self) -> None:
-        """Wait until the GPU has fetched the previous step's numbers, which may be overwritten
-        then."""
+        """Wait until the GPU has copied the last step's buffers. They may be overwritten then."""
         if self.uploaded is not None:
             self.uploaded.synchronize()
 
     def upload_picks(self, num_due: int, num_pending: int) -> tuple[Tensor, Tensor]:
-        """End a step's uploads: copy the picks, and put the pending tokens, which only the device
-        knows, into their places.
+        """Copy the picks, the last of a step's uploads, and write pending tokens, which only the
+        device knows, to their positions.
 
         Returns:
             `last_rows` and `due_rows` of a `Batch`.

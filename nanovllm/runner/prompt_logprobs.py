@@ -16,7 +16,7 @@ from nanovllm.runner.batch import Batch, RequestRows
 from nanovllm.runner.device_copies import upload
 from nanovllm.runner.sampling import start_logprobs
 
-# Rows that are computed at a time: a row of logits is as long as the vocabulary.
+# Tokens that are computed in one call: each needs a row of logits as long as the vocabulary.
 LOGPROB_ROWS = 256
 
 
@@ -27,13 +27,14 @@ def start_prompt_logprobs(
     hidden: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
 ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
-    """Compute the log-probability of each prompt token of the step, given those before it.
+    """Start to compute the log-probability of each prompt token of the step, given the tokens
+    before it.
 
     Args:
         hidden: the step's hidden states, `[num_tokens, hidden_size]`.
 
     Returns:
-        A function that waits for them: by request.
+        A function that waits for the log-probabilities, by request.
     """
     first = 0
     arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
@@ -41,8 +42,7 @@ def start_prompt_logprobs(
     for scheduled, row in zip(schedule.requests, batch.rows, strict=True) if is_wanted else ():
         count = rows.params[scheduled.request_id].prompt_logprobs
         end = scheduled.start + scheduled.num_tokens
-        # The hidden state at position p predicts position p + 1, which must still be of the
-        # prompt.
+        # The hidden state at position p predicts position p + 1, which must be in the prompt.
         last = 0 if count is None else min(end, rows.num_prompt_tokens[row] - 1)
         if last > scheduled.start:
             targets = rows.token_ids[row, scheduled.start + 1 : last + 1]

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Model, KV caches and buffers of one device.
+    """The model, the KV caches and the buffers of one device.
 
     Args:
         config: the engine's settings.
@@ -61,8 +61,8 @@ class ModelRunner:
         folder: the checkpoint.
 
     Raises:
-        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit into
-            the GPU.
+        ValueError: this machine does not support the device, dtype or backend, or the weights do
+            not fit in the GPU's memory.
     """
 
     def __init__(
@@ -100,13 +100,12 @@ class ModelRunner:
 
     @cached_property
     def connector(self) -> KVConnectorWorker:
-        """This rank's half of the connector, which moves KV between engines; the default one moves
-        none."""
+        """This rank's half of the KV connector; without KV transfer, one that moves nothing."""
         return cast("KVConnectorWorker", NoConnector())
 
     @cached_property
     def structured_output(self) -> StructuredOutputManager:
-        """Computes what the requests' grammars allow; see `StructuredOutputManager.start`."""
+        """Computes the tokens that grammars allow; see `StructuredOutputManager.start`."""
         create: type[StructuredOutputManager] = load(
             "nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs"
         )
@@ -124,7 +123,7 @@ class ModelRunner:
 
     @cached_property
     def balancer(self) -> LoadBalancer | None:
-        """Moves experts between ranks (lecture 24); None if it is not to."""
+        """Moves experts between ranks (lecture 24); None without `enable_eplb`."""
         if not self.config.enable_eplb:
             return None
         create: Callable[[nn.Module, str], LoadBalancer] = load(
@@ -134,9 +133,9 @@ class ModelRunner:
 
     @cached_property
     def make_graph(self) -> Callable[[], CudaGraph] | None:
-        """See `graph_maker`."""
-        # The host has to know how many tokens go to which rank, in the middle of a step: no graph
-        # can hold that.
+        """Makes an empty CUDA graph; None without CUDA graphs. See `graph_maker`."""
+        # Expert parallelism needs the number of tokens per rank on the host, in the middle of a
+        # step. A graph cannot wait for the host.
         moe = self.model_config.moe
         eager = self.config.enforce_eager or (moe is not None and moe.enable_expert_parallel)
         return graph_maker(self.device, self.backend, eager)
@@ -152,18 +151,19 @@ class ModelRunner:
         return create(self)
 
     def prepare_model(self, model: LlamaForCausalLM | EagleModel) -> None:
-        """Arrange the weights, and let the layers run in one call if this machine can."""
+        """Pack the weights, and fuse all layers into one call if the compiled operators are
+        there."""
         model.pack_weights()
         if not self.config.enforce_eager:
             with contextlib.suppress(MissingPartError):
                 load("nanovllm.models.fused:fuse_layers", "compiled operators")(model)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known
-        now.
+        """Make the KV caches, the buffers and the CUDA graphs, once `config.max_request_tokens` is
+        known.
 
         Raises:
-            ValueError: the GPU has not enough memory.
+            ValueError: the GPU does not have enough memory.
         """
         config = self.config
         moves_kv = self.config.kv_transfer is not None
@@ -192,8 +192,8 @@ class ModelRunner:
     def _make_caches(
         self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] = zeros
     ) -> list[Tensor]:
-        """One tensor per layer of this rank, and of the model that drafts, if there is one; none if
-        `num_blocks` is 0."""
+        """Return one cache per layer of this rank and of its draft model; none if `num_blocks` is
+        0."""
         return [
             make_cache(shape, self.kv_dtype, device)
             for shape in self._cache_shapes(num_blocks)
@@ -202,11 +202,11 @@ class ModelRunner:
 
     @property
     def layers(self) -> range:
-        """Those of the model's layers that this rank has."""
+        """The numbers of this rank's layers in the model."""
         return layers_here(self.model_config.num_layers)
 
     def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Of one layer's cache on this rank, which has some of the KV heads."""
+        """Return the shape of one layer's KV cache, with this rank's KV heads only."""
         model = self.model_config
         if model.kv_lora_rank:
             shape: Callable[[int, int, int], tuple[int, ...]] = load(
@@ -226,12 +226,12 @@ class ModelRunner:
 
     @property
     def bytes_per_block(self) -> int:
-        """Device memory that one KV block takes, over all layers of this rank."""
+        """Device memory per KV block, over all layers of this rank."""
         return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
-        """Pack the step's tokens one request after another, into buffers that are always the same
-        ones."""
+        """Pack the step's tokens, one request after another, into the persistent buffers; see
+        the example above."""
         rows = np.array(
             [self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64
         )
@@ -247,7 +247,7 @@ class ModelRunner:
         max_seq_len = int((starts + counts).max(initial=1))
         width = -(-max_seq_len // size)
 
-        due, lasts = self._due(schedule, starts + counts == self.rows.num_tokens[rows], ends)
+        due, lasts = self.rows.due(schedule, starts + counts == self.rows.num_tokens[rows], ends)
         seq_rows, seq_counts = self._sequences(rows, counts)
         num_seqs = len(seq_rows)
         seq_ends = np.cumsum(seq_counts)
@@ -282,10 +282,12 @@ class ModelRunner:
         )
 
     def _sequences(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row and number of tokens of each sequence that attention sees: of each request; or, in a
-        step of decodes and drafts that a CUDA graph can compute, of each token, which attends to
-        those that the step writes before it."""
-        most = 1  # tokens of a request in such a step
+        """Return row and number of tokens of each sequence, as attention sees them.
+
+        A request is one sequence. But if all requests decode, with or without drafts, and a CUDA
+        graph can compute the step, each token is a sequence of one: a graph has one token per
+        sequence, and each token attends to all that the step writes before it."""
+        most = 1  # token of a request that decodes, and its drafts
         if self.config.speculative is not None:
             most += self.config.speculative.num_speculative_tokens or 0
         if (
@@ -296,47 +298,36 @@ class ModelRunner:
             return rows, counts
         return rows.repeat(counts), np.ones(counts.sum(), dtype=np.int64)
 
-    def _due(
-        self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Which requests get a token, each once more for each of its drafts; and after which row of
-        the batch. The tokens of request i end before row `ends[i]`."""
-        due = np.flatnonzero(caught_up)
-        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
-            return due, ends[due] - 1
-        num_drafts = np.array(
-            [len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64
-        )
-        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
-        due = due.repeat(num_drafts + 1)
-        return due, ends[due] - 1 - num_behind
-
     def _padded_size(self, counts: np.ndarray) -> int:
-        """To how many sequences of one token each a step is padded, by its requests' numbers of
-        tokens; 0: it stays as it is. A step without requests becomes one padding token, so that
-        this rank joins its peers' collectives."""
+        """Return the number of one-token sequences to pad this step to; 0 for no padding.
+
+        1                               no requests: this rank joins its peers' collectives
+        graphs.size_for(sequences)      all sequences have one token, and there are CUDA graphs
+        0                               otherwise
+        """
         if self.graphs is not None and counts.max(initial=0) == 1:
             return self.graphs.size_for(len(counts))
         return int(len(counts) == 0)
 
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step, and wait for what it samples; see `launch`."""
+        """Run one step, and wait for its result; see `launch`."""
         return self.launch(schedule)()
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start one step: move blocks, build the batch, run the model, sample. The next step may be
-        launched before this one has ended, with tokens that only the device knows
-        (`last_is_pending`). Nothing waits for a GPU, but for blocks that are swapped and for an
-        attention backend that reads lengths on the host ("torch"). On a stage of a pipeline that is
-        not the last, the result is empty.
+        """Start one step: copy swapped blocks, build the batch, run the model, sample.
+
+        The next step may be launched before this one has ended, with tokens that only the device
+        knows (`last_is_pending`). The host waits for the GPU in two cases only: to copy swapped
+        blocks, and with the attention backend "torch", which reads lengths on the host.
 
         Returns:
-            A function that waits for the results.
+            A function that waits for the result. On all pipeline stages but the last, the result
+            is empty.
 
         Raises:
-            InvariantError: nothing is scheduled, or the schedule does not follow from those before
-                it.
+            InvariantError: nothing is scheduled, or the schedule does not match the state that
+                earlier ones have left.
         """
         if schedule.connector_metadata is None:
             return self._launch(schedule)
@@ -377,8 +368,8 @@ class ModelRunner:
         )
 
     def _forward(self, batch: Batch) -> Tensor | None:
-        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if
-        another stage of the pipeline goes on with what this one has computed."""
+        """Run the model; returns hidden states `[num_tokens, hidden_size]`, valid until the next
+        call, or None on all pipeline stages but the last."""
         received = None
         if self.link is not None:
             received = self.link.receive(int(batch.num_scheduled.sum()) or 1)
@@ -399,23 +390,23 @@ class ModelRunner:
         metadata: AttentionMetadata,
         received: Tensor | None,
     ) -> Tensor:
-        """Run the layers of this rank; returns hidden states, or what the next pipeline stage
-        needs."""
-        # Without the caches of a model that drafts.
+        """Run the layers of this rank; returns hidden states, or the input of the next pipeline
+        stage."""
+        # The caches of a draft model come last; `zip` ends before them.
         caches = dict(zip(self.layers, self.kv_caches, strict=False))
-        # Called for each layer.
+        # The model calls the connector after each layer.
         connector = self.connector if self.config.kv_transfer is not None else None
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             hidden: Tensor = self.model(input_ids, positions, received)
             return hidden
 
     def blank(self, num_tokens: int) -> Tensor | None:
-        """A substitute for received hidden states, for steps that a stage runs alone to measure or
-        to record them."""
+        """Return a substitute for received hidden states, for steps that a stage runs alone: to
+        measure memory, or to record graphs."""
         return None if get_pp_group().is_first else self.blank_output(num_tokens)
 
     def blank_output(self, num_tokens: int) -> Tensor:
-        """A buffer for this stage's output."""
+        """Return a buffer for this stage's output."""
         return torch.zeros(
             num_tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device
         )
@@ -423,8 +414,9 @@ class ModelRunner:
     def _sampling_rows(
         self, schedule: SchedulerOutput, batch: Batch
     ) -> dict[SampleKey, SamplingRow]:
-        """What the sampler has to know of the tokens that this step samples, if it is this rank
-        that samples: by request, and by (request, number of drafts before the token)."""
+        """Return the sampler's input for each token that this step samples; empty on all pipeline
+        stages but the last. The key is the request id, or (request id, number of drafts before the
+        token)."""
         rows: dict[SampleKey, SamplingRow] = {}
         eos_token_ids = self.model_config.eos_token_ids
         row_of = self.rows.row_of
@@ -447,7 +439,7 @@ class ModelRunner:
         rows: dict[SampleKey, SamplingRow],
         mask: Callable[[Tensor], dict[SampleKey, str]],
     ) -> Callable[[], dict[SampleKey, SampledToken]]:
-        """Requests that are due get a new token; only their last row becomes logits."""
+        """Sample a token for each request that is due. Compute logits for these positions only."""
         if not rows:
             return dict
         logits = self.model.compute_logits(
@@ -462,14 +454,16 @@ class ModelRunner:
         }
 
     def any_unfinished(self, schedule: SchedulerOutput) -> Callable[[], bool]:
-        """Whether any of the engines in lock-step has requests; all engines get the same answer for
-        the same step.
+        """Find out whether any engine in lock-step has unfinished requests. All engines get the
+        same answer for the same step.
 
-        Every rank starts the same all-reduce, of a tensor with the number of this engine's
-        `schedule.unfinished` (`upload`), and does not wait here: `start_fetch` of the sum returns a
-        function that waits for it and returns `[[sum]]`. A group of one needs neither of them.
+        In a group of one, the answer is `schedule.unfinished`, without any collective. Otherwise,
+        without waiting: upload `[schedule.unfinished]` as float32 (`upload`), all-reduce it, and
+        start to fetch the sum (`start_fetch`, whose result waits and returns `[[sum]]`). The answer
+        is whether the sum is above 0.
 
-        Returns: a function that waits for the answer, a `bool`.
+        Returns:
+            A function that waits for the answer.
         """
         group = get_dp_group()
         if group.world_size == 1:
@@ -480,7 +474,7 @@ class ModelRunner:
         return lambda: arrive() != [[0.0]]
 
     def forget_requests(self) -> None:
-        """Drop the state of all requests, once a step was broken off, and stop all KV transfers."""
+        """Drop the state of all requests after a failed step, and stop all KV transfers."""
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
         self.connector.forget_requests()
@@ -489,8 +483,8 @@ class ModelRunner:
 def graph_maker(
     device: torch.device, backend: AttentionBackend, enforce_eager: bool
 ) -> Callable[[], CudaGraph] | None:
-    """A function that makes an empty CUDA graph; None where each step launches its kernels one by
-    one."""
+    """Return a function that makes an empty CUDA graph; None if each step launches its kernels
+    separately."""
     if device.type != "cuda" or enforce_eager or not backend.supports_graphs:
         return None
     return partial(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
@@ -16,6 +16,10 @@ from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, Schedule
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv.no_connector import NoConnector
 from nanovllm.scheduler.step_times import StepTimes
+
+if TYPE_CHECKING:
+    from nanovllm.kv.connector import KVConnectorScheduler
+    from nanovllm.scheduler.speculation import Speculation
 
 
 class Scheduler:
@@ -43,11 +47,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, manager: KVCacheManager, connector: Any = None
+        self,
+        config: EngineConfig,
+        manager: KVCacheManager,
+        connector: KVConnectorScheduler | NoConnector | None = None,
     ) -> None:
         self.config = config
         self.manager = manager
-        self.connector: Any = connector or NoConnector()
+        self.connector = connector or NoConnector()
         self.requests: dict[str, Request] = {}
         self.queues: dict[RequestStatus, list[Request]] = {status: [] for status in RequestStatus}
         self.waiting = self.queues[RequestStatus.WAITING]
@@ -62,14 +69,13 @@ class Scheduler:
         self.steps_in_flight: tuple[SchedulerOutput, ...] = ()  # the results are still missing
 
     @cached_property
-    def speculation(self) -> Any:
+    def speculation(self) -> Speculation | None:
         """Drafts tokens, or decides how many tokens the runner drafts; None without
         `config.speculative`."""
         if self.config.speculative is None:
             return None
-        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(
-            self.config.speculative
-        )
+        create = load("nanovllm.scheduler.speculation:Speculation", "speculative_config")
+        return cast("Speculation", create(self.config.speculative))
 
     # ---------------------------------------------------------------- in and out
 
@@ -146,7 +152,7 @@ class Scheduler:
         if self.speculation is not None:
             seats = self.config.max_num_seqs - len(self.running) - len(self.receiving)
             self.speculation.begin_step(
-                self.running, (self.waiting or self.swapped) and seats > 0, self.manager
+                self.running, bool(self.waiting or self.swapped) and seats > 0, self.manager
             )
         chunked = (
             self.config.batching_policy == "chunked"

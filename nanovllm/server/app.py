@@ -6,12 +6,12 @@ import gc
 import socket
 import time
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 import nanovllm
+from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
@@ -137,16 +137,16 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) 
     }
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> JsonObject:
         return {"object": "list", "data": list(entries.values())}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> JsonObject:
         check_model(engine, name)
         return entries[name]
 
     @app.get("/kv_transfer")
-    async def kv_transfer() -> dict[str, Any]:
+    async def kv_transfer() -> JsonObject:
         """For each engine that shares KV, its id, its role, and its address for other engines."""
         return {"engines": engine.limits.kv_transfer}
 

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import Logprob, OutputCollector, PositionLogprobs, RequestOutput
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.streams: list[RequestStream] = []
-        self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+        self.kv_transfer_params: JsonObject | UnsetType = UNSET
         self._num_completion_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
 
@@ -254,7 +255,7 @@ class Endpoint:
                 "context_length_exceeded",
             )
 
-    def check_transfer(self, kv_transfer_params: dict[str, Any], num_sequences: int) -> None:
+    def check_transfer(self, kv_transfer_params: JsonObject, num_sequences: int) -> None:
         """Refuse KV parameters from a router if this engine shares no KV, or if there would be
         several answers.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, BeforeValidator, Field, Json, PrivateAttr, create_model
 
 from nanovllm.data.checks import did_you_mean
+from nanovllm.data.json import JsonObject
 from nanovllm.data.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsParams
 from nanovllm.server.errors import APIError
@@ -132,7 +133,7 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     # The schema's name, description and `strict` change nothing: it is always followed.
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonObject | None = None
 
     def structured_outputs(self) -> StructuredOutputsParams | None:
         """What the output must match.
@@ -167,8 +168,8 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     """The fields that completions and chats share: those of `SamplingParams`, and these. None: not
     given."""
 
-    logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
-    structured_outputs: dict[str, Any] | None = Field(
+    logit_bias: JsonObject | None = Field(None, max_length=1024)
+    structured_outputs: JsonObject | None = Field(
         None, description="one of vLLM's json, regex, choice and grammar"
     )
     response_format: ResponseFormat | None = None
@@ -177,7 +178,7 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     bad_words: Strings | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
-    kv_transfer_params: dict[str, Any] | None = Field(
+    kv_transfer_params: JsonObject | None = Field(
         None, description="source or destination of the prompt's KV"
     )
     stream: bool | None = None
@@ -187,7 +188,7 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
         """See `Body`. The best `n` of `n` answers are all of them."""
         return name == "best_of" and type(value) is int and value == (self.n or 1)
 
-    def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
+    def sampling_params(self, defaults: JsonObject, **values: Any) -> SamplingParams:
         """The given values, else those that the checkpoint recommends (`defaults`), else OpenAI's.
 
         Raises:
@@ -238,7 +239,7 @@ class FunctionDefinition(Strict):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(
+    parameters: JsonObject | None = Field(
         None, description="JSON Schema of an object; default: no arguments"
     )
     strict: bool | None = Field(
@@ -260,7 +261,7 @@ class FunctionCall(Strict):
     # As in vLLM, "" means no arguments. What is no JSON object, such as arguments cut off at
     # max_tokens, reaches the model as text.
     arguments: Annotated[
-        Json[dict[str, Any]] | str, Field(union_mode="left_to_right"), NOTHING_IS_EMPTY
+        Json[JsonObject] | str, Field(union_mode="left_to_right"), NOTHING_IS_EMPTY
     ]
 
 
@@ -285,7 +286,7 @@ class ChatMessage(Strict, extra="allow"):
     )
     tool_call_id: str | None = Field(None, description="the call whose result is in a tool message")
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """The message as templates expect it."""
         message = self.model_dump(
             include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True
@@ -310,7 +311,7 @@ class ChatBody(Body):
         None, description="default: true, unless continue_final_message is true"
     )
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="template variables, such as enable_thinking"
     )
     chat_template: str | None = Field(None, description="name of one of the model's chat templates")
@@ -324,7 +325,7 @@ class ChatBody(Body):
             or any(message.tool_calls or message.role == "tool" for message in self.messages)
         )
 
-    def template_arguments(self) -> dict[str, Any]:
+    def template_arguments(self) -> JsonObject:
         """Arguments for `Tokenizer.apply_chat_template`.
 
         Raises:

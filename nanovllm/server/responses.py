@@ -2,12 +2,14 @@
 in the JSON."""
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from nanovllm.data.json import JsonObject
+from nanovllm.data.outputs import PositionLogprobs
 
 
 class Usage(Struct):
@@ -99,7 +101,7 @@ class Answer(Struct, kw_only=True):
     created: int
     model: str
     usage: Usage | UnsetType | None = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    kv_transfer_params: JsonObject | UnsetType = UNSET
 
 
 class ChatCompletion(Answer, kw_only=True):
@@ -107,7 +109,7 @@ class ChatCompletion(Answer, kw_only=True):
 
     object: str = "chat.completion"
     choices: list[ChatChoice]
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    prompt_logprobs: list[PositionLogprobs] | UnsetType | None = UNSET
 
 
 class Delta(Struct):
@@ -157,7 +159,7 @@ class CompletionChoice(Choice, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    prompt_logprobs: list[PositionLogprobs] | UnsetType | None = UNSET
 
 
 class Completion(Answer, kw_only=True):
@@ -183,7 +185,7 @@ class Error(Struct):
     error: dict[str, str | None]
 
 
-def schemas() -> dict[str, Any]:
+def schemas() -> JsonObject:
     """JSON schemas of the answers, by name, for the OpenAPI description."""
     _, components = msgspec.json.schema_components(
         (ChatCompletion, Completion, Tokens, Error), ref_template="#/components/schemas/{name}"
@@ -193,7 +195,7 @@ def schemas() -> dict[str, Any]:
 
 def documented(
     status: int | str, answer: type[Struct], about: str = "OK"
-) -> dict[int | str, dict[str, Any]]:
+) -> dict[int | str, JsonObject]:
     """An entry in the `responses` of a route, for the OpenAPI description."""
     schema = {"$ref": f"#/components/schemas/{answer.__name__}"}
     return {status: {"description": about, "content": {"application/json": {"schema": schema}}}}

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from nanovllm.data.json import JsonObject
 from nanovllm.server.errors import APIError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ current_share: ContextVar[Share] = ContextVar("current_share", default=ALL_PLACE
 RENDERING = CapacityLimiter(1)
 
 
-async def render_chat(engine: AsyncEngine, arguments: dict[str, Any]) -> str:
+async def render_chat(engine: AsyncEngine, arguments: JsonObject) -> str:
     """The text of a chat. A template is a program that may take seconds.
 
     Args:

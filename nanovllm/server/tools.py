@@ -20,10 +20,11 @@ import itertools
 import json
 import re
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsParams
 from nanovllm.server.errors import APIError
@@ -55,17 +56,17 @@ DESCRIPTION = (
     ' name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{"name":'
     ' <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 # The separators that models were trained on. Any whitespace elsewhere could go on for ever.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **SPELLING}
 
-Message = dict[str, Any]
+Message = JsonObject
 
 
 # ---------------------------------------------------------------- what the model reads
 
 
-def described(messages: list[Message], body: ChatBody, templates: dict[str, str]) -> dict[str, Any]:
+def described(messages: list[Message], body: ChatBody, templates: dict[str, str]) -> JsonObject:
     """Tell the model of the tools, of its own calls, and of their results.
 
     Its chat template does so if it asks for calls of this form. If not, a system message describes
@@ -207,7 +208,7 @@ def constrained(
     return params.clone(structured_outputs=grammar, skip_special_tokens=skips)
 
 
-def schema_of(function: FunctionDefinition, place: str, grammars: GrammarChecker) -> dict[str, Any]:
+def schema_of(function: FunctionDefinition, place: str, grammars: GrammarChecker) -> JsonObject:
     """The schema of a function's arguments, prepared for grammars: an object, with the properties
     that the function names, and no others unless it says so. Unless the function is `strict`,
     patterns that grammars do not know are left out.
@@ -227,14 +228,14 @@ def schema_of(function: FunctionDefinition, place: str, grammars: GrammarChecker
     return grammars.prepared_schema(schema, place, lenient=not function.strict)
 
 
-def function_call(function: FunctionDefinition, schema: dict[str, Any]) -> str:
+def function_call(function: FunctionDefinition, schema: JsonObject) -> str:
     """The grammar of a call of one function. Unless it is `strict`, the grammar ignores keywords
     and formats that it does not know."""
     name = json.dumps(BEFORE_NAME + function.name + BEFORE_ARGUMENTS)
     return f"{name} {json_grammar(schema, lenient=not function.strict)}"
 
 
-def json_grammar(schema: dict[str, Any], lenient: bool = False) -> str:
+def json_grammar(schema: JsonObject, lenient: bool = False) -> str:
     """The grammar of a JSON text, in the layout of calls. `lenient`: it ignores keywords and
     formats that it does not know."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**LAYOUT, 'lenient': lenient}})}"
@@ -244,7 +245,7 @@ def call_grammar(
     calls: list[str],
     choice: object,
     several: bool,
-    answer: dict[str, Any] | None,
+    answer: JsonObject | None,
     special: dict[str, int],
 ) -> str:
     """The grammar of answers, in llguidance's dialect of Lark.

@@ -15,8 +15,9 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from nanovllm.data.json import JsonObject
 from nanovllm.distributed.processes import is_stopped, start_process
 
 # CPU time, so that other load on the machine does not count. A chat of a megabyte takes
@@ -178,7 +179,7 @@ def main() -> None:
     """Render templates."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> object:
+    def render(template: str, messages: list[JsonObject], variables: JsonObject) -> object:
         # (texts, positions); the library's annotation is wrong.
         return render_jinja_template([messages], chat_template=template, **variables)[0][0]
 

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+# Part of an expression as Python's parser returns it; its types are private.
+Parsed = Any
 # Longer repetitions are not written out.
 LONGEST_EXAMPLE = 64
 # Characters for a class such as `[^x]` or `\w`, the preferred first.
@@ -41,7 +43,7 @@ def shortest_match(pattern: str) -> str | None:
         return None
 
 
-def _match(parsed: Any, groups: dict[int, str]) -> str:
+def _match(parsed: Parsed, groups: dict[int, str]) -> str:
     """Return a string that a parsed expression matches.
 
     Args:
@@ -55,7 +57,7 @@ def _match(parsed: Any, groups: dict[int, str]) -> str:
     return "".join(_match_part(str(kind), value, groups) for kind, value in parsed)
 
 
-def _match_part(kind: str, value: Any, groups: dict[int, str]) -> str:
+def _match_part(kind: str, value: Parsed, groups: dict[int, str]) -> str:
     match kind:
         case "LITERAL":
             return chr(value)
@@ -87,7 +89,7 @@ def _match_part(kind: str, value: Any, groups: dict[int, str]) -> str:
             raise LookupError(kind)
 
 
-def _match_class(members: Any) -> str:
+def _match_class(members: Parsed) -> str:
     """Return a character of a class such as `[a-z_]` or `[^"]`."""
     is_negated = str(members[0][0]) == "NEGATE"
 
@@ -101,7 +103,7 @@ def _match_class(members: Any) -> str:
     return _first(belongs)
 
 
-def _is_member(character: str, kind: str, value: Any) -> bool:
+def _is_member(character: str, kind: str, value: Parsed) -> bool:
     match kind:
         case "LITERAL":
             return bool(ord(character) == value)

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import is_lark_syntax
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.structured_outputs import OPTIONS, Form, GrammarError, StructuredOutputsParams
 from nanovllm.text.chat_template import LimitedProcess, answer_questions
 from nanovllm.text.examples import shortest_match
@@ -50,7 +50,7 @@ MAX_CHECKED = 64
 Finding = tuple[Form | None, str, str]
 
 
-def subschemas(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def subschemas(schema: object, path: str = "") -> Iterator[tuple[str, JsonObject]]:
     """All parts of a schema that may be schemas themselves, the innermost first, with their
     places."""
     if isinstance(schema, list):
@@ -209,7 +209,7 @@ def continuations(
     return found
 
 
-def embedded_schemas(grammar: str) -> Iterator[dict[str, Any]]:
+def embedded_schemas(grammar: str) -> Iterator[JsonObject]:
     """The JSON schemas in a Lark grammar."""
     for found in re.finditer(r"%json\s*", grammar):
         try:
@@ -294,13 +294,11 @@ class GrammarChecker:
             raise GrammarError(params.place + path, reason)
         return form
 
-    def prepared_schema(
-        self, schema: dict[str, Any], place: str, lenient: bool = False
-    ) -> dict[str, Any]:
+    def prepared_schema(self, schema: JsonObject, place: str, lenient: bool = False) -> JsonObject:
         """Return a schema as grammars need it; see `schemas`. Arguments and errors: as in
         `check`."""
         form = self.check(StructuredOutputsParams(json=schema, place=place), lenient)
-        prepared: dict[str, Any] = json.loads(form.grammar)["grammars"][0]["json_schema"]
+        prepared: JsonObject = json.loads(form.grammar)["grammars"][0]["json_schema"]
         return {key: value for key, value in prepared.items() if key != "x-guidance"}
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.structured_outputs import Form, StructuredOutputsParams
 from nanovllm.text.schemas import SPELLING
 from nanovllm.text.tokenizer import Tokenizer
@@ -121,16 +122,14 @@ def new_matcher(grammar: str, trie: LLTokenizer) -> LLMatcher:
     return LLMatcher(trie, grammar, log_level=0, limits=limits)
 
 
-def of_schema(
-    schema: str | dict[str, Any], lenient: bool = False, whitespace: str = WHITESPACE
-) -> str:
+def of_schema(schema: str | JsonObject, lenient: bool = False, whitespace: str = WHITESPACE) -> str:
     """The grammar of a JSON schema. Unknown keywords are errors, unless they are to be ignored
     (`lenient`); what the schema itself says of this does not count.
 
     Args:
         whitespace: a regular expression of the white space between the parts; "": there is none.
     """
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "lenient": lenient,
         "coerce_one_of": False,
         "whitespace_flexible": bool(whitespace),

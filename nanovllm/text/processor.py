@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import (
     CompletionOutput,
     PositionLogprobs,
@@ -97,7 +98,7 @@ class InputProcessor:
         # too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
-        own: dict[str, Any] = {
+        own: JsonObject = {
             "n": 1,
             "max_tokens": max_tokens,
             "min_tokens": min(params.min_tokens, max_tokens),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import Logprob
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 # Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt",
 # "kv_transfer_params").
-Prompt = str | Sequence[int] | dict[str, Any]
-Message = dict[str, Any]
+Prompt = str | Sequence[int] | JsonObject
+Message = JsonObject
 
 
 @dataclass
@@ -38,21 +39,19 @@ class EngineLimits:
     max_request_tokens: int
     vocab_size: int
     eos_token_ids: list[int] = field(default_factory=list)
-    generation_defaults: dict[str, Any] = field(default_factory=dict)
-    kv_transfer: list[dict[str, Any]] = field(default_factory=list)
+    generation_defaults: JsonObject = field(default_factory=dict)
+    kv_transfer: list[JsonObject] = field(default_factory=list)
     scheduling_policy: str = "fcfs"
     disable_any_whitespace: bool = False
 
 
-def read_prompt(
-    prompt: Prompt, tokenizer: Tokenizer
-) -> tuple[str | None, list[int], dict[str, Any]]:
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], JsonObject]:
     """The prompt's text, if it came as text; its token ids; and what else came with it.
 
     Raises:
         ValueError: it is no prompt.
     """
-    fields: dict[str, Any] = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    fields: JsonObject = prompt if isinstance(prompt, dict) else {"prompt": prompt}
     content = fields.get("prompt_token_ids", fields.get("prompt"))
     text = content if isinstance(content, str) else None
     token_ids = tokenizer.encode(text) if text is not None else content
@@ -103,7 +102,7 @@ def form_settings(
     limits: EngineLimits,
     grammars: Callable[[], GrammarChecker],
     special_ids: Collection[int],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the sampling parameters that change because the output has a form: none if it has
     none.
 
@@ -164,7 +163,12 @@ def pair_prompts(
     return list(zip(batch, sampling_params, priorities, strict=True))
 
 
-def encode_chats(messages: Sequence[Any], tokenizer: Tokenizer, /, **options: Any) -> list[Prompt]:
+def encode_chats(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    tokenizer: Tokenizer,
+    /,
+    **options: Any,
+) -> list[Prompt]:
     """One or several conversations as prompts; for `options`, see
     `Tokenizer.apply_chat_template`."""
     several = not (messages and isinstance(messages[0], dict))

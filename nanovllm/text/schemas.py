@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
 
-Schema = dict[str, Any]
+from nanovllm.data.json import JsonObject
+
+Schema = JsonObject
 
 # How strings may be spelled. Without "\\/" and "\\u0061", a key has one spelling, so that none
 # comes twice.
@@ -290,7 +291,7 @@ class Preparation:
             del made["patternProperties"]
 
 
-def as_list(value: object) -> list[Any]:
+def as_list(value: object) -> list[object]:
     """The value, if it is a list; else an empty list."""
     return value if isinstance(value, list) else []
 

@@ -7,9 +7,10 @@ import enum
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import tokenizers
+
+from nanovllm.data.json import JsonObject
 
 #: The spelling of a single byte in SentencePiece vocabularies.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -92,7 +93,7 @@ class TokenDecoder:
         )
 
 
-def _decoder_of(steps: list[dict[str, Any]]) -> tokenizers.decoders.Decoder | None:
+def _decoder_of(steps: list[JsonObject]) -> tokenizers.decoders.Decoder | None:
     """A decoder with these steps alone; None without any."""
     if not steps:
         return None
@@ -101,14 +102,14 @@ def _decoder_of(steps: list[dict[str, Any]]) -> tokenizers.decoders.Decoder | No
     return decoder
 
 
-def _flat_steps(step: dict[str, Any]) -> list[dict[str, Any]]:
+def _flat_steps(step: JsonObject) -> list[JsonObject]:
     """The steps of a decoder, without the sequences around them."""
     if step["type"] != "Sequence":
         return [step]
     return [inner for part in step["decoders"] for inner in _flat_steps(part)]
 
 
-def _streaming(steps: Sequence[dict[str, Any]]) -> Streaming:
+def _streaming(steps: Sequence[JsonObject]) -> Streaming:
     """How text can be streamed through these steps."""
     kinds = [step["type"] for step in steps]
     if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
@@ -121,7 +122,7 @@ def _streaming(steps: Sequence[dict[str, Any]]) -> Streaming:
     return Streaming.IN_CONTEXT
 
 
-def _keeps_a_prefix(step: dict[str, Any]) -> bool:
+def _keeps_a_prefix(step: JsonObject) -> bool:
     """True if a step, applied to a whole text, changes the beginning of the text in the same way
     whatever follows."""
     match step["type"]:

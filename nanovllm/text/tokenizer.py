@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.text.chat_template import PROCESS, HelperProcessError
 from nanovllm.text.token_decoder import TokenDecoder
 
@@ -154,7 +155,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -221,12 +222,12 @@ class Tokenizer:
         )
 
 
-def _read_fields(path: Path) -> dict[str, Any]:
+def _read_fields(path: Path) -> JsonObject:
     """The fields of a file that `TokenizerConfigFile` describes."""
     return TokenizerConfigFile.read(read_json(path), str(path))
 
 
-def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _read_chat_templates(folder: Path, config: JsonObject) -> dict[str, str]:
     """Templates by name. As in transformers, those in files of their own replace all those of
     tokenizer_config.json."""
     files = {
@@ -268,7 +269,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _register_added_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], named_tokens: Iterable[str]
+    backend: tokenizers.Tokenizer, config: JsonObject, named_tokens: Iterable[str]
 ) -> None:
     """Make the special tokens of tokenizer_config.json known to the tokenizer, as transformers
     does.
@@ -316,7 +317,7 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
     }
 
 
-def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, Any]:
+def _with_plain_content(message: Mapping[str, object], position: int) -> JsonObject:
     """The message with its content as one string, as templates of text models expect."""
     content = message.get("content")
     if not isinstance(content, list):

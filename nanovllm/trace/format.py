@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.data.flags import UsageError
+from nanovllm.data.json import JsonObject
 from nanovllm.trace.record import StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
@@ -52,7 +53,7 @@ class Header(msgspec.Struct):
     """The first line."""
 
     nanovllm_trace: int
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
 
 
 def header_line(settings: Mapping[str, object]) -> bytes:
@@ -60,7 +61,7 @@ def header_line(settings: Mapping[str, object]) -> bytes:
     return msgspec.json.encode(Header(FORMAT_VERSION, dict(settings))) + b"\n"
 
 
-def parse_header(line: bytes, source: object) -> dict[str, Any]:
+def parse_header(line: bytes, source: object) -> JsonObject:
     """The settings in the first line of a trace.
 
     Args:
@@ -152,7 +153,7 @@ class TraceEncoder:
         self._before[name] = value
         return value != before
 
-    def _written(self, name: str, value: Any) -> Any:
+    def _written(self, name: str, value: Any) -> object:
         """A field as it is in a line."""
         if name == "requests":
             return self._shares(value)
@@ -212,13 +213,13 @@ class TraceDecoder:
             ValueError: the line is not one of this format; says what is wrong with it.
         """
         try:
-            return self._record(msgspec.json.decode(line, type=dict[str, Any]))
+            return self._record(msgspec.json.decode(line, type=JsonObject))
         except KeyError as error:
             raise ValueError(f"request number {error} is unknown") from None
         except (TypeError, AttributeError) as error:  # a number in the place of a list, for example
             raise ValueError(str(error)) from None
 
-    def _record(self, line: dict[str, Any]) -> StepRecord:
+    def _record(self, line: JsonObject) -> StepRecord:
         introduced = msgspec.convert(line.pop("named", []), list[tuple[int, str, int]])
         named = {number: (request_id, length) for number, request_id, length in introduced}
         self._names |= named
@@ -237,7 +238,7 @@ class TraceDecoder:
             }
         return record
 
-    def _read(self, name: str, value: Any) -> Any:
+    def _read(self, name: str, value: Any) -> object:
         """A field as it is in a record."""
         if name == "requests":
             return [

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import RequestOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.text.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ class StepBroadcast:
     """
 
     def __init__(
-        self, settings: dict[str, Any], order: Order, texts: RequestTexts | None = None
+        self, settings: JsonObject, order: Order, texts: RequestTexts | None = None
     ) -> None:
         self.settings = settings
         self.texts = texts

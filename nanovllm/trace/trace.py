@@ -10,9 +10,10 @@ import logging
 import pathlib
 import zlib
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 from nanovllm.data.disk import REMEDIES
+from nanovllm.data.json import JsonObject
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.trace.format import (
     FORMAT_VERSION,
@@ -46,9 +47,7 @@ class Trace:
         settings: what a reader needs to draw the steps (`block_size`, `num_blocks`, ...).
     """
 
-    def __init__(
-        self, path: FilePath | None = None, settings: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, path: FilePath | None = None, settings: JsonObject | None = None) -> None:
         self.steps: list[StepRecord] = []
         self.settings = settings or {}
         self._path = path
@@ -145,7 +144,7 @@ class Trace:
 
 def read_trace(
     path: FilePath, partial: bool = False
-) -> tuple[dict[str, Any], list[bytes], Iterator[StepRecord]]:
+) -> tuple[JsonObject, list[bytes], Iterator[StepRecord]]:
     """The settings of a trace, its other lines, each without its end, and their records, which are
     read while they are asked for.
 

@@ -23,6 +23,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.text.tokenizer import Tokenizer
 from tests.cli.test_cli import one_line_of, run
 from tests.oracle import make_checkpoint, reference_tokens
+from tests.stand_ins import set_failure
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -189,9 +190,8 @@ def check_refused(folder: pathlib.Path, file: str, words: str) -> None:
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(ValueError, match=re.escape(words)) as caught,
     ):
-        patch.setattr(
-            torch.nn.Module, "_apply", lambda *_: pytest.fail("memory is taken for the weights")
-        )
+        taken = AssertionError("memory is taken for the weights")
+        set_failure(patch, torch.nn.Module, "_apply", taken)
         Tokenizer.from_pretrained(folder)
         load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
     assert time.monotonic() - begin < 60
@@ -360,10 +360,8 @@ def test_weights_that_this_user_may_not_read_are_there(
     file = tmp_path / "model.safetensors"
     file.touch()
 
-    def refuse(name: pathlib.Path, **_: object) -> None:
-        raise FileNotFoundError(f"No such file or directory: {name}")
-
-    monkeypatch.setattr(weights, "safe_open", refuse)
+    missing = FileNotFoundError(f"No such file or directory: {file}")
+    set_failure(monkeypatch, weights, "safe_open", missing)
     with pytest.raises(PermissionError, match="Permission denied"), weights.open_tensors(file):
         pass
     file.unlink()

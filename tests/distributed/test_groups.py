@@ -25,7 +25,7 @@ from nanovllm.distributed.shared_memory import Segment, load_shared_memory_libra
 from nanovllm.lab.course.ranks import RankError, run_ranks
 from tests.examples import examples
 from tests.server_process import wait_for_shared_memory_to_go
-from tests.stand_ins import set_constants
+from tests.stand_ins import set_constants, set_failure
 
 
 def has_library() -> bool:
@@ -70,9 +70,6 @@ def test_a_grid_by_hand():
 
 
 def test_a_group_of_one_makes_no_call(monkeypatch):
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise AssertionError("a group of one has nobody to talk to")
-
     for name in (
         "all_reduce",
         "all_gather",
@@ -90,7 +87,7 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
         "all_gather_object",
         "broadcast_object_list",
     ):
-        monkeypatch.setattr(dist, name, forbidden)
+        set_failure(monkeypatch, dist, name, AssertionError(f"{name} was called"))
     process_groups.initialize_groups(Grid(), 0)
     for kind in groups.KINDS:
         group = groups.own_groups[kind]

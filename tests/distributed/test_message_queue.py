@@ -27,7 +27,7 @@ from nanovllm.ops.native_library import BuildError
 from tests.examples import examples
 from tests.processes import CONTEXT
 from tests.server_process import wait_until
-from tests.stand_ins import set_temporary_folder
+from tests.stand_ins import set_failure, set_temporary_folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,10 +39,7 @@ def library() -> None:
 
 
 def test_without_a_compiler_there_is_no_queue(monkeypatch):
-    def no_library(*arguments: Any, **options: Any) -> None:
-        raise BuildError("no compiler")
-
-    monkeypatch.setattr(shared_memory, "load_library", no_library)
+    set_failure(monkeypatch, shared_memory, "load_library", BuildError("no compiler"))
     load_shared_memory_library.cache_clear()
     with pytest.raises(OSError, match="are not compiled: no compiler"):
         MessageQueue.create(1)

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import httpx
 import psutil
 import pytest
-from fastapi import FastAPI
 
 import nanovllm.text.portions
 from nanovllm.data.outputs import CompletionOutput, RequestOutput
@@ -34,7 +33,7 @@ from nanovllm.server.protocol import ChatCompletionRequest, ChatMessage, Complet
 from nanovllm.text.long_texts import PORTION, THREADS, TooManyTokensError, encode_long_text
 from nanovllm.text.portions import early_portions, in_portions
 from nanovllm.text.processor import OutputProcessor
-from nanovllm.text.prompts import logprob_dictionary
+from nanovllm.text.prompts import EngineLimits, logprob_dictionary
 from nanovllm.text.tokenizer import Tokenizer
 from tests.oracle import make_tokenizer
 from tests.server_process import ServerProcess, wait_until
@@ -334,11 +333,9 @@ async def test_the_garbage_collector_does_not_see_the_application(
     async def serve(*_: Any) -> None:
         counts.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(app, "create_app", lambda *_: FastAPI())
-    monkeypatch.setattr(app, "Metrics", Mock())
     monkeypatch.setattr(app.SignalledServer, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        await app.run_server(AsyncMock(), listener, Access())
+        await app.run_server(AsyncMock(limits=EngineLimits(256, 256, 259)), listener, Access())
     assert counts[0] > 10_000 and gc.get_freeze_count() == 0
 
 

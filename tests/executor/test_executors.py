@@ -30,7 +30,7 @@ from tests.examples import examples
 from tests.oracle import greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK
 from tests.server_process import SOON, are_gone, wait_for_shared_memory_to_go, wait_until
-from tests.stand_ins import set_gpu, set_program, set_temporary_folder
+from tests.stand_ins import set_failure, set_gpu, set_program, set_temporary_folder
 
 OPTIONS: dict[str, Any] = {
     "attention_backend": "torch",
@@ -346,7 +346,7 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_a_grid_that_the_model_cannot_take_is_refused_before_anything_starts(
     nine_heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
+    set_failure(monkeypatch, subprocess, "Popen", AssertionError("a process is started"))
     with pytest.raises(ValueError, match=r"9 attention heads.*tensor_parallel_size may be 1 or 3"):
         LLM(str(nine_heads), tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"3 layers.*pipeline_parallel_size may be 1 to 3"):

@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from nanovllm.executor.reception import Reception, connect, use_network_of
+from nanovllm.executor.reception import Card, Reception, connect, use_network_of
 from nanovllm.executor.torchrun import Launch
 from tests import rank_faults
 from tests.forking import children
@@ -124,11 +124,11 @@ def test_strangers_are_not_let_in() -> None:
     host, port, key = reception.invitation
     stranger = socket.create_connection((host, port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    impostor = connect((host, port, "0" * len(key)), "there", rank=1)
-    with connect(reception.invitation, "here", rank=1) as ours:
-        (card,) = reception.wait_for([1])
-        assert card["where"] == f"process {os.getpid()} on here"
-        card["connection"].send("welcome")
+    impostor = connect((host, port, "0" * len(key)), "there", Card(1))
+    with connect(reception.invitation, "here", Card(1)) as ours:
+        ((card, connection),) = reception.wait_for([1])
+        assert card.where == f"process {os.getpid()} on here"
+        connection.send("welcome")
         assert ours.recv() == "welcome"
     stranger.close()
     impostor.close()

@@ -29,7 +29,7 @@ from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
 from tests.stages import staged  # noqa: F401  (a fixture)
-from tests.stand_ins import set_kernels
+from tests.stand_ins import set_failure, set_kernels
 
 PROMPTS = [
     [5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11],
@@ -270,7 +270,8 @@ def test_a_cpu_without_a_kernel_dequantizes_once(
     assert (weight.values.dtype == dtype) == (scheme != W8A8), (
         "integers stay where their products are of integers"
     )
-    monkeypatch.setattr(reference_quantized, "dequantize", None)
+    again = AssertionError("dequantized again")
+    set_failure(monkeypatch, reference_quantized, "dequantize", again)
     matrix, packed = (whole, weight) if len(shape) == 2 else (whole[0], weight[0])
     exact = quantized.linear_w8a8(x, values, scales, bias) if scheme == W8A8 else None
     assert torch.equal(

@@ -36,6 +36,7 @@ from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, capture_graphs,
 from nanovllm.runner.runner import ModelRunner, graph_maker
 from tests.models.test_eagle import CONFIG, random_head, write
 from tests.oracle import make_checkpoint
+from tests.stages import as_stage
 from tests.stand_ins import set_backend, set_gpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -124,42 +125,48 @@ def test_the_smallest_that_is_large_enough() -> None:
     assert recorded[-1] == "replayed" and len(out) == 5  # type: ignore[arg-type]
 
 
+class Stage(Rows):
+    """One that receives rows, and adds a number to them."""
+
+    number = 0.0
+
+    def blank(self, most: int) -> Tensor:
+        return torch.zeros(most, 2)
+
+    def blank_output(self, most: int) -> Tensor:
+        return torch.zeros(most, 2)
+
+    def _run_model(self, size: int, received: Tensor) -> Tensor:
+        return received + self.number
+
+
 @pytest.mark.parametrize("is_last", [True, False])
-def test_a_replay_returns_the_rows_of_the_requests(
-    monkeypatch: pytest.MonkeyPatch, is_last: bool
-) -> None:
-    group = SimpleNamespace(is_last=is_last)
-    monkeypatch.setattr(nanovllm.runner.cuda_graphs, "get_pp_group", lambda: group, raising=False)
-    graphs: Any = object.__new__(DecodeGraphs)
-    graphs.sizes, graphs._out, graphs._received, replayed = (
-        [4, 8],
-        torch.zeros(8, 2),
-        torch.zeros(8, 2),
-        [],
-    )
-    for size in (4, 8):
-        graphs._graphs = getattr(graphs, "_graphs", {}) | {
-            size: SimpleNamespace(
-                replay=lambda size=size: replayed.append((size, graphs._received.clone()))
-            )
-        }
-    received = torch.ones(3, 2)
-    out = graphs.replay(
-        SimpleNamespace(num_scheduled=np.array([1, 2]), input_ids=[0] * 4), received
-    )
-    assert [size for size, _ in replayed] == [4], (
-        "the graph of the size to which the batch was padded"
-    )
-    assert torch.equal(replayed[0][1][:3], received), (
-        "what the graph reads is in its buffer before the replay"
-    )
-    assert out.shape == (3, 2), "the requests' rows, without those of the padding"
-    graphs._out.fill_(7)
-    assert bool((out == 7).all()) == is_last, (
+def test_a_replay_returns_the_rows_of_the_requests(is_last: bool) -> None:
+    replayed: list[int] = []
+
+    class Graph:
+        def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+            self.work = work
+            return "pool"
+
+        def replay(self) -> None:
+            replayed.append(len(self.work()))
+
+    stage = Stage(Graph, 8, [])
+    with as_stage(2, int(is_last)), torch.inference_mode():
+        graphs: DecodeGraphs = capture_graphs(stage)  # type: ignore[arg-type]
+        batch: Any = SimpleNamespace(num_scheduled=np.array([1, 2]), input_ids=[0] * 4)
+        out = graphs.replay(batch, torch.ones(3, 2))
+        assert replayed == [4], "the graph of the size to which the batch was padded"
+        assert out.shape == (3, 2), "the requests' rows, without those of the padding"
+        assert (out == 1).all(), "what the graph reads is in its buffer before the replay"
+        stage.number = 7.0
+        whole: Any = SimpleNamespace(num_scheduled=np.ones(8), input_ids=[0] * 8)
+        graphs.replay(whole, None)
+    assert replayed == [4, 8]
+    assert bool((out == 8).all()) == is_last, (
         "the next replay must not change what is still to be sent"
     )
-    graphs.replay(SimpleNamespace(num_scheduled=np.ones(8), input_ids=[0] * 8), None)
-    assert replayed[1][0] == 8
 
 
 # ---------------------------------------------------------------- the double
@@ -354,19 +361,15 @@ def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, m
     ]
     noted: list[list[Any]] = [[], []]
     for llm, notes in zip(made, noted, strict=True):
-        step = llm.engine.core.runner.launch
 
-        def launch(plan: SchedulerOutput, step: Any = step, notes: Any = notes) -> Any:
+        def note(plan: SchedulerOutput, replayed: list[int], notes: Any = notes) -> None:
             notes += [(r.request_id, r.num_tokens, list(r.draft_token_ids)) for r in plan.requests]
-            replays = sum(graph.num_replays for graph in graphs.made)
-            wait = step(plan)
             decodes = all(r.num_tokens == 1 + len(r.draft_token_ids) for r in plan.requests)
             fits = sum(r.num_tokens for r in plan.requests) <= 24
             if notes is noted[1] and decodes:
-                assert sum(graph.num_replays for graph in graphs.made) == replays + fits
-            return wait
+                assert len(replayed) == fits
 
-        monkeypatch.setattr(llm.engine.core.runner, "launch", launch)
+        watch_steps(monkeypatch, llm.engine.core.runner, graphs, note)
     prompts = make_prompts(4, shared=3)
     expected = serve(plain, prompts, params)
     assert [serve(llm, prompts, params) for llm in made] == [expected] * 2
@@ -376,38 +379,55 @@ def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, m
     )
 
 
+def watch_steps(
+    patch: pytest.MonkeyPatch,
+    runner: ModelRunner,
+    graphs: type[Recording],
+    note: Callable[[SchedulerOutput, list[int]], None],
+) -> None:
+    """Call a function after each launch, with its plan and the sizes of the graphs that it has
+    replayed."""
+    launch = runner.launch
+
+    def watched(plan: SchedulerOutput) -> Any:
+        before = [graph.num_replays for graph in graphs.made]
+        wait = launch(plan)
+        after = [graph.num_replays for graph in graphs.made]
+        note(
+            plan,
+            [
+                len(graph.result)
+                for graph, a, b in zip(graphs.made, before, after, strict=True)
+                if a != b
+            ],
+        )
+        return wait
+
+    patch.setattr(runner, "launch", watched)
+
+
 def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) -> None:
     llm = make_llm(folder)
-    runner = llm.engine.core.runner
-    steps, forwards = [], []
-    build, forward = runner.prepare_inputs, runner._forward
-
-    def noted(batch: Any) -> Tensor:
-        before = [graph.num_replays for graph in graphs.made]
-        hidden = forward(batch)
-        after = [graph.num_replays for graph in graphs.made]
-        sizes = reversed(runner.graphs.sizes)  # recorded from the largest down
-        forwards.append([size for size, a, b in zip(sizes, before, after, strict=True) if a != b])
-        assert len(hidden) == batch.num_scheduled.sum() and hidden.isfinite().all()
-        return hidden
-
-    monkeypatch.setattr(
-        runner, "prepare_inputs", lambda schedule: steps.append(build(schedule)) or steps[-1]
-    )
-    monkeypatch.setattr(runner, "_forward", noted)
-    params = [SamplingParams(temperature=0, max_tokens=12 + n, ignore_eos=True) for n in range(13)]
-    serve(llm, make_prompts(13), params)
     chosen = set()
-    for batch, replayed in zip(steps, forwards, strict=True):
-        n = len(batch.rows)
-        if (batch.num_scheduled == 1).all():
+    num_mixed = 0
+
+    def note(plan: SchedulerOutput, replayed: list[int]) -> None:
+        nonlocal num_mixed
+        n = len(plan.requests)
+        if all(r.num_tokens == 1 for r in plan.requests):
             size = min(size for size in (1, 2, 4, 8, 13) if size >= n)
-            assert replayed == [size] and len(batch.input_ids) == size
+            assert replayed == [size]
             chosen.add((n, size))
         else:
-            assert replayed == [] and len(batch.input_ids) == batch.num_scheduled.sum()
+            assert replayed == []
+            num_mixed += 1
+
+    watch_steps(monkeypatch, llm.engine.core.runner, graphs, note)
+    params = [SamplingParams(temperature=0, max_tokens=12 + n, ignore_eos=True) for n in range(13)]
+    expected = serve(make_llm(folder, enforce_eager=True), make_prompts(13), params)
+    assert serve(llm, make_prompts(13), params) == expected
     assert {(13, 13), (8, 8), (5, 8), (3, 4), (1, 1)} <= chosen
-    assert any(not replayed for replayed in forwards), "no step was mixed"
+    assert num_mixed, "no step was mixed"
 
 
 def test_other_outputs_of_a_step(folder, graphs) -> None:
@@ -428,12 +448,19 @@ def test_other_outputs_of_a_step(folder, graphs) -> None:
         assert len(mine.prompt_logprobs) == len(other.prompt_logprobs)
 
 
-def test_budget_below_the_number_of_requests(folder, graphs, monkeypatch) -> None:
+class Unrecorded:
+    """A graph for which nothing is computed."""
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+        return pool
+
+
+def test_budget_below_the_number_of_requests(folder, graphs) -> None:
     """Then a step has fewer requests than may run."""
     config = EngineConfig(dtype="float32", max_num_seqs=3000)
     config.settle(256, 4)
     runner = ModelRunner(config, ModelConfig.from_pretrained(folder), folder)
-    monkeypatch.setattr(DecodeGraphs, "capture", lambda graphs, runner, size: None)
+    runner.make_graph = Unrecorded
     runner.allocate(4)
     assert runner.graphs.sizes[-1] == 2048
 

@@ -9,7 +9,7 @@ import pytest
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request, RequestStatus
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 
@@ -55,16 +55,19 @@ def test_the_plan_blames_nothing_when_all_are_admitted() -> None:
 
 
 def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, SchedulerOutput]:
-    """Two requests have been scheduled for a step; the later one is preempted."""
-    scheduler = scheduler_of(4, 4, host_blocks=host_blocks, preemption_mode=mode)
-    scheduler.schedule()
-    victim, plan = scheduler.running[1], SchedulerOutput()
-    scheduler._preempt(victim, plan)
+    """Two requests fill the pool; for the next token of the first one, the later one is
+    preempted."""
+    options = {"num_blocks": 4, "host_blocks": host_blocks, "preemption_mode": mode}
+    scheduler = scheduler_of(4, 4, **options)
+    tokens = {name: SampledToken(5) for name in ("r0", "r1")}
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(tokens))
+    victim, plan = scheduler.running[1], scheduler.schedule()
     scheduler.check_invariants()
+    assert [share.request_id for share in plan.requests] == ["r0"]
     assert victim.num_preemptions == scheduler.num_preemptions == 1, (
         "the request and the scheduler count it"
     )
-    assert scheduler.manager.pool.num_free == 6, "its blocks are free"
+    assert scheduler.manager.pool.num_free == 1, "its two blocks are free, and r0 has taken one"
     return scheduler, victim, plan
 
 
@@ -88,11 +91,11 @@ def test_a_preempted_request_keeps_its_blocks_in_host_memory() -> None:
 
 
 def test_a_swapped_request_goes_before_later_ones_that_wait() -> None:
-    scheduler, victim, _ = preempted("swap", 8)
+    scheduler, _, plan = preempted("swap", 8)
     scheduler.add_request(Request(EngineRequest("r2", [7], SamplingParams(max_tokens=9)), 2))
-    victim.token_ids.append(5)
-    victim.num_pending_tokens = 0  # the token has come
-    plan = SchedulerOutput()
-    scheduler._admit(plan)
+    scheduler.update_from_output(plan, ModelRunnerOutput({"r0": SampledToken(5)}))
+    scheduler.abort_request("r0")
+    plan = scheduler.schedule()
     assert [share.request_id for share in plan.requests] == ["r1", "r2"]
-    assert plan.resumed == ["r1"] and plan.swap_in == [] and not plan.preempted
+    assert plan.resumed == ["r1"] and not plan.preempted
+    assert plan.swap_in == [(1, 3)], "r0 had its second block; the first one is still there"

@@ -323,7 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_invariants()
         self.take_results()
         assert not self.scheduler.has_unfinished, "a request starves"
-        assert self.runner.tokens.keys() <= set(self.scheduler._removed_ids), (
+        assert self.runner.tokens.keys() <= set(self.scheduler.schedule().removed_ids), (
             "the runner remembers the dead"
         )
         assert self.manager.pool.num_free == self.manager.pool.num_blocks

@@ -55,12 +55,21 @@ def make_request(num_tokens: int = 3, max_tokens: int = 90, **options: Any) -> R
     return request
 
 
+class Foreseen(Speculation):
+    """May know how many drafts will be accepted."""
+
+    foreseen: float | None = None
+
+    def acceptance(self, request: Request) -> float:
+        return super().acceptance(request) if self.foreseen is None else self.foreseen
+
+
 def make_speculation(
     plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any
-) -> Speculation:
+) -> Foreseen:
     """One that has seen a step without drafts of `plain` seconds, and some where each request's
     draft took `row` seconds more."""
-    speculation = Speculation(
+    speculation = Foreseen(
         SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options)
     )
     for drafts in ([], *[[7, 7]] * FEW) if plain else ():
@@ -93,10 +102,10 @@ def pass_steps(speculation: Speculation, count: int) -> None:
     ],
 )
 def test_a_row_pays_if_its_chance_is_above_its_price(
-    monkeypatch: pytest.MonkeyPatch, acceptance: float, row: float, num_requests: int, wanted: int
+    acceptance: float, row: float, num_requests: int, wanted: int
 ) -> None:
     speculation, request = make_speculation(1.0, row, num_requests), make_request()
-    monkeypatch.setattr(speculation, "acceptance", lambda request: acceptance)
+    speculation.foreseen = acceptance
     assert speculation.count(request, num_requests) == wanted
     few = 2 if num_requests == 1 else 1
     pass_steps(speculation, PROBE - 2)
@@ -108,11 +117,9 @@ def test_a_row_pays_if_its_chance_is_above_its_price(
     assert speculation.count(request, num_requests) == 0
 
 
-def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be() -> None:
     speculation = make_speculation()
-    monkeypatch.setattr(speculation, "acceptance", lambda request: 1e-9)
+    speculation.foreseen = 1e-9
     assert speculation.count(make_request(), 1) == 0
     speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
     for _ in range(FEW):

@@ -31,11 +31,11 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, RequestOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.engine.async_engine import AsyncEngine
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Report
 from nanovllm.lab.viz import SimulatedRequest, simulate
 from nanovllm.lab.viz.data import pool_states
 from nanovllm.lab.viz.film import VIEWS
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.server import page
 from nanovllm.server.access import Access
 from nanovllm.trace import stream as step_stream
@@ -763,23 +763,26 @@ def test_the_views_are_those_that_can_be_drawn() -> None:
     assert list(trace_cli.VIEWS) == list(VIEWS)
 
 
-def test_prefix_hits_are_those_that_the_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedulers: list[Scheduler] = []
-    initialize = Scheduler.__init__
-
-    def watched(self: Scheduler, *arguments: Any) -> None:
-        initialize(self, *arguments)
-        schedulers.append(self)
-
-    monkeypatch.setattr(Scheduler, "__init__", watched)
-    requests = [SimulatedRequest(3 * i, list(range(40)) if i % 2 else 30, 12) for i in range(8)]
-    trace = simulate(requests, num_kv_blocks=20, block_size=4, max_num_batched_tokens=64)
-    (scheduler,) = schedulers
+def test_prefix_hits_are_those_that_the_engine_counts(tiny_model: pathlib.Path) -> None:
+    trace = Trace()
+    sizes = {"num_kv_blocks": 20, "block_size": 4, "max_model_len": 64, "max_num_seqs": 8}
+    core = EngineCore(
+        EngineConfig(str(tiny_model), dtype="float32", max_num_batched_tokens=64, **sizes), trace
+    )
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for i in range(8):
+        prompt = list(range(40)) if i % 2 else [50 + i] * 30
+        core.add_request(EngineRequest(f"r{i}", prompt, params))
+        for _ in range(3):
+            core.step()
+    while core.has_unfinished:
+        core.step()
+    stats = core.stats
     admissions = [request_id for record in trace for request_id in record.admitted]
     assert len(admissions) > len(set(admissions)), "somebody is meant to be admitted twice"
-    counted = f"{scheduler.num_hit_tokens:,} of {scheduler.num_queried_tokens:,} "
+    counted = f"{stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} "
     assert trace_cli.summary(trace)["prompt tokens from the prefix cache"].startswith(counted)
-    assert scheduler.num_hit_tokens > 0
+    assert stats.num_hit_tokens > 0
 
 
 MISTAKES = [

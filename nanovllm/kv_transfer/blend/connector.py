@@ -12,12 +12,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -181,7 +181,7 @@ class BlendScheduler(KVConnectorScheduler):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, JsonObject | None]:
         """Forget the request, and drop its blend if it is still queued."""
         self._prompts.pop(request.request_id, None)
         if self._jobs.pop(request.request_id, None) is not None:
@@ -228,6 +228,8 @@ class BlendScheduler(KVConnectorScheduler):
 class BlendWorker(KVConnectorWorker):
     """Keeps the parts' keys and values of this rank's heads in host memory, and blends."""
 
+    metadata: BlendMetadata | None
+
     def __init__(
         self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]
     ) -> None:
@@ -241,7 +243,8 @@ class BlendWorker(KVConnectorWorker):
     def wait_for_save(self) -> None:
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to
         them."""
-        metadata: BlendMetadata = self.metadata
+        metadata = self.metadata
+        assert metadata is not None, "set around each step"
         caches = list(self.kv_caches.values())
         as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
         for part, block_ids in metadata.saves:
@@ -265,6 +268,7 @@ class BlendWorker(KVConnectorWorker):
 
     def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See the base class."""
+        assert self.metadata is not None
         job = self.metadata.blend
         return KVConnectorOutput(finished_recving=set() if job is None else {job.request_id})
 

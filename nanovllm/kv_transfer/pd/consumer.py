@@ -1,5 +1,4 @@
-"""The side of an engine that takes KV from others: what it has asked for, and how far that has
-come.
+"""Fetches KV from other engines: the fetches of this engine, and their stages.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
@@ -11,9 +10,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.kv_transfer.pd.control import (
@@ -31,40 +30,39 @@ from nanovllm.kv_transfer.pd.plan import Move, TransferParams
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which a consumer gives up a fetch for which nothing has moved.
+# Seconds after which a consumer gives up a fetch whose transfer has not begun.
 PREFILL_TIMEOUT = 120.0
-# Additional seconds for a fetch whose blocks are being moved.
+# Additional seconds for a fetch whose transfer has begun.
 TRANSFER_TIMEOUT = 30.0
 
-# The life of a fetch: stage, event -> next stage.
+# The states of a fetch: stage, event -> next stage.
 NEXT_STAGE = {
-    ("asked", "ready"): "moving",  # the producer's ranks are known and, to read, its blocks
+    # The producer's ranks are known and, for a read, its blocks.
+    ("asked", "ready"): "moving",
     ("asked", "error"): "over",
-    ("moving", "read"): "confirming",  # the ranks report: all is read
-    (
-        "moving",
-        "pushed",
-    ): "over",  # the ranks report: all has come from a producer that held its blocks
-    ("moving", "broken"): "over",  # the ranks report: they have stopped before the end
+    # Reports of the ranks: all blocks were read; all pushes have arrived; the transfer has failed.
+    ("moving", "read"): "confirming",
+    ("moving", "pushed"): "over",
+    ("moving", "broken"): "over",
     ("moving", "error"): "stopping",
     ("stopping", "error"): "stopping",
     ("stopping", "broken"): "over",
-    ("confirming", "confirmed"): "over",  # the producer has held the blocks to the end
+    ("confirming", "confirmed"): "over",  # the producer held the blocks until they were read
     ("confirming", "error"): "over",
 }
 
 
 @dataclass
 class Fetch:
-    """A request of this engine whose KV comes from another one.
+    """The transfer of a request's KV from another engine.
 
     Attributes:
-        remote_id: the producer's name for it.
-        local_block_ids, remote_block_ids: what is to be filled, and from what; the latter is known
-            only for reads.
-        order: what the producer was asked to compute; None if it has computed already.
-        deadline: for the current stage.
-        error: why its KV will not be used; empty so far.
+        remote_id: the id of the request, or of the order, at the producer.
+        local_block_ids, remote_block_ids: the blocks to fill, and the producer's blocks to read;
+            the latter stay empty for pushes.
+        order: what the producer is to compute; None if the producer had computed the KV before.
+        deadline: end of the current stage, in seconds of the monotonic clock.
+        error: why the KV cannot be used; empty without an error.
         is_given_up: this engine computes the prompt itself, even with the policy "fail".
     """
 
@@ -82,15 +80,15 @@ class Fetch:
 
     @property
     def is_push(self) -> bool:
-        """The producer pushes."""
+        """True if the producer pushes; False if this engine reads."""
         return self.order is not None and self.order.push is not None
 
 
 class ConsumerSide(Side):
-    """The requests of this engine whose KV comes from another one.
+    """The requests whose KV this engine fetches from others.
 
     Attributes:
-        fetches: by transfer id.
+        fetches: the fetches that have not ended, by transfer id.
     """
 
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
@@ -99,8 +97,8 @@ class ConsumerSide(Side):
         extra = self.kv_transfer.extra
         self.prefill_timeout = float(extra("prefill_timeout", PREFILL_TIMEOUT))
         self.timeout = float(extra("timeout", TRANSFER_TIMEOUT))
-        # This engine computes a token of the prompt's last block in any case: fetching that block
-        # alone saves nothing.
+        # This engine always computes the prompt's last token itself. To fetch only the block of
+        # this token would save little.
         self.min_remote_tokens = extra("min_remote_tokens", self._block_size + 1)
         self._producers: dict[tuple[str, int], Producer] = {}
         self.fetches: dict[str, Fetch] = {}
@@ -109,14 +107,17 @@ class ConsumerSide(Side):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """How many tokens of the prompt come from another engine: all behind the first
-        `num_computed_tokens`, or 0. And True: the request waits for them.
+        """Return how many tokens of the prompt to fetch, and True: the request waits for them.
 
-        It is 0 without `do_remote_prefill` (see `TransferParams.of`). Otherwise another engine must
-        have the prompt: if `is_prefill_first`, the remote table must have as many blocks as the
-        prompt needs; if not, there must be producers to ask (`_others`). And fewer than
-        `min_remote_tokens` are not worth a transfer. If one of these fails, `_decline` the request.
-        """
+        `missing` is the number of prompt tokens after the first `num_computed_tokens`.
+
+            0                            without `do_remote_prefill` (see `TransferParams.of`)
+            missing                      if another engine has the prompt, and
+                                         missing >= `min_remote_tokens`
+            0, after `_decline(request)` otherwise
+
+        Another engine has the prompt if `is_prefill_first` and the remote block table has as many
+        blocks as the prompt needs; or, with decode first, if there is a producer (`_others`)."""
         params = TransferParams.of(request)
         if not params.do_remote_prefill:
             return 0, True
@@ -132,18 +133,19 @@ class ConsumerSide(Side):
         return 0, True
 
     def _others(self, params: TransferParams) -> list[tuple[str, int]]:
-        """The producers that can be asked; not this engine itself."""
+        """Return the addresses of the producers, without this engine's own."""
         return [address for address in params.prefill_addresses if address != self.address]
 
     def _decline(self, request: Request) -> None:
-        """If a producer holds KV for this request, it need not any longer."""
+        """Release the KV that a producer may hold for this request."""
         params = TransferParams.of(request)
         if params.is_prefill_first:
             self._settle(request)
             self._claim(params, request).tell(Release(str(params.remote_request_id)))
 
     def _settle(self, request: Request) -> None:
-        """What has been tried once is not tried again, should the request lose its blocks."""
+        """Clear `do_remote_prefill`, so that the request is computed here if it is preempted and
+        admitted again."""
         request.kv_transfer_params = (request.kv_transfer_params or {}) | {
             "do_remote_prefill": False
         }
@@ -151,7 +153,7 @@ class ConsumerSide(Side):
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Ask the producer."""
+        """Request the KV from a producer, or claim the blocks of the one that has it."""
         params = TransferParams.of(request)
         self._settle(request)
         number = next(self._numbers)
@@ -205,7 +207,7 @@ class ConsumerSide(Side):
         return self._producers[address]
 
     def _happens(self, fetch: Fetch, event: str, error: str = "") -> None:
-        """Take a fetch to its next stage."""
+        """Move a fetch to its next stage (`NEXT_STAGE`)."""
         fetch.error = fetch.error or error
         fetch.stage = NEXT_STAGE[fetch.stage, event]
         now = time.monotonic()
@@ -228,7 +230,7 @@ class ConsumerSide(Side):
             self._end(fetch)
 
     def _move_if_ready(self, fetch: Fetch) -> None:
-        """The ranks can begin once the producer's ranks are known and, to read, its blocks."""
+        """Begin the transfer once the producer's ranks are known and, for a read, its blocks."""
         if (
             fetch.stage == "asked"
             and fetch.producer.ranks is not None
@@ -275,13 +277,13 @@ class ConsumerSide(Side):
             self._received(self.fetches[transfer_id], output.reasons.get(transfer_id, ""))
 
     def _received(self, fetch: Fetch, error: str) -> None:
-        """All ranks have reported that a fetch has ended."""
+        """Record that all ranks have ended a transfer."""
         error = fetch.error or error
         success = "pushed" if fetch.is_push else "read"
         self._happens(fetch, "broken" if error else success, error)
 
     def take_output(self) -> KVConnectorOutput:
-        """Give up fetches that have been in one stage for too long."""
+        """See `KVConnectorScheduler.take_output`. First give up fetches after their deadline."""
         now = time.monotonic()
         for fetch in [f for f in self.fetches.values() if f.deadline < now]:
             self._happens(fetch, "error", f"no KV arrived for {self.prefill_timeout:g} seconds")
@@ -294,7 +296,7 @@ class ConsumerSide(Side):
         if fetch.error:
             fetch.producer.tell(
                 Release(fetch.remote_id)
-            )  # it need neither compute nor hold anything any longer
+            )  # the producer can drop the order, or free the blocks
             self._output.invalid_block_ids[fetch.request_id] = set(fetch.local_block_ids)
             if not fetch.is_given_up:
                 self._output.reasons[fetch.request_id] = fetch.error
@@ -302,8 +304,8 @@ class ConsumerSide(Side):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """If the request's KV is in flight, its blocks must be held until that has ended."""
+    ) -> tuple[bool, JsonObject | None]:
+        """Hold the blocks of a request whose fetch has not ended, and stop this fetch."""
         for fetch in self._fetches_of(request):
             self._happens(fetch, "error", "the request has ended")
             return True, None
@@ -314,7 +316,7 @@ class ConsumerSide(Side):
         return [fetch for fetch in self.fetches.values() if fetch.request_id == request.request_id]
 
     def give_up_youngest(self) -> None:
-        """Have this engine compute the prompt whose KV it has asked for last."""
+        """Stop the youngest fetch, so that this engine computes its prompt."""
         for fetch in reversed(self.fetches.values()):
             if fetch.stage != "stopping":
                 fetch.is_given_up = True
@@ -323,7 +325,7 @@ class ConsumerSide(Side):
                 )
 
     def forget_requests(self) -> None:
-        """A step broke off, and the ranks have stopped all transfers."""
+        """Drop all fetches after a failed step. The ranks have stopped their transfers."""
         super().forget_requests()
         for fetch in self.fetches.values():
             fetch.producer.tell(Release(fetch.remote_id))

@@ -1,9 +1,11 @@
-"""What engines tell each other about KV: messages, mailboxes, leases and connections; and what both
-sides of an engine share.
+"""Control messages between engines about KV: messages, mailboxes, leases and connections, and the
+base class of an engine's producer and consumer.
 
 Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this
-module receive the messages. Those for the scheduler wait in a mailbox until its next step; claims
-and releases of leases are answered at once."""
+module receive the messages. Messages for the scheduler wait in a mailbox until its next step. The
+threads handle claims and releases of leases immediately."""
+
+from __future__ import annotations
 
 import hashlib
 import logging
@@ -13,11 +15,12 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv.connector import KVConnectorScheduler
@@ -27,25 +30,27 @@ from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, conn
 
 logger = logging.getLogger(__name__)
 
-# A peer that does not take a control message for so long is lost: an engine's thread sends them
-# between two steps.
+# Seconds after which a peer that does not read a control message counts as lost. The limit is short
+# because the engine's thread sends control messages between two steps.
 PATIENCE = 2.0
-# A reader that has claimed blocks and has not read them after so long has stopped without losing
-# its connection. Should it go on, it is told that what it has read is worth nothing.
+# Seconds after which a claim expires: a reader that has not released the blocks by then hangs, with
+# its connection open. If it resumes, the producer answers `was_held=False`, and the reader discards
+# what it has read.
 CLAIM_SECONDS = 300.0
 
 
-Ranks = list[dict[str, Any]]  # how each rank of an engine is reached
+Ranks = list[JsonObject]  # for each rank of an engine, how to reach it
 
 
 class Prefill(msgspec.Struct, tag="prefill"):
-    """A consumer orders the KV of these tokens.
+    """A consumer's request for the KV of these tokens.
 
     Attributes:
         transfer_id: unique among all engines.
-        num_computed_tokens: so many at the beginning are not needed; a whole number of blocks.
-        push: the consumer's blocks, from the first token on, into which KV is to be written; None:
-            it will read.
+        num_computed_tokens: leading tokens whose KV the consumer already has; a multiple of the
+            block size.
+        push: the consumer's blocks, from the first token on, that the producer's pushes fill; None:
+            the consumer reads.
     """
 
     transfer_id: str
@@ -57,8 +62,7 @@ class Prefill(msgspec.Struct, tag="prefill"):
 
 
 class Prefilled(msgspec.Struct, tag="prefilled"):
-    """A producer's answer: the blocks in which the KV is, and which stay as they are until
-    `Release`; or why there are none."""
+    """A producer's answer: the blocks with the KV, which it holds until `Release`; or an error."""
 
     transfer_id: str
     block_ids: list[int] = []
@@ -66,12 +70,12 @@ class Prefilled(msgspec.Struct, tag="prefilled"):
 
 
 class Claim(msgspec.Struct, tag="claim"):
-    """A consumer is about to read these blocks: the lease does not end while the consumer is
-    connected.
+    """A consumer is about to read a finished request's blocks. The producer holds them while the
+    consumer is connected, for up to `CLAIM_SECONDS`.
 
     Attributes:
-        seal: of the tokens and blocks that it believes to find there (`seal`): its client has told
-            it, and may be wrong.
+        seal: digest of the tokens and blocks that the consumer expects (`seal`). They come from a
+            client, so the producer verifies them.
     """
 
     request_id: str
@@ -79,18 +83,36 @@ class Claim(msgspec.Struct, tag="claim"):
 
 
 class Release(msgspec.Struct, tag="release"):
-    """A consumer has read what it has claimed or ordered, or no longer wants to."""
+    """A consumer has read the blocks that it claimed or ordered, or no longer needs them."""
 
     request_id: str
 
 
 class Released(msgspec.Struct, tag="released"):
-    """The answer: whether these blocks were held for it until now. If not, what was read is worth
-    nothing."""
+    """The answer to `Release`: whether the producer held the blocks until now. If not, the consumer
+    discards what it has read."""
 
     request_id: str
     was_held: bool
 
+
+class FromConsumer(NamedTuple):
+    """A consumer's message, or in place of `Release` the answer to it; None at the consumer's
+    end."""
+
+    sender: Consumer
+    message: Prefill | Claim | Released | None
+
+
+class FromProducer(NamedTuple):
+    """A producer's ranks, when they are known, or its message; None when it is lost."""
+
+    sender: Producer
+    message: Ranks | Prefilled | Released | None
+
+
+Mail = FromConsumer | FromProducer
+M = TypeVar("M")
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_consumer = msgspec.msgpack.Decoder(Prefill | Claim | Release).decode
@@ -99,38 +121,38 @@ _decode_ranks = msgspec.msgpack.Decoder(Ranks).decode
 
 
 def credentials(identity: dict[str, str | int], ranks: Ranks) -> Credentials:
-    """With which engines connect to each other. Both ends say what their KV is made of, and how
-    their ranks are reached."""
+    """Return the credentials with which engines authenticate to each other. Both ends send the
+    properties of their KV, and how to reach their ranks."""
     return Credentials(secret(), identity, encode(ranks), patience=PATIENCE)
 
 
 def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
-    """A digest of tokens, and of the blocks that hold their keys and values."""
+    """Return a digest of tokens, and of the blocks that hold their KV."""
     return hashlib.sha256(encode([list(token_ids), list(block_ids)])).digest()
 
 
-class Mailbox:
-    """Messages from many threads to one. `fileno` is readable if, and only if, there are any, so
-    that the thread can wait for them together with other sources."""
+class Mailbox(Generic[M]):
+    """A queue of messages from many threads to one. `fileno` is readable exactly while there are
+    messages, so that the thread can wait for them and for other sources in one call."""
 
     def __init__(self) -> None:
-        self._messages: list[Any] = []
+        self._messages: list[M] = []
         self._lock = threading.Lock()
         self._reader, self._writer = socket.socketpair()
 
     def fileno(self) -> int:
-        """To be polled."""
+        """Return the file descriptor to poll."""
         return self._reader.fileno()
 
-    def put(self, message: Any) -> None:
-        """From any thread; nothing happens once the mailbox is closed."""
+    def put(self, message: M) -> None:
+        """Append a message. Thread-safe; does nothing after `close`."""
         with self._lock, suppress(OSError):
             if not self._messages:
                 self._writer.send(b"!")
             self._messages.append(message)
 
-    def take(self) -> list[Any]:
-        """All messages so far."""
+    def take(self) -> list[M]:
+        """Remove and return all messages."""
         with self._lock:
             if self._messages:
                 self._reader.recv(1)
@@ -140,11 +162,11 @@ class Mailbox:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to take."""
+        """True if there are no messages."""
         return not self._messages
 
     def close(self) -> None:
-        """Drop what is there, and what is put later."""
+        """Drop all messages, and those that are put later."""
         with self._lock:
             self._messages = []
             self._reader.close()
@@ -153,11 +175,12 @@ class Mailbox:
 
 @dataclass
 class _Lease:
-    """Blocks that are held until the deadline, and not longer than there are readers.
+    """A reservation of blocks until the deadline or until the last reader releases them, whichever
+    comes first.
 
     Attributes:
-        readers: that have claimed or ordered the blocks, perhaps several times; None: the one that
-            is expected.
+        readers: a connection for each claim or order of the blocks; None stands for the reader that
+            has not claimed them yet.
     """
 
     deadline: float
@@ -166,34 +189,36 @@ class _Lease:
 
     @property
     def end(self) -> float:
-        """When it ends, or 0 if it has ended."""
+        """When the lease ends, in seconds of the monotonic clock; 0 if it has ended."""
         return self.deadline if self.readers else 0.0
 
 
 class Leases:
-    """The blocks of requests that have ended, by their ids, and until when they are held for a
-    reader.
+    """Leases of the blocks of finished requests, by request id.
 
-    A lease that no reader claims ends at its deadline; a claimed one ends when all readers that
-    have claimed it have released it or are gone, or `CLAIM_SECONDS` after the last claim. The
-    threads of readers and the scheduler's thread all use this object."""
+        unclaimed    ends at its deadline
+        claimed      ends when each reader that claimed it has released it or disconnected, or
+                     `CLAIM_SECONDS` after the last claim
+
+    Thread-safe: the readers' threads and the scheduler's thread use one object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
 
     def grant(self, request_id: str, seconds: float, seal: bytes) -> None:
-        """Hold a request's blocks for a reader that claims them within so many seconds."""
+        """Hold a request's blocks for a reader that claims them within `seconds`."""
         with self._lock:
             self._leases[request_id] = _Lease(time.monotonic() + seconds, seal, [None])
 
     def grant_to(self, request_id: str, reader: Connection) -> None:
-        """Hold a request's blocks for this reader, which has asked for them."""
+        """Hold a request's blocks for the reader that has ordered them."""
         self.grant(request_id, CLAIM_SECONDS, b"")
         self.claim(request_id, b"", reader)
 
     def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
-        """A reader is about to read; nothing happens if it is mistaken about what there is."""
+        """Extend a lease for a reader that is about to read. Do nothing if there is no such lease,
+        or if its seal is different."""
         with self._lock:
             if (
                 (lease := self._leases.get(request_id)) is not None
@@ -204,8 +229,11 @@ class Leases:
                 lease.readers = [*filter(None, lease.readers), reader]
 
     def release(self, request_id: str, reader: Connection | None = None) -> bool:
-        """A reader has read, or the expected one does not come; returns whether the blocks were
-        held for it until now."""
+        """End a reader's hold of the blocks; None is the reader that has not claimed them.
+
+        Returns:
+            Whether the blocks were held for it until now.
+        """
         with self._lock:
             lease = self._leases.get(request_id)
             if lease is None or reader not in lease.readers:
@@ -214,13 +242,13 @@ class Leases:
             return True
 
     def drop(self, reader: Connection) -> None:
-        """A reader is gone, and with it what it has claimed."""
+        """Release all claims of a reader that has disconnected."""
         with self._lock:
             for lease in self._leases.values():
                 lease.readers = [other for other in lease.readers if other is not reader]
 
     def take_ended(self) -> set[str]:
-        """Requests whose blocks no reader needs any more."""
+        """Remove and return the requests whose leases have ended."""
         with self._lock:
             now = time.monotonic()
             ended = {key: lease for key, lease in self._leases.items() if lease.end <= now}
@@ -240,7 +268,7 @@ class Leases:
 
     @property
     def next_end(self) -> float:
-        """From when on `take_ended` returns a request, in seconds of the monotonic clock."""
+        """When the next lease ends, in seconds of the monotonic clock; infinity without leases."""
         with self._lock:
             return min((lease.end for lease in self._leases.values()), default=float("inf"))
 
@@ -249,8 +277,8 @@ class Leases:
 
 
 def _send(connection: Connection, message: msgspec.Struct) -> None:
-    """Send a message, which takes up to PATIENCE if the other engine does not read; nothing happens
-    if it is gone."""
+    """Send a message. This blocks for up to `PATIENCE` if the other engine does not read. If the
+    engine is gone, log it and close the connection."""
     try:
         connection.send(encode(message))
     except (PeerLost, ValueError) as error:
@@ -260,30 +288,29 @@ def _send(connection: Connection, message: msgspec.Struct) -> None:
 
 @dataclass(eq=False)
 class Consumer:
-    """An engine that asks this one for KV.
+    """An engine that requests KV from this one.
 
     Attributes:
-        ranks: how its ranks are reached.
+        ranks: how to reach its ranks.
     """
 
     connection: Connection
     ranks: Ranks
 
     def tell(self, message: Prefilled | Released) -> None:
-        """Answer; nothing happens if it is gone."""
+        """Send an answer; do nothing if the engine is gone."""
         with waiting_for_others():
             _send(self.connection, message)
 
 
 def listen(
-    host: str, port: int, credentials: Credentials, mailbox: Mailbox, leases: Leases
+    host: str, port: int, credentials: Credentials, mailbox: Mailbox[Mail], leases: Leases
 ) -> Listener:
     """Listen for consumers.
 
     Args:
-        mailbox: gets pairs of a `Consumer` and its message, or in place of `Release` the answer;
-            None at its end.
-        leases: claims and releases act on them at once.
+        mailbox: gets the consumers' messages.
+        leases: claims and releases change them immediately.
     """
 
     def serve(connection: Connection) -> None:
@@ -298,29 +325,29 @@ def listen(
                         message.request_id, leases.release(message.request_id, connection)
                     )
                     consumer.tell(message)
-                mailbox.put((consumer, message))
+                mailbox.put(FromConsumer(consumer, message))
         finally:
             connection.close()
             leases.drop(connection)
-            mailbox.put((consumer, None))
+            mailbox.put(FromConsumer(consumer, None))
 
     return Listener(host, port, credentials, serve)
 
 
 class Producer:
-    """An engine that this one asks for KV. A thread connects to it, and then receives its messages.
+    """An engine from which this one requests KV. A thread connects to it, and then receives its
+    messages.
 
     Args:
-        mailbox: gets pairs of this object and its ranks, when they are known, or its message; None
-            when it is lost.
+        mailbox: gets its messages.
 
     Attributes:
-        ranks: how its ranks are reached; None before this is known.
-        error: why the engine is lost; empty while it is not.
+        ranks: how to reach its ranks; None until the connection is made.
+        error: why the connection is lost; empty until then.
     """
 
     def __init__(
-        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox
+        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox[Mail]
     ) -> None:
         self.ranks: Ranks | None = None
         self.error = ""
@@ -333,25 +360,25 @@ class Producer:
         ).start()
 
     def _receive(
-        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox
+        self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox[Mail]
     ) -> None:
         try:
             with closing(connect(*address, credentials)) as connection:
                 self.ranks = _decode_ranks(connection.hello)
-                mailbox.put((self, self.ranks))
+                mailbox.put(FromProducer(self, self.ranks))
                 with self._lock:
                     self._connection = connection
                     for message in self._unsent:
                         _send(connection, message)
                 while not self.error:
-                    mailbox.put((self, _decode_producer(connection.receive())))
+                    mailbox.put(FromProducer(self, _decode_producer(connection.receive())))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self.error = "the engine at {}:{}: {}".format(*address, error)
         self._connection = None  # the last reference to a connection closes its socket
-        mailbox.put((self, None))
+        mailbox.put(FromProducer(self, None))
 
     def tell(self, message: Prefill | Claim | Release) -> None:
-        """Send a message, as soon as there is a connection."""
+        """Send a message, or queue it until the connection is made."""
         with waiting_for_others(), self._lock:
             if self._connection is None:
                 self._unsent.append(message)
@@ -366,14 +393,13 @@ class Producer:
 
 
 class Side(KVConnectorScheduler):
-    """What both sides of an engine, the consumer and the producer, have in common.
+    """Base class of an engine's producer and consumer.
 
     Attributes:
-        address: where consumers can ask this engine; None if it is no producer.
+        address: where consumers reach this engine; None if it is not a producer.
         credentials: for connections to other engines.
-        mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its
-            message; None at its end.
-        metadata: for the ranks, with the next step.
+        mailbox: gets messages from the threads of the connections.
+        metadata: for the ranks, in the next step.
     """
 
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
@@ -383,8 +409,8 @@ class Side(KVConnectorScheduler):
         )  # checks them
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
-        self.credentials = credentials(self.identity, self.ranks)
-        self.mailbox = Mailbox()
+        self.credentials = credentials(self.identity, ranks)
+        self.mailbox: Mailbox[Mail] = Mailbox()
         self.metadata = TransferMetadata()
         self.sources = [self.mailbox.fileno()]
 

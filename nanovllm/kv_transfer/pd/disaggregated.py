@@ -1,28 +1,28 @@
-"""Prefill on one engine, decode on another (DistServe, Zhong et al. 2024; Splitwise, Patel et al.
-2024): the connector.
+"""Connector for prefill on one engine and decode on another (DistServe, Zhong et al. 2024;
+Splitwise, Patel et al. 2024).
 
-A request's KV is computed by a *producer* and taken over by a *consumer*. Two orders:
+A *producer* computes a request's KV, and a *consumer* continues with it. There are two protocols:
 
-    prefill first   the producer computes the prompt and one token; its answer
-                    (`kv_transfer_params`) says where the KV is, and the router gives that to a
+    prefill first   The producer computes the prompt and one token. Its answer
+                    (`kv_transfer_params`) says where the KV is. The router passes the answer to a
                     consumer, which reads the blocks (pull).
-    decode first    the consumer looks at its own cache, and asks a producer for what is missing:
-                    the producer then says where it is (pull), or offers it layer by layer while it
-                    computes (push), and the consumer reads each at once.
+    decode first    The consumer checks its own cache, and requests the missing KV from a
+                    producer. The producer answers with the blocks, once it has computed them
+                    (pull), or transfers each layer as soon as it has computed it (push).
 
-A producer's blocks are held until the consumer has read them: for so long they are leased, and a
-lease ends in any case, with its reader or with its time. What was read under a lease that had ended
-is thrown away."""
+A lease holds a producer's blocks until the consumer has read them. A lease always ends: with its
+reader's connection, or at its deadline. The consumer discards what it has read if the lease had
+ended before it released the blocks."""
 
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -30,7 +30,7 @@ from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.pd.consumer import TRANSFER_TIMEOUT, ConsumerSide
-from nanovllm.kv_transfer.pd.control import Consumer
+from nanovllm.kv_transfer.pd.control import FromConsumer
 from nanovllm.kv_transfer.pd.plan import TransferMetadata, TransferParams
 from nanovllm.kv_transfer.pd.producer import ProducerSide
 from nanovllm.kv_transfer.transport.base import Transport
@@ -40,17 +40,17 @@ from nanovllm.kv_transfer.transport.nixl import NixlTransport
 
 logger = logging.getLogger(__name__)
 
-# After how many seconds in which nothing moves an engine gives up a fetch, so that it can compute
-# what another engine waits for. (Two engines may otherwise wait for each other: the pool of each is
-# full of blocks that the other one is to fill.)
+# Seconds without progress after which an engine gives up a fetch, so that it can compute what
+# another engine has ordered. Otherwise two engines may deadlock: the pool of each is full of blocks
+# that wait for KV from the other.
 DEADLOCK_SECONDS = 3.0
 
 
 class DisaggregatedScheduler(ConsumerSide, ProducerSide):
-    """The half that lives with the scheduler: a consumer and, if its role says so, a producer.
+    """The scheduler's half: a consumer and, depending on its role, a producer.
 
-    A consumer's producer side has no address, and so gets no orders; the front end refuses requests
-    that an engine of this role cannot fetch."""
+    The producer side of a pure consumer has no address, so it gets no orders. The front end rejects
+    requests that do not fit the engine's role."""
 
     _stuck_since = float("inf")
 
@@ -60,8 +60,8 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
             TransferParams.check(request.kv_transfer_params, self.kv_transfer.kv_role)
 
     def decline(self, request: Request, reason: str) -> None:
-        """See `KVConnectorScheduler.decline`. A request of the same id that is being fetched goes
-        on."""
+        """See `KVConnectorScheduler.decline`. This does not affect a running fetch of another
+        request with the same id."""
         if request.request_id in self.orders:
             super().decline(request, reason)
         elif not self._fetches_of(request):
@@ -70,8 +70,8 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
     def build_connector_meta(
         self, schedule: SchedulerOutput, tables: Tables
     ) -> TransferMetadata | None:
-        """What there is to begin; and as long as a transfer is in flight, the question whether it
-        has ended."""
+        """Return the transfers to begin. While a transfer is in flight, this is never None, so that
+        the ranks report when it has ended."""
         self.push(schedule, tables)
         self._resolve_deadlock(schedule.empty)
         metadata = self.metadata
@@ -79,9 +79,9 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
         return metadata if self._in_flight or metadata != TransferMetadata() else None
 
     def _resolve_deadlock(self, is_stuck: bool) -> None:
-        """Give up the youngest fetch if for some seconds nothing could be computed and nothing has
-        come, while other engines wait for their orders. The request has its blocks already, so it
-        can run to its end."""
+        """Give up the youngest fetch after `DEADLOCK_SECONDS` in which the scheduler had nothing to
+        compute and no transfer ended, while other engines wait for orders. The request of this
+        fetch has its blocks, so it can always finish."""
         now = time.monotonic()
         self._stuck_since = (
             min(self._stuck_since, now)
@@ -93,10 +93,12 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
             self.give_up_youngest()
 
     def take_output(self) -> KVConnectorOutput:
-        """See `KVConnectorScheduler.take_output`. On the way, all mail is read."""
-        for sender, message in self.mailbox.take():
-            hear = self.hear_consumer if isinstance(sender, Consumer) else self.hear_producer
-            hear(sender, message)
+        """See `KVConnectorScheduler.take_output`. First handle all messages in the mailbox."""
+        for mail in self.mailbox.take():
+            if isinstance(mail, FromConsumer):
+                self.hear_consumer(mail.sender, mail.message)
+            else:
+                self.hear_producer(mail.sender, mail.message)
         if output := super().take_output():
             self._stuck_since = float("inf")
         return output
@@ -112,13 +114,14 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
 
     @property
     def idle_seconds(self) -> float | None:
-        """Until the next lease ends."""
+        """Seconds until the next lease ends; None if there is no lease."""
         end = self.leases.next_end
         return max(0.0, end - time.monotonic()) if end < float("inf") else None
 
     @property
-    def information(self) -> dict[str, Any]:
-        """With host and port where consumers can ask, if this engine is a producer."""
+    def information(self) -> JsonObject:
+        """See `KVConnectorScheduler.information`; with the host and port for consumers, if this
+        engine is a producer."""
         host, port = self.address or (None, None)
         return super().information | {
             "kv_host": host,
@@ -131,7 +134,7 @@ class DisaggregatedWorker(KVConnectorWorker):
     """Moves blocks over a transport.
 
     Attributes:
-        transport_class: how blocks move.
+        transport_class: the transport that moves blocks.
     """
 
     transport_class: type[Transport] = LocalTransport
@@ -154,16 +157,16 @@ class DisaggregatedWorker(KVConnectorWorker):
         """See `KVConnectorWorker.empty_kv_cache`."""
         return cls.transport_class.empty_cache(shape, dtype, device)
 
-    def get_handshake_metadata(self) -> dict[str, Any]:
-        """The transport's address."""
+    def get_handshake_metadata(self) -> JsonObject:
+        """Return the transport's address."""
         return self.transport.address
 
     def start_load_kv(self) -> None:
-        """Begin reads, expect pushes and cancel: what does not depend on this step."""
+        """Begin reads, expect pushes and cancel transfers: all of this is independent of the step's
+        forward pass."""
         assert self.metadata is not None
-        # Blocks that a transfer fills may have been those of a request that has ended while the GPU
-        # still computes it once more, for nothing: what that step writes must not come after what
-        # the transfer writes.
+        # The blocks to fill may have been freed by a finished request that a step in flight still
+        # computes. Wait for this step, so that it does not overwrite what the transfer writes.
         if self.metadata.reads or self.metadata.expects:
             wait = self.transport.mark()
             wait()
@@ -177,9 +180,9 @@ class DisaggregatedWorker(KVConnectorWorker):
             self.transport.cancel(transfer_id)
 
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
-        """Begin to push what this layer has just written. The blocks stay the request's until all
-        is over, and it does not write again what is pushed of them: nothing has to be waited for.
-        """
+        """Begin to push the KV that this layer has just written. The step need not wait for the
+        push: the request holds its blocks until all pushes have ended, and never rewrites pushed
+        KV."""
         if self.metadata is not None:
             for move in self.metadata.pushes:
                 self.transport.push(

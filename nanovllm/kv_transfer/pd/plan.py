@@ -1,15 +1,17 @@
-"""What a request says of its KV, and what the ranks are told to do about it.
+"""A request's KV transfer parameters, and the instructions for the ranks.
 
-Front ends check requests with this module, in the middle of other requests: it imports no torch.
+This module does not import torch: front ends use it to check requests, and must not block other
+requests while torch loads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from nanovllm.data.json import JsonObject
 from nanovllm.data.request import Request
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -20,14 +22,14 @@ class TransferParams(msgspec.Struct, kw_only=True):
     """`kv_transfer_params` of a request, under vLLM's names.
 
     Attributes:
-        do_remote_decode: another engine will go on with this request: hold its KV for it.
+        do_remote_decode: another engine continues this request, so hold its KV.
         do_remote_prefill: another engine has computed, or will compute, the prompt's KV.
         remote_request_id, remote_block_ids, remote_host, remote_port: prefill first: where the KV
-            is, as the producer has said.
-        prefill_addresses: decode first: host and port of producers that can be asked,
+            is, from the producer's answer.
+        prefill_addresses: decode first: host and port of the available producers; see
             `KVConnectorScheduler.information`.
-        kv_direction: decode first: whether the consumer reads layer by layer (push), or all at once
-            (pull).
+        kv_direction: decode first: the KV moves layer by layer while the producer computes (push),
+            or in one read after the prefill (pull).
     """
 
     do_remote_decode: bool = False
@@ -41,24 +43,25 @@ class TransferParams(msgspec.Struct, kw_only=True):
 
     @property
     def is_prefill_first(self) -> bool:
-        """The KV is there already."""
+        """True if the producer has computed the KV already."""
         return self.do_remote_prefill and self.remote_request_id is not None
 
     @classmethod
     def of(cls, request: Request) -> TransferParams:
-        """What came with a request, if anything.
+        """Return the parameters of a request, with defaults for those that it does not have.
 
         Raises:
-            msgspec.ValidationError: nonsense came.
+            msgspec.ValidationError: they are not valid.
         """
         return msgspec.convert(request.kv_transfer_params or {}, cls)
 
     @classmethod
-    def check(cls, given: Any, kv_role: str) -> None:
-        """See whether an engine of this role can do what came with a request.
+    def check(cls, given: object, kv_role: str) -> None:
+        """Check the parameters of a request for an engine of this role.
 
         Raises:
-            ValueError: it cannot, or nonsense came; the message names the field.
+            ValueError: they are not valid, or the role does not allow them; the message names the
+                field.
         """
         try:
             params = msgspec.convert(given, cls)
@@ -82,14 +85,14 @@ class TransferParams(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Move:
-    """Blocks between this engine's ranks and another's.
+    """A transfer of blocks between the ranks of this engine and of another.
 
     Attributes:
         peers: addresses of all ranks of the other engine.
     """
 
     transfer_id: str
-    peers: list[dict[str, Any]]
+    peers: list[JsonObject]
     local_block_ids: list[int]
     remote_block_ids: list[int] = field(default_factory=list)
     is_last: bool = False
@@ -97,7 +100,8 @@ class Move:
 
 @dataclass
 class TransferMetadata:
-    """What the ranks have to do: read, let peers write, push what this step computes, stop."""
+    """Instructions for the ranks: reads to begin, pushes to expect, pushes of KV that this step
+    computes, and transfers to cancel."""
 
     reads: list[Move] = field(default_factory=list)
     expects: list[Move] = field(default_factory=list)

@@ -1,5 +1,4 @@
-"""The side of an engine that computes KV for others: their orders, and the blocks that it holds for
-them.
+"""Computes KV for other engines: their orders, and the blocks that this engine holds for them.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
@@ -8,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Order:
-    """A request of another engine, which this one computes for it.
+    """A prompt that this engine computes for another engine.
 
     Attributes:
-        num_pushed: tokens whose KV the ranks push, or have pushed, in orders with `Prefill.push`.
+        num_pushed: tokens whose KV the ranks have begun to push, in orders with `Prefill.push`.
     """
 
     consumer: Consumer
@@ -46,11 +46,12 @@ class Order:
 
 
 class ProducerSide(Side):
-    """The requests whose KV other engines want: a consumer orders it here, or a client asks for it.
+    """The requests whose KV this engine provides to others, ordered by a consumer or requested by a
+    client (`do_remote_decode`).
 
     Attributes:
-        orders: what consumers have ordered, by the transfer's id, which is the request's id here.
-        leases: the blocks that are held for readers.
+        orders: the consumers' orders by transfer id, which is also the id of the request here.
+        leases: the blocks that this engine holds for readers.
     """
 
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
@@ -72,7 +73,7 @@ class ProducerSide(Side):
             ]
         elif (
             isinstance(message, Released) and not message.was_held
-        ):  # an order, which may have been computed meanwhile
+        ):  # the consumer has cancelled an order, running or finished
             self._output.aborts += {message.request_id} & self.orders.keys()
             self.leases.release(message.request_id, consumer.connection)
         elif isinstance(message, Prefill):
@@ -87,7 +88,7 @@ class ProducerSide(Side):
             self._output.requests.append(request)
 
     def _why_not(self, message: Prefill) -> str:
-        """What is wrong with an order; "" if nothing."""
+        """Return why an order is not valid; "" if it is."""
         size = self.config.block_size
         tokens = message.token_ids
         vocab_size = int(self.identity["vocab_size"])
@@ -115,32 +116,33 @@ class ProducerSide(Side):
         )
 
     def push(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
-        """Push what a step computes for consumers."""
+        """Push the KV that a step computes for consumers."""
         for share in schedule.requests:
             if (order := self.orders.get(share.request_id)) is not None:
                 self._push(order, share, tables[share.request_id])
 
     def _push(self, order: Order, share: ScheduledRequest, table: list[int]) -> None:
-        """Push what the step computes of an order; the first push also contains what the producer
-        had in its cache.
+        """Push the part of an order that is known after this step: tokens `start` up to `end`.
 
-        The tokens to push are those of the order (`token_ids`) up to the end of this step's share,
-        without those that were pushed (`num_pushed`) and those that the consumer has (its first
-        `num_computed_tokens`). All blocks that contain such a token are pushed whole, so a block
-        that this step fills only in part is pushed again by the next step. `metadata.pushes` gets a
-        `Move` with the order's `consumer.ranks`, from blocks of `table` to those at the same places
-        in `Prefill.push`; `is_last` says that it ends the order. The order's `num_pushed` becomes
-        the end, and `_in_flight` gets the id, which is that of the request.
+            start = max(message.num_computed_tokens, order.num_pushed)
+            end   = min(end of this step's share, number of the order's tokens)
 
-        Nothing is pushed if there is no such token, if the consumer will read (`push` is None), or
-        if a part was pushed and the id is no longer in flight: then the ranks have stopped."""
+        Push nothing if `end <= start`; if the consumer reads (`message.push` is None); or if a part
+        was pushed and the request id is no longer in `_in_flight`, since the ranks have then
+        stopped.
+
+        Otherwise set `num_pushed` to `end`, add the request id to `_in_flight`, and append a `Move`
+        to `metadata.pushes`: to `consumer.ranks`, from the blocks of `table` that contain these
+        tokens to the blocks at the same indices of `message.push`. `is_last` is True if `end` is
+        the end of the order. Whole blocks are pushed, so the next step pushes a partly filled block
+        again. The first push includes the tokens of a prefix-cache hit."""
         message = order.message
         size = self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))
         is_lost = (
             order.num_pushed > 0 and share.request_id not in self._in_flight
-        )  # the ranks have stopped pushing
+        )  # an error has stopped the push
         if message.push is None or end <= start or is_lost:
             return
         blocks = slice(start // size, -(-end // size))
@@ -162,8 +164,8 @@ class ProducerSide(Side):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold the blocks of a prompt that another engine wants."""
+    ) -> tuple[bool, JsonObject | None]:
+        """Hold the blocks of a prompt for the engine that will read them."""
         # A request that was preempted while its token was pending ends without blocks.
         is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
         blocks = list(block_ids[: -(-request.num_prompt_tokens // self.config.block_size)])
@@ -188,7 +190,7 @@ class ProducerSide(Side):
         }
 
     def _order_finished(self, order: Order, blocks: list[int], is_complete: bool) -> bool:
-        """Answer the consumer; returns whether the blocks have to be held."""
+        """Answer the consumer; returns whether to hold the blocks."""
         transfer_id = order.message.transfer_id
         consumer = order.consumer
         if not is_complete:
@@ -198,21 +200,21 @@ class ProducerSide(Side):
             return transfer_id in self._in_flight
         if order.message.push is None:
             self.leases.grant_to(transfer_id, consumer.connection)
-            if consumer.connection.is_lost():  # it may have gone before the lease was granted
+            if consumer.connection.is_lost():  # its thread cannot have seen the new lease
                 self.leases.drop(consumer.connection)
             consumer.tell(Prefilled(transfer_id, blocks))
         return True
 
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`."""
-        # If the ranks have stopped pushing a request that still runs, the push has failed, and its
-        # consumer cannot use the rest.
+        # If the ranks report the end of a push while its request still runs, the push has failed:
+        # the consumer cannot use the remaining KV.
         self._output.aborts += self._output.finished_sending & self.orders.keys()
         self._output.finished_sending |= self.leases.take_ended()
         return super().take_output()
 
     def forget_requests(self) -> None:
-        """A step broke off: no order will be completed, and no read block can be trusted."""
+        """Drop all orders and leases after a failed step: the blocks' content is unknown."""
         super().forget_requests()
         for request_id, order in self.orders.items():
             order.consumer.tell(Prefilled(request_id, error="a step of the producer broke off"))

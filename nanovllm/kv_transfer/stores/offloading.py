@@ -17,9 +17,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -100,7 +100,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     """
 
     def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[JsonObject]
     ) -> None:
         super().__init__(config, identity, ranks)
         if not config.enable_prefix_caching:
@@ -215,7 +215,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, JsonObject | None]:
         """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved
         have been copied."""
         self._saved.pop(request.request_id, None)

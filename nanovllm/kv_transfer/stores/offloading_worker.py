@@ -5,12 +5,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
@@ -38,6 +38,8 @@ class OffloadingWorker(KVConnectorWorker):
         writer: the thread that writes to it, in the order of the calls.
     """
 
+    metadata: OffloadingMetadata | None
+
     def __init__(
         self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]
     ) -> None:
@@ -57,7 +59,7 @@ class OffloadingWorker(KVConnectorWorker):
         self._stream = torch.cuda.Stream(self._rows[0].device) if self._rows[0].is_cuda else None
         self._piece_length = max(1, PIECE_BYTES // self.entry_bytes)
 
-    def get_handshake_metadata(self) -> dict[str, Any]:
+    def get_handshake_metadata(self) -> JsonObject:
         """What the scheduler's half must know of this rank."""
         return {
             "share": self.share,
@@ -69,7 +71,8 @@ class OffloadingWorker(KVConnectorWorker):
 
     def start_load_kv(self) -> None:
         """See `KVConnectorWorker.start_load_kv`."""
-        metadata: OffloadingMetadata = self.metadata
+        metadata = self.metadata
+        assert metadata is not None, "set around each step"
         self._writes = {key: write for key, write in self._writes.items() if not write.done()}
         if metadata.evict:
             self.writer.submit(self.store.evict, self._names(metadata.evict))
@@ -136,6 +139,7 @@ class OffloadingWorker(KVConnectorWorker):
         """See `KVConnectorWorker.wait_for_save`. Whole blocks are copied, after the last layer, so
         that it works with a CUDA graph, which calls no hook per layer. On a GPU, too, the next step
         runs after these copies."""
+        assert self.metadata is not None, "set around each step"
         saves: Blocks = self.metadata.saves
         num_waiting = sum(not write.done() for write in self._writes.values())
         num_dropped = max(0, len(saves) + num_waiting - BACKLOG_BYTES // self.entry_bytes)

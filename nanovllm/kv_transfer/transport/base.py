@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from nanovllm.data.json import JsonObject
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection
@@ -30,7 +30,7 @@ from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
 
 Caches = dict[int, Tensor]  # by layer
-Peers = Sequence[dict[str, Any]]  # the addresses of all ranks of an engine
+Peers = Sequence[JsonObject]  # the addresses of all ranks of an engine
 
 
 class Transport:
@@ -104,10 +104,10 @@ class Transport:
         return zeros(tuple(shape), dtype, torch.device(device))
 
     @property
-    def address(self) -> dict[str, Any]:
+    def address(self) -> JsonObject:
         """How other ranks reach this one: plain data."""
         host, port = self._listener.address
-        address: dict[str, Any] = msgspec.to_builtins(
+        address: JsonObject = msgspec.to_builtins(
             messages.Address(host, port, self.id, self.layout)
         )
         return address

@@ -127,6 +127,7 @@ class LocalLink(Link):
                 self._caches[layer - there.first_layer].ctypes.data
                 + piece.remote_head * there.head_bytes
             )
+            # The parameters of `copy_blocks` in blocks.cpp have this order.
             copy(
                 to,
                 local,

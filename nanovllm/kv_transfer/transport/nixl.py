@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any, Literal
 
 import msgspec
@@ -42,7 +43,7 @@ class _Memory(msgspec.Struct):
     kind: Literal["DRAM", "VRAM"]
 
 
-def _load(host: str, device: torch.device) -> Any:
+def _load(host: str, device: torch.device) -> ModuleType:
     """Import NIXL, told to stay on this machine if the environment does not say otherwise.
 
     Raises:

@@ -5,7 +5,7 @@ import json
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 import torch
@@ -58,7 +58,8 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0)
 
 def start_engine(model: str, **options: Any) -> EngineCore:
     """An engine, or several with `data_parallel_size`; options are fields of `EngineConfig`."""
-    return create_core(EngineConfig(model=model, **options))
+    # With several engines, callers use only the members that `DataParallelCore` has, too.
+    return cast(EngineCore, create_core(EngineConfig(model=model, **options)))
 
 
 def add_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -82,8 +82,8 @@ def time_parts(
     is a part, too."""
     engine = LLMEngine(EngineConfig(**options))
     decode = msgspec.msgpack.Decoder(Report).decode
-    core = engine.core
-    runner = engine.core.runner
+    core = cast(EngineCore, engine.core)
+    runner = core.runner
     pipe = SimpleNamespace(
         carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs
     )

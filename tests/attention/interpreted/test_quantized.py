@@ -13,7 +13,7 @@ from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops import triton_quantized as ours
 from tests.pairwise import half_by_day
-from tests.stand_ins import refuse_reference, set_constants, set_kernels
+from tests.stand_ins import refuse_reference, set_constants, set_failure, set_kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (outputs, inputs, groups): groups of 32, 64 and 128 inputs, whole rows; outputs and parts of the
@@ -245,7 +245,7 @@ def test_packed_nibbles_are_where_the_module_says() -> None:
     "case", ["float64", "gaps", "gradient", "groups of 16", "inputs", "outputs", "no rows"]
 )
 def test_fallback_for_what_no_kernel_covers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_multiply", None)
+    set_failure(monkeypatch, ours, "_multiply", AssertionError("a kernel was called"))
     dtype = torch.float64 if case == "float64" else torch.float32
     outputs, inputs = 40 if case == "outputs" else 48, 96 if case == "inputs" else 128
     nibbles, scales, zeros = weight_w4(

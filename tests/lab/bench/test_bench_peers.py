@@ -346,18 +346,17 @@ def orders(count: int, length: int, steps: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("count", "length"), [(1, 8), (5, 40)])
 def test_the_scheduler_alone_decodes_all_requests_in_every_timed_step(
-    count: int, length: int, monkeypatch: pytest.MonkeyPatch
+    count: int, length: int
 ) -> None:
-    from nanovllm.scheduler.scheduler import Scheduler
-
     plans: list[Any] = []
-    schedule = Scheduler.schedule
-    monkeypatch.setattr(
-        Scheduler, "schedule", lambda self: plans.append(schedule(self)) or plans[-1]
-    )
+
+    def make(*arguments: Any) -> Any:
+        scheduler, stub = worker.nanovllm_scheduler(*arguments)
+        return scheduler, lambda plan: plans.append(plan) or stub(plan)
+
     requests = orders(count, length, 7)
     requests[-1]["prompt_token_ids"] += [1, 2]
-    (times,) = worker.run_scheduler(worker.nanovllm_scheduler, "", requests)
+    (times,) = worker.run_scheduler(make, "", requests)
     assert [plan.num_tokens for plan in plans] == [count * length + 2] + [count] * 6
     assert len(times) == 4 and np.array(times).shape == (4, 2) and np.array(times).min() > 0
 
