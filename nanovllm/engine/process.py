@@ -201,8 +201,7 @@ class EngineLoop:
                 command.engine, functools.partial(self._note, command.engine)
             )
             engine = self.core.engines[command.engine]
-            change = engine.watch if command.order == "watch" else engine.unwatch
-            change(sink)
+            (engine.watch if command.order == "watch" else engine.unwatch)(sink)
         return command.order != "shutdown"
 
     def _note(self, engine: int, record: StepRecord) -> None:

@@ -397,6 +397,7 @@ class Side(KVConnectorScheduler):
 
     Attributes:
         address: where consumers reach this engine; None if it is not a producer.
+        ranks: the addresses of this engine's ranks.
         credentials: for connections to other engines.
         mailbox: gets messages from the threads of the connections.
         metadata: for the ranks, in the next step.
@@ -409,6 +410,7 @@ class Side(KVConnectorScheduler):
         )  # checks them
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
+        self.ranks = ranks
         self.credentials = credentials(self.identity, ranks)
         self.mailbox: Mailbox[Mail] = Mailbox()
         self.metadata = TransferMetadata()
