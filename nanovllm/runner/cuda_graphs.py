@@ -93,8 +93,8 @@ class DecodeGraphs:
         most = self.sizes[-1]
         self._received = runner.blank(most)
         self._out = runner.blank_output(most)
-        runner._pad(0, most)
-        runner._inputs(most, most, 1, 1, upload=True)
+        runner.buffers.pad(0, most)
+        runner.buffers.inputs(most, most, 1, 1, upload=True)
 
     def capture(self, runner: ModelRunner, size: int) -> None:
         """Record the step of `size` rows. Begin with the largest: the others then find all the
@@ -106,7 +106,7 @@ class DecodeGraphs:
         """Run the model on the `size` requests in the buffers, one token each: this is what a graph
         records. So it reads and writes only buffers that never move, and its launches do not depend
         on any length."""
-        inputs = runner._inputs(size, size, 1, runner.config.max_request_tokens)
+        inputs = runner.buffers.inputs(size, size, 1, runner.config.max_request_tokens)
         out = runner._run_model(
             *inputs, self._received[:size] if self._received is not None else None
         )
@@ -168,10 +168,10 @@ def warm_up(runner: ModelRunner) -> None:
     most = config.max_decodes
     num_heads = runner.model_config.num_heads // get_tp_group().world_size
     kinds = runner.backend.step_kinds(num_heads, runner.kv_caches[0], most, config.token_budget)
-    runner._pad(0, most)
-    runner._inputs(most, most, 1, 1, upload=True)
+    runner.buffers.pad(0, most)
+    runner.buffers.inputs(most, most, 1, 1, upload=True)
     for num_seqs, max_query_len, max_seq_len in kinds:
-        inputs = runner._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
+        inputs = runner.buffers.inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
         runner._run_model(*inputs, runner.blank(num_seqs))
     if runner.device.type == "cuda":
         torch.cuda.synchronize(

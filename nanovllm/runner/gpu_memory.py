@@ -17,6 +17,7 @@ import torch
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import get_pp_group
 from nanovllm.ops.device import out_of_memory
+from nanovllm.runner.batch import StepBuffers
 from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.memory import longest_request
 from nanovllm.runner.sampling import SamplingRow
@@ -109,11 +110,11 @@ def run_largest_step(runner: ModelRunner) -> None:
     num_tokens = int(counts.sum())
     most = int(counts.max())
     runner.kv_caches = runner._make_caches(1, runner.device)
-    runner._make_buffers(budget, -(-longest // config.block_size))
-    runner._slot_mapping.array[:] = -1
-    runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
-    runner._seq_lens.array[:num_seqs] = counts
-    inputs = runner._inputs(num_seqs, num_tokens, most, most, upload=True)
+    runner.buffers = StepBuffers(config, budget, -(-longest // config.block_size), runner.device)
+    runner.buffers.slot_mapping.array[:] = -1
+    runner.buffers.query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
+    runner.buffers.seq_lens.array[:num_seqs] = counts
+    inputs = runner.buffers.inputs(num_seqs, num_tokens, most, most, upload=True)
     hidden = runner._run_model(*inputs, runner.blank(num_tokens))
     if get_pp_group().is_last:
         params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
