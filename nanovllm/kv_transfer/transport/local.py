@@ -59,8 +59,7 @@ def _copy_function() -> Callable[..., None] | None:
     except BuildError as error:
         logger.warning("using TCP for KV blocks on this machine, too: %s", error)
         return None
-    number = ctypes.c_int64
-    copy.argtypes = [_Blocks, _Blocks, number, number, number]
+    copy.argtypes = [_Blocks, _Blocks, *[ctypes.c_int64] * 3]
     copy.restype = None
     return copy
 
