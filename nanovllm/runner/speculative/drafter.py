@@ -387,7 +387,7 @@ class Eagle(Drafter):
                 f"{config.method!r}"
             )
         runner.prepare_model(self.model)
-        # Runs the target's layers: all in one call, or in parts, after which hidden states are kept.
+        # Runs the target's layers: all in one call, or in parts that keep hidden states.
         self.target = runner.model.model
         whole = self.target.fused
         self.target.collect_hidden_states(self.model.aux_layers)
