@@ -129,9 +129,9 @@ class StructuredOutputManager:
            its `structured_outputs`), which has consumed no token.
         2. Have the matcher consume the output tokens that it has not consumed yet, each token once,
            even if a preempted request is computed again. Store the number in `matchers`.
-        3. Look ahead (`look_ahead`), with the number of tokens that are left of `max_tokens`.
-        4. Take the mask from `compute_bitmask`, and pass it through `_without_bad_words` and
-           `_without_stops`.
+        3. Take the mask from `compute_bitmask`. Then look ahead (`look_ahead`), with the number of
+           tokens that are left of `max_tokens`.
+        4. Pass the mask through `_without_bad_words`, if the request has any, and `_without_stops`.
 
         Returns:
             The masks, a bit per token, `[num_rows, bytes]` uint8. `bytes` is the size of whole
