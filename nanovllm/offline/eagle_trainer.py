@@ -87,9 +87,7 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         positions = recipe.sample_length + max(recipe.steps, LONGEST_DRAFT)
         self.head = DraftHead(config, len(self.draft_to_target), positions, device)
-        with (
-            torch.no_grad()
-        ):  # the target's own head, scaled down: flatter probabilities at the start
+        with torch.no_grad():  # the target's own head, with smaller logits for the start
             self.head.weights["lm_head.weight"].copy_(self.target_head)
             self.head.weights["norm.weight"].copy_(0.3 * target.model.norm.weight)
         settings: JsonObject = {
