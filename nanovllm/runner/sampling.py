@@ -1,4 +1,4 @@
-"""Samples the next tokens from logits, for all requests of a step at once.
+"""Samples the next tokens from logits, for all requests of a step in one call.
 
 Built by notebooks/16_sampling.ipynb: edit it there.
 """
@@ -19,17 +19,16 @@ from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.runner.device_copies import is_asynchronous, pick, start_fetch, upload
 
-# The nucleus of a peaked distribution is small: search it among this many tokens before sorting all
-# of them.
+# The nucleus of a peaked distribution is small, so it is searched among this many tokens first.
 NUCLEUS_GUESS = 512
-# A search without synchronisation goes by digits of this many bits, for this many rows at once.
+# Bits per digit, and rows per call, of the nucleus search that does not synchronise.
 DIGIT_BITS = 11
 SEARCH_ROWS = 64
-# Probabilities become multiples of 1 / UNITS: the sum of integers does not depend on the order of
-# additions.
+# Probabilities are rounded to multiples of 1 / UNITS: a sum of integers does not depend on the
+# order of additions.
 UNITS = 2.0**52
-# Cumulative sums are slow, plain sums are not: a draw adds up blocks of this many tokens, then the
-# tokens of one block.
+# Cumulative sums are slow. A draw therefore sums blocks of this many tokens, and needs a cumulative
+# sum only over the blocks and over the tokens of one block.
 DRAW_BLOCK = 256
 # Temperatures and repetition penalties beyond these change no result but would leave the range of
 # float32.
@@ -37,7 +36,8 @@ SMALLEST_FACTOR = 1e-5
 LARGEST_FACTOR = 1e5
 
 
-# A row of logits that is sampled: of a request, or of (request, number of drafts before the token).
+# The key of a sampled row of logits: the request id, or (request id, number of drafts before the
+# token).
 SampleKey = str | tuple[str, int]
 
 
@@ -63,8 +63,8 @@ class SamplingRow:
 
 
 def bad_word_ends(row: SamplingRow) -> set[int]:
-    """The tokens that would complete a bad word: the last token of each one whose other tokens are
-    the newest of the output."""
+    """Return the tokens that would complete a bad word: the last token of each bad word whose other
+    tokens are at the end of the output."""
     words = row.params.bad_words_token_ids
     num_compared = min(max(len(word) for word in words) - 1, row.num_output_tokens)
     newest = [int(token) for token in row.token_ids[len(row.token_ids) - num_compared :]]
@@ -78,9 +78,9 @@ def bad_word_ends(row: SamplingRow) -> set[int]:
 
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Add logit biases, and forbid early stops and bad words, in place. Rows without these options
-    are not touched."""
+    do not change."""
     vocab_size = logits.shape[1]
-    biases: dict[int, float] = {}  # place in the flattened logits -> what is added there
+    biases: dict[int, float] = {}  # index in the flattened logits -> bias
     for i, row in enumerate(rows):
         params = row.params
         for token, bias in params.logit_bias.items() if params.logit_bias else ():
@@ -108,16 +108,16 @@ def moderate(factor: float) -> float:
 def occurrences(
     logits: Tensor, texts: dict[int, np.ndarray | Sequence[int]], *options: Sequence[float]
 ) -> list[Tensor]:
-    """Locate every token of some texts in the logits, one text after the other.
+    """Locate each token of several token sequences in the logits.
 
     Args:
         logits: `[num_rows, vocab_size]`.
         texts: row of logits → tokens.
-        options: numbers, one per text.
+        options: lists of numbers, one number per sequence.
 
     Returns:
-        The place of each token in the flattened logits; then each of the options, repeated for
-        every token.
+        The index of each token in the flattened logits; then each list of options, repeated per
+        token.
     """
     lengths = [len(text) for text in texts.values()]
     starts = np.array(list(texts)) * logits.shape[1]
@@ -133,17 +133,17 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Apply the repetition penalty to the tokens of prompt and output, then presence and frequency
     penalty to those of the output, in place.
 
-    The repetition penalty r, clamped by `moderate`, makes x / r of a logit x above 0, and x * r of
-    others, once per token however often it occurs. Of a token that the output has c > 0 times, the
-    presence penalty and c times the frequency penalty are subtracted.
+    For a token with logit x, which the prompt or the output contains, and the output c times:
+
+        x = x / r if x > 0 else x * r            r: repetition penalty, clamped by `moderate`
+        x = x - presence - c * frequency         if c > 0
 
     Args:
-        logits: `[num_rows, vocab_size]` float32, on the device, which the host must not wait for:
-            it reads no number from there.
+        logits: `[num_rows, vocab_size]` float32, on the device. The host must not wait for the
+            device, so it reads no number from there.
         rows: one per row of logits. Rows without penalties cost nothing.
     """
-    # A token that occurs twice in a text is read twice, then written twice: the same value both
-    # times.
+    # A token that occurs twice is read twice, then written twice with the same value.
     seen = {i: row.token_ids for i, row in enumerate(rows) if row.params.repetition_penalty != 1}
     if seen:
         factors = [moderate(rows[i].params.repetition_penalty) for i in seen]
@@ -160,8 +160,8 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         frequencies = [rows[i].params.frequency_penalty for i in written]
         places, presence, frequency = occurrences(logits, written, presences, frequencies)
         scores = logits.take(places)
-        # Count in place of the logits, which have been read: a table of counters would be as large
-        # as they are.
+        # Count in the logits' memory, after they were read: a separate table of counters would be
+        # as large as the logits.
         logits.put_(places, torch.zeros_like(scores)).put_(
             places, torch.ones_like(scores), accumulate=True
         )
@@ -169,28 +169,28 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def min_p_threshold(logits: Tensor, min_p: Sequence[float]) -> Tensor:
-    """The logit of a token that is `min_p` (more than 0, one number per row) times as likely as the
-    likeliest."""
+    """Return, per row, the logit of a token that is `min_p` (above 0) times as likely as the most
+    likely token."""
     distance = upload(min_p, torch.float64, logits.device).log()
     return (logits.amax(dim=1) + distance).to(logits.dtype)
 
 
 def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLEUS_GUESS) -> Tensor:
-    """The smallest logit that still belongs to the nucleus: tokens are taken from the likeliest
-    down until their probabilities reach `top_p`.
+    """Return the smallest logit of the nucleus: the fewest most likely tokens whose probabilities
+    sum to at least `top_p`.
 
     Args:
-        logits: `[num_rows, vocab_size]` float32, -inf for a token that is excluded already.
+        logits: `[num_rows, vocab_size]` float32, -inf for excluded tokens.
         top_p: one number per row, more than 0.
-        width: number of likeliest tokens to search first, on a CPU. Only rows whose nucleus is
-            larger are searched again, eight times as wide.
+        width: number of most likely tokens to search first, on a CPU. Rows whose nucleus is larger
+            are searched again among eight times as many.
 
     Returns:
         `[num_rows]` thresholds.
     """
     target = upload(top_p, torch.float64, logits.device)
     if is_asynchronous(logits.device):
-        # To check whether the guess was wide enough would synchronise with the device.
+        # A check whether the guess was wide enough would synchronise with the device.
         parts = zip(logits.split(SEARCH_ROWS), target.split(SEARCH_ROWS), strict=True)
         return torch.cat([search_nucleus(*part) for part in parts])
     largest, ids = logits.topk(min(width, logits.shape[1]), dim=1)
@@ -205,14 +205,15 @@ def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLE
 
 
 def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The threshold of `nucleus_threshold`, digit by digit: the same operations for all inputs.
+    """Return the threshold of `nucleus_threshold`, found digit by digit, with the same operations
+    for all inputs.
 
     Args:
         logits: `[num_rows, vocab_size]` float32.
         top_p: `[num_rows]` float64.
     """
-    # The bits of floating-point numbers, read as integers, are in the numbers' order; negative ones
-    # run backwards.
+    # Floating-point numbers, read as integers, have the same order; negative numbers have the
+    # reverse order.
     bits = logits.view(torch.int32)
     keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + 2**31
     mass = (logits.softmax(dim=1).double() * UNITS).round().long()
@@ -222,20 +223,20 @@ def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
         digit = keys >> shift & 2**DIGIT_BITS - 1
         held = mass.new_zeros(len(mass), 2**DIGIT_BITS).scatter_add_(1, digit, mass)
         from_here_up = held.flip(1).cumsum(dim=1).flip(1)
-        # The largest digit from which upwards the mass suffices; the mass above this digit need not
-        # be searched any more.
+        # The largest digit such that it and all larger digits have enough mass. The mass of the
+        # larger digits is settled.
         best = ((from_here_up >= wanted).sum(dim=1, keepdim=True) - 1).clamp(min=0)
         wanted = wanted - (from_here_up - held).gather(1, best)
         mass = mass * (digit == best)
         threshold = threshold << DIGIT_BITS | best
-    # If rounding has left less than top_p in the whole row, the threshold is -inf, and all tokens
-    # stay.
+    # If rounding has made the sum of a whole row smaller than top_p, the threshold is -inf, and all
+    # tokens remain.
     bits = (threshold.clamp(min=0x7FFFFF) - 2**31).int()
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32).squeeze(1)
 
 
 def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_GUESS) -> Tensor:
-    """The k-th largest logit.
+    """Return the k-th largest logit of each row.
 
     Args:
         logits: `[num_rows, vocab_size]`.
@@ -262,9 +263,9 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Set the logits that top-k, then top-p, then min-p exclude to -inf, in place. A row costs
     nothing if top_k is 0, top_p 1 and min_p 0.
 
-    Each of the three becomes a threshold on the logits that the one before has left, by
-    `top_k_threshold`, `nucleus_threshold` and `min_p_threshold`: all logits from the threshold up
-    stay, ties included. So the result does not depend on the order in which equal logits are
+    Each option excludes the logits below a threshold (`top_k_threshold`, `nucleus_threshold`,
+    `min_p_threshold`), computed on the logits that the previous option has left. Logits equal to
+    the threshold remain, so the result does not depend on the order in which equal logits are
     sorted. The host reads no number from the device.
 
     Args:
@@ -288,9 +289,9 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def uniform(seed: int, index: int, stream: int = 0) -> float:
-    """A number in [0, 1) that depends only on the request's seed, on the token's index in its
-    output, and on what it is drawn for (`stream`): not on the batch, not on preemptions. (BLAKE2 as
-    a counter-based generator, after Salmon et al. 2011.)"""
+    """Return a random number in [0, 1) that depends only on the request's seed, the token's index
+    in the output, and its purpose (`stream`), but not on the batch or on preemptions. It uses
+    BLAKE2 as a counter-based generator (Salmon et al. 2011)."""
     counter = (
         struct.pack("<qqq", seed, index, stream) if stream else struct.pack("<qq", seed, index)
     )
@@ -312,8 +313,8 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
-    # No comparison with NaN is true: a row of NaN must not give an index beyond the vocabulary and
-    # end the whole batch.
+    # Comparisons with NaN are False. A row of NaN must not yield an index outside of the
+    # vocabulary, which would fail the whole batch.
     index = index.clamp(max=weights.shape[1] - 1)
     width = weights.gather(1, index).double()
     within = (target - (cumulative.gather(1, index) - width)) / width
@@ -344,16 +345,16 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 def start_logprobs(
     logits: Tensor, chosen: Tensor, counts: Sequence[int]
 ) -> Callable[[], list[TokenLogprobs]]:
-    """Start to compute log-probabilities of chosen and likeliest tokens.
+    """Start to compute log-probabilities of the chosen and the most likely tokens.
 
     Args:
         logits: `[num_rows, vocab_size]` before any sampling option is applied; -inf for tokens that
             a grammar forbids.
         chosen: `[num_rows]` int64.
-        counts: number of likeliest tokens per row.
+        counts: number of most likely tokens per row.
 
     Returns:
-        A function that waits for them.
+        A function that waits for the log-probabilities.
     """
     logprobs = logits.float().log_softmax(dim=1)
     own = logprobs.gather(1, chosen.unsqueeze(1))
@@ -377,8 +378,8 @@ def start_logprobs(
             width = len(top_ids) // len(same)
             for place, i in enumerate(same):
                 start = place * width
-                # Forbidden tokens come last; they are not among the likeliest, however many are
-                # asked for.
+                # Forbidden tokens come last. Exclude them, even if fewer tokens than requested
+                # remain.
                 end = start + width - top_values[start : start + width].count(float("-inf"))
                 entries[i].token_ids += map(int, top_ids[start:end])
                 entries[i].logprobs += top_values[start:end]
@@ -394,7 +395,7 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Next tokens and log-probabilities at once; see `start`."""
+        """Choose the next tokens, and wait for them and their log-probabilities; see `start`."""
         return self.start(logits, rows)[1]()
 
     def start(
@@ -433,8 +434,8 @@ class Sampler:
         return tokens, wait
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the
-        device."""
+        """Return the next tokens, `[num_rows]` int64, on the logits' device, without waiting for
+        it."""
         logits = self._allowed(logits, rows)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         if len(random) == len(rows):
@@ -446,20 +447,21 @@ class Sampler:
         return tokens
 
     def _allowed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """Logits in float32 after constraints and penalties; may be the same tensor, changed."""
+        """Return the logits in float32 after constraints and penalties; this may be the same
+        tensor, changed in place."""
         logits = ops.widen(logits)
         apply_constraints(logits, rows)
         apply_penalties(logits, rows)
         return logits
 
     def _sample_random(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """Temperature, truncation and draw: `[num_rows]` int64."""
+        """Apply temperature and truncation, and draw tokens, `[num_rows]` int64."""
         uniforms = [uniform(row.params.seed or 0, row.num_output_tokens) for row in rows]
         return draw(self._scaled(logits, rows), upload(uniforms, torch.float64, logits.device))
 
     def _scaled(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """Logits of the distribution to draw from: a copy, divided by the temperature, without what
-        truncation excludes."""
+        """Return the logits of the distribution to draw from: a truncated copy, divided by the
+        temperature."""
         temperatures = [moderate(row.params.temperature) for row in rows]
         logits = logits / upload(temperatures, torch.float32, logits.device).unsqueeze(1)
         truncate(logits, rows)
