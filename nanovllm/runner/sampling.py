@@ -313,7 +313,7 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
-    # Comparisons with NaN are False. A row of NaN must not yield an index outside of the
+    # Comparisons with NaN are False. A row of NaN must not yield an index outside the
     # vocabulary, which would fail the whole batch.
     index = index.clamp(max=weights.shape[1] - 1)
     width = weights.gather(1, index).double()
