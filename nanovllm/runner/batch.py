@@ -1,5 +1,5 @@
-"""What a step's tensors are made of: a row for each running request, and buffers that never
-move.
+"""The data from which a step's tensors are built: a row per running request, and persistent
+buffers.
 
 Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 """
@@ -28,30 +28,29 @@ if TYPE_CHECKING:
 
 
 class RequestRows:
-    """What the runner remembers of the running requests: a row each in a few arrays that live as
-    long as it does.
+    """The runner's state of the running requests: one row per request in a few persistent arrays.
 
-    A schedule names only what is new (tokens, blocks); `update` appends it to the request's row.
+    A schedule contains only new tokens and blocks; `update` appends them to the request's row.
     """
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # `num_tokens` counts a pending token, `num_known` does not. A step needs `num_tokens` of
-        # all rows at once; the others are read and written one by one, for which a list takes less
-        # time than an array.
+        # `num_tokens` includes a pending token, `num_known` does not. A step reads `num_tokens` of
+        # all rows in one operation. The others are read and written one by one, where a list is
+        # faster than an array.
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_known, self.num_blocks, self.num_prompt_tokens = (
             [0] * max_num_seqs for _ in range(3)
         )
         self.params: dict[str, SamplingParams] = {}
-        # Of requests with a grammar; see `structured_output`.
+        # The matchers of requests with a grammar; see `structured_output`.
         self.matchers: Matchers = {}
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def remove(self, request_id: str) -> None:
-        """Forget a request that ended or lost its blocks."""
+        """Drop the state of a request that has ended or was preempted."""
         self._free_rows.append(self.row_of.pop(request_id))
         del self.params[request_id]
         self.matchers.pop(request_id, None)
@@ -59,8 +58,8 @@ class RequestRows:
     def sampling_row(
         self, request_id: str, row: int, eos_token_ids: list[int], num_unseen: int = 0
     ) -> SamplingRow:
-        """What the sampler has to know of a request, as if its last `num_unseen` tokens, which are
-        drafts, were not there."""
+        """Return the sampler's input for a request, without its last `num_unseen` tokens, which are
+        drafts."""
         params = self.params[request_id]
         stop_ids = (
             params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
@@ -69,16 +68,16 @@ class RequestRows:
         return SamplingRow(params, tokens, self.num_prompt_tokens[row], stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
-        """Take over what is new about a request; returns its row.
+        """Add a request's new tokens and blocks to its row; returns the row.
 
-        A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`),
-        its `params` and `num_prompt_tokens` are kept, and its counters begin at zero. New tokens
-        and blocks go behind those that the row has. Behind these is what stands for tokens that are
-        not known yet (`_unknown`): `num_tokens` counts them, `num_known` does not.
+        A request with `sampling_params` is newly admitted: it gets a free row (`_free_rows`,
+        `row_of`), its `params` and `num_prompt_tokens` are stored, and its counters begin at 0.
+        New tokens and blocks are appended to the row. Placeholders for unknown tokens (`_unknown`)
+        follow: `num_tokens` includes them, `num_known` does not.
 
         Raises:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to
-                token 4, 3 are known", if a step computes tokens that never came.
+                token 4, 3 are known", if the step computes tokens that the row does not have.
         """
         request_id = scheduled.request_id
         new_tokens = scheduled.new_token_ids
@@ -109,8 +108,8 @@ class RequestRows:
         return row
 
     def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
-        """What stands for the tokens of a share that are not known yet: a zero for a pending one,
-        and drafts."""
+        """Return placeholders for the unknown tokens of a share: a 0 for a pending token, and the
+        drafts."""
         return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
 
     @staticmethod
@@ -144,10 +143,8 @@ def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor])
 
 
 class StepBuffer:
-    """An array in host memory and its twin on the device, made once: every step writes into the
-    same place.
-
-    On the CPU the two are one. Neither ever moves.
+    """A persistent array in host memory and its copy on the device. On a CPU both are the same
+    memory. Their addresses never change.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -158,7 +155,7 @@ class StepBuffer:
         )
 
     def first(self, count: int) -> Tensor:
-        """The first `count` entries on the device."""
+        """Return the first `count` entries on the device."""
         return self.device[:count]
 
     def upload(self, count: int) -> Tensor:
@@ -182,17 +179,17 @@ class ModelInputs(NamedTuple):
 
 @dataclass
 class Batch:
-    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers:
-    building the next batch overwrites them.
+    """The tensors of one step, and the rows of its requests. The tensors are views of the runner's
+    buffers, which the next batch overwrites.
 
     Attributes:
-        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are
-            computed.
-        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
+        rows, num_scheduled: `[num_seqs]`, each request's row, and its number of tokens in the step.
+        due: `[num_due]`, for each token to sample, the number of its request in the batch.
         input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `StepBuffers.pad`)
             are at the end.
-        last_rows: `[num_due]` int64, the last token of each request that is due.
-        due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
+        last_rows: `[num_due]` int64, for each token to sample, the position in the batch of the
+            token before it.
+        due_rows: `[num_due]` int64, `rows[due]`, on the device.
     """
 
     rows: np.ndarray

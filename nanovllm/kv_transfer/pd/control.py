@@ -97,15 +97,15 @@ class Released(msgspec.Struct, tag="released"):
 
 
 class FromConsumer(NamedTuple):
-    """A consumer's message, or in place of `Release` the answer to it; None at the consumer's
-    end."""
+    """A consumer's message: a `Released` instead of a `Release`, and None after the consumer has
+    disconnected."""
 
     sender: Consumer
     message: Prefill | Claim | Released | None
 
 
 class FromProducer(NamedTuple):
-    """A producer's ranks, when they are known, or its message; None when it is lost."""
+    """A producer's ranks, once they are known, or its message; None once the connection is lost."""
 
     sender: Producer
     message: Ranks | Prefilled | Released | None
