@@ -27,11 +27,11 @@ ORDER: dict[str, dict[str, str]] = {
     },
     "runner.runner:ModelRunner": {
         "state": "__init__ connector structured_output link balancer make_graph speculator "
-        "prepare_model allocate _make_caches layers _cache_shape _cache_shapes _make_buffers "
+        "prepare_model allocate _make_caches layers _cache_shape _cache_shapes "
         "bytes_per_block",
-        "intake": "prepare_inputs _sequences _due _padded_size _pad _inputs",
+        "intake": "prepare_inputs _sequences _padded_size",
         "step": "execute_model launch _launch _forward _run_model blank blank_output",
-        "results": "_sampling_rows _sample any_unfinished _start_prompt_logprobs",
+        "results": "_sampling_rows _sample any_unfinished",
         "errors": "forget_requests",
     },
     "engine.core:EngineCore": {

@@ -156,9 +156,9 @@ class Flags(Keywords):
             plain = [
                 t for t in (str, int, float) if t is hint or t in typing.get_args(hint)
             ]  # of `int | None`
-            kinds = [
-                each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)
-            ] + plain
+            is_annotated = typing.get_origin(annotated[name]) is Annotated
+            metadata = typing.get_args(annotated[name])[1:] if is_annotated else ()
+            kinds = [each for each in metadata if callable(each)] + plain
             if hint in (bool, bool | None):
                 options["action"] = argparse.BooleanOptionalAction
             else:

@@ -59,7 +59,7 @@ class EngineCore:
         trace: records every step; by default a file if `config.trace` names one.
 
     Attributes:
-        recorder: notes what happens; a `NoRecorder` while records have no reader.
+        recorder: records steps and requests; a `NoRecorder` while records have no reader.
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
@@ -83,7 +83,7 @@ class EngineCore:
             trace.settings |= settings
             self.recorder = self._record_to(trace)
         self.num_steps = self._num_added = 0
-        self.first_scheduled: dict[str, float] | None = None  # see EngineLoop, which asks for it
+        self.first_scheduled: dict[str, float] | None = None  # set by EngineLoop, which reports it
         self._started = time.perf_counter()
         # When the last step's results arrived, in seconds since the engine started.
         self._last_results = 0.0
@@ -91,7 +91,7 @@ class EngineCore:
 
     @cached_property
     def waves(self) -> Waves | None:
-        """When to compute, if this engine is in lock-step with others; see `Waves`."""
+        """Decides when an engine in lock-step computes (`Waves`); None for any other engine."""
         if not self.config.in_lock_step:
             return None
         create = load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")
@@ -102,7 +102,7 @@ class EngineCore:
         return cast("StepRecorder", create(trace, self.scheduler))
 
     def _allocate(self) -> tuple[int, int]:
-        """Have the ranks allocate their caches; returns the number of KV blocks on the device and
+        """Have the ranks allocate their caches; returns the numbers of KV blocks on the device and
         in host memory."""
         config = self.config
         executor = self.executor
@@ -114,7 +114,7 @@ class EngineCore:
         return num_blocks, num_host_blocks
 
     def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler | NoConnector:
-        """The scheduler's half of the KV connector; the ranks have their halves already."""
+        """Create the scheduler's half of the KV connector; the ranks have their halves already."""
         if self.config.kv_transfer is None:
             return NoConnector()
         if self.config.in_lock_step:
@@ -207,8 +207,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True if there is a step to run: for its own requests or transfers or, in lock-step, for
-        requests of any engine."""
+        """True if there is a step to run: for this engine's requests or transfers; in lock-step,
+        for the requests of any engine."""
         if self.waves is not None:
             return self.waves.running
         return self.has_unfinished or self.connector.has_work
@@ -225,8 +225,8 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have
-        passed: there is nothing to compute, and at most transfers to wait for."""
+        """True if there is nothing to compute. The next step can then wait until a request arrives,
+        one of `sources` is readable, or `idle_seconds` have passed."""
         if not self.has_work or self.config.kv_transfer is None:
             return not self.has_work
         waits = (
@@ -238,7 +238,7 @@ class EngineCore:
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long an idle engine may sleep if nothing arrives; None: without limit."""
+        """Seconds that an idle engine may sleep if nothing arrives; None: no limit."""
         return PATIENT_SECONDS if self.has_work else self.connector.idle_seconds
 
     def add_request(self, source: EngineRequest) -> None:
@@ -260,7 +260,8 @@ class EngineCore:
         self.recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
-        """End a request between two steps and free its blocks. False if it has ended already."""
+        """End a request between two steps and free its blocks; returns False if it has ended
+        already."""
         self.connector.revoke(request_id)
         aborted = self.scheduler.abort_request(request_id)
         if aborted:
@@ -270,11 +271,11 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Launch one step for the requests that the scheduler picks; returns new outputs. Without
-        work, it does nothing.
+        work, do nothing.
 
-        An error or Ctrl-C during the step is raised. How much of the KV cache the step has written
-        by then is unknown, so all requests end and all cached prefixes are forgotten; new requests
-        can be added as before."""
+        After an error or Ctrl-C, it is unknown which parts of the KV cache the step has written.
+        The engine then ends all requests, forgets all cached prefixes, and raises the error. It
+        accepts new requests as before."""
         if not self.has_work:
             self.executor.forget_ends()
             return []
@@ -287,7 +288,7 @@ class EngineCore:
         start = self._now()
         outputs = self._take_transfers() if self.config.kv_transfer is not None else []
         plan = self.scheduler.schedule()
-        # Transfers hold blocks, which will become free when they end.
+        # The end of a transfer will free blocks.
         waits_for_transfers = (
             self.scheduler.receiving or self.manager.held or self.connector.has_news
         )
@@ -299,10 +300,10 @@ class EngineCore:
                 self.executor.forget_ends()  # the ranks have no transfer in flight
                 with waiting_for_others():
                     time.sleep(IDLE_SECONDS)
-            return outputs + self.take_results()  # steps in flight come first
+            return outputs + self.take_results()  # finish the steps in flight first
         if plan.empty:
-            # In lock-step, the other engines need this one in the step: it launches a dummy, which
-            # computes nothing. Or there is nothing to compute, but KV to transfer.
+            # Launch an empty step. In lock-step, the other engines need this one's collectives.
+            # Otherwise, the step only transfers KV.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         self._launch(plan, start)
         outputs += self.take_results(keep=self._steps_ahead)
@@ -313,7 +314,7 @@ class EngineCore:
         return outputs
 
     def _take_transfers(self) -> list[EngineOutput]:
-        """Act on what the connector has received: requests of other engines, and ends of
+        """Handle what the connector has received: requests of other engines, and the ends of
         transfers."""
         assert not isinstance(self.connector, NoConnector)
         received = self.connector.take_output()
@@ -330,9 +331,9 @@ class EngineCore:
 
     @property
     def _steps_ahead(self) -> int:
-        """How many steps may be in flight when `step` returns. The next step is planned without
-        their results: with `async_scheduling`, a request that has ended may be computed once more
-        in vain."""
+        """The most steps in flight when `step` returns. The scheduler plans the next step without
+        their results. With `async_scheduling`, it may therefore schedule a finished request once
+        more, and its result is discarded."""
         return self.config.pipeline_parallel_size - 1 or int(bool(self.config.async_scheduling))
 
     def _launch(self, plan: SchedulerOutput, start: float) -> None:
@@ -346,24 +347,24 @@ class EngineCore:
         self.num_steps += counts
 
     def take_results(self, keep: int = 0) -> list[EngineOutput]:
-        """Wait for the oldest step in flight, and give its result to the scheduler; returns the
+        """Wait for the oldest step in flight, and pass its result to the scheduler; returns the
         outputs for the front end.
 
-        While at most `keep` steps are in flight, it returns at once: the device still has work, so
-        the engine can plan the next step. When no work is left, `step` will not be called again, so
-        it takes all other steps in flight, too.
+        Return [] immediately while at most `keep` steps are in flight: the device still has work,
+        so the engine can plan the next step. When no work is left, take all other steps in flight,
+        too: `step` will not be called again.
 
-        In lock-step with other engines (`waves`), the result says whether any engine has unfinished
-        requests. If none has, the step's wave ends. With `config.check_invariants`, the scheduler
-        checks itself after each result.
+        If no engine in lock-step has unfinished requests (`result.anyone_unfinished`), end the
+        step's wave (`waves`). With `config.check_invariants`, the scheduler checks itself after
+        each result. The time of a step is
 
-        A step's time runs from its start until now. With `config.async_scheduling`, it starts when
-        the device has finished the previous
-        step: at `_last_results` if that is later than `step.start`. Otherwise it starts at
-        `step.start`. Its record, if there is one, gets this start, and `recorder.finish` the
-        record, the time in seconds (rounded to microseconds), the result and the outputs.
-        `scheduler.step_times.add` gets the plan and the time. `_last_results` keeps the time of now
-        for the next step."""
+            now - max(step.start, _last_results)    with `config.async_scheduling`: the device has
+                                                    begun when it had finished the previous step
+            now - step.start                        otherwise
+
+        Then set `_last_results` to now, and the start of the step's record, if it has one, to the
+        start in this formula. Pass record, time (in seconds, rounded to microseconds), result and
+        outputs to `recorder.finish`, and plan and time to `scheduler.step_times.add`."""
         if len(self._in_flight) <= keep:
             return []
         step = self._in_flight.popleft()
@@ -371,7 +372,7 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(step.plan, result)
         if self.waves is not None and not result.anyone_unfinished:
             self.waves.end(step.wave)
-        # In a pipeline, a step begins at once, because the first stage is free.
+        # In a pipeline, a step begins at its launch, because the first stage is free.
         before = self._last_results if self.config.async_scheduling else 0.0
         start = max(step.start, before)
         self._last_results = self._now()
@@ -386,7 +387,7 @@ class EngineCore:
         return outputs if self.has_work else outputs + self.take_results()
 
     def _now(self) -> float:
-        """Seconds since the engine started. A trace is written in microseconds."""
+        """Return the seconds since the engine started, rounded to microseconds as in a trace."""
         return round(time.perf_counter() - self._started, 6)
 
     def _drain_if_idle(self) -> None:
@@ -419,17 +420,16 @@ class EngineCore:
         self._drain_if_idle()
 
     def watch(self, sink: RecordSink) -> None:
-        """Pass a record of every further step to `sink`. The first record has a snapshot, and is
-        passed at once if there is nothing to compute. A sink that watches already gets a new
-        snapshot. Without a sink or a trace, nothing is recorded."""
+        """Pass a record of each further step to `sink`. The first record contains a snapshot. An
+        idle engine sends it immediately. A sink that is already registered gets a new snapshot.
+        Without a sink or a trace, nothing is recorded."""
         if isinstance(self.recorder, NoRecorder):
             self.recorder = self._record_to(None)
         self.recorder.watch(sink)
         self._drain_if_idle()
 
     def unwatch(self, sink: RecordSink) -> None:
-        """Pass no more records to `sink`. Without any other sink and without a trace, nothing is
-        recorded from now on."""
+        """Pass no more records to `sink`. Stop recording if there is no other sink and no trace."""
         if not self.recorder.unwatch(sink):
             self.recorder = NoRecorder()
             for step in self._in_flight:
@@ -455,8 +455,8 @@ class EngineCore:
 def create_core(
     config: EngineConfig, trace: Trace | None = None, blocking: bool = True
 ) -> EngineCore | DataParallelCore:
-    """The engine that the settings ask for; with `data_parallel_size`, several engines behind the
-    same interface.
+    """Create the engine for these settings: an `EngineCore` or, with `data_parallel_size`, several
+    engines with the same interface.
 
     Args:
         blocking: see `DataParallelCore`.
@@ -475,8 +475,8 @@ def create_core(
 
 @dataclass
 class StepInFlight:
-    """A step in flight: its plan, the function that waits for its result, its record if a sink
-    watches, its start, and its wave."""
+    """A step in flight: its plan, the function that waits for its result, its record (None without
+    a reader), its start, and its wave."""
 
     plan: SchedulerOutput
     wait: Callable[[], ModelRunnerOutput]
@@ -485,6 +485,6 @@ class StepInFlight:
     wave: int
 
 
-# How long an engine that only waits for KV transfers sleeps before it looks for their timeouts. Its
-# ranks notify it of their ends.
+# Seconds that an engine sleeps while it only waits for KV transfers, before it checks their
+# timeouts. Its ranks notify it when a transfer ends.
 PATIENT_SECONDS = 0.25

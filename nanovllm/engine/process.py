@@ -1,8 +1,8 @@
-"""The engine in a process of its own: a busy loop between two sockets.
+"""Runs the engine in a separate process: a busy loop between two sockets.
 
 The front end tokenizes, detokenizes and serves HTTP in another process, under another interpreter
-lock, so none of this work delays a step. The two exchange plain data: msgpack over ZMQ sockets in a
-private folder.
+lock, so that this work does not delay steps. Both exchange plain data: msgpack over ZMQ sockets in
+a private folder.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -95,8 +95,8 @@ class Report:
 
 
 class EngineLoop:
-    """Runs an engine core until an order to stop, the end of the parent process, or a step that
-    fails.
+    """Runs an engine core until a "shutdown" command, the end of the parent process, or a failed
+    step.
 
     Args:
         core: the engine.
@@ -119,7 +119,7 @@ class EngineLoop:
         self._report = (
             Report()
         )  # the next one; until it is sent, its statistics are those of the previous report
-        self._has_news = False  # a report is due although no sequence has got a token
+        self._has_news = False  # a report is due although no sequence has a new token
         self._sinks: dict[int, RecordSink] = {}  # by engine
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
@@ -138,26 +138,26 @@ class EngineLoop:
         self._send_report()
         while self._take_commands(wait=self.core.is_idle):
             # Without requests this step computes nothing, but its report shows the blocks that an
-            # abort has freed. It counts as rest: if peers wait for this engine in vain, all its
-            # heartbeats must say the same.
+            # abort has freed. It counts as rest: if peers wait for this engine, its heartbeats must
+            # consistently say that it is at rest.
             with in_step() if self.core.has_work else contextlib.nullcontext():
                 self._report.outputs = self.core.step()
             if self._report.outputs or self._has_news or self.core.stats != self._report.stats:
                 self._send_report()
 
     def _take_commands(self, wait: bool) -> bool:
-        """Obey the commands that have arrived; with `wait`, sleep until something has. False means
-        stop."""
+        """Carry out the commands that have arrived; with `wait`, sleep until one arrives or there
+        is work. Returns False to stop the loop."""
         with at_rest():
-            # Without steps, the loop wakes up now and then to check ranks in other processes.
+            # Without steps, the loop wakes up every `LOOK_SECONDS` to check the ranks.
             seconds = (
                 [s for s in (LOOK_SECONDS, self.core.idle_seconds) if s is not None]
                 if wait
                 else [0.0]
             )
             events = dict(self._poller.poll(math.ceil(1000 * min(seconds))))
-        # without steps, only this call notices that a rank has died, and sends heartbeats to the
-        # ranks
+        # Without steps, only this call notices that a rank has died, and sends heartbeats to the
+        # ranks.
         if wait:
             self.core.check_health()
         if self._parent_sentinel in events:
@@ -170,19 +170,20 @@ class EngineLoop:
         return True
 
     def _obey(self, command: Command) -> bool:
-        """Carry out a command: add requests, then abort requests, then follow its order. Returns
-        False for the order "shutdown".
+        """Carry out a command: add requests, then abort requests, then run its order:
 
-        If the core refuses a request (ValueError), only this request fails: its reason goes into
-        `_report.refused`. Any other error ends the engine. `_report.num_taken` counts refused
-        requests, too, because the front end subtracts it from the number of requests that it has
-        sent, to know how many are still in flight.
+            "reset_prefix_cache"   core.reset_prefix_cache()
+            "start_wave"           core.waves.start(command.wave)
+            "watch", "unwatch"     core.engines[command.engine].watch(sink) or .unwatch(sink)
+            "shutdown"             return False; return True for all other commands
 
-        The orders: "reset_prefix_cache" calls the core, and "start_wave" starts the command's wave
-        in `core.waves`. "watch" and "unwatch" call the engine in `core.engines` that the command
-        names, with a sink that puts records into the next report: `_note` with this engine's
-        number, as a `functools.partial`. An engine recognises a sink only if it is the same object,
-        so `_sinks` keeps one per engine."""
+        A request that the core rejects (ValueError) fails alone: its reason goes into
+        `_report.refused`. Any other error ends the engine. `_report.num_taken` includes rejected
+        requests: the front end subtracts it from the number of requests that it has sent, to know
+        how many are in flight.
+
+        `sink` is `functools.partial(_note, command.engine)`, which puts records into the next
+        report. It must be the same object in each call for an engine: `_sinks` keeps it."""
         for request in command.add:
             self._report.num_taken += 1
             try:
@@ -201,8 +202,7 @@ class EngineLoop:
                 command.engine, functools.partial(self._note, command.engine)
             )
             engine = self.core.engines[command.engine]
-            change = engine.watch if command.order == "watch" else engine.unwatch
-            change(sink)
+            (engine.watch if command.order == "watch" else engine.unwatch)(sink)
         return command.order != "shutdown"
 
     def _note(self, engine: int, record: StepRecord) -> None:

@@ -151,8 +151,9 @@ class InProcessExecutor(Executor):
         """See `Executor`."""
         super().allocate(num_blocks, num_host_blocks)
         if self.config.kv_transfer is not None:
-            create = load("nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer")
-            mailbox: Mailbox[None] = create()
+            mailbox: Mailbox[None] = load(
+                "nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer"
+            )()
             self._ends = mailbox
             self.runner.connector.notify = lambda: mailbox.put(None)
             self.sources = [mailbox.fileno()]

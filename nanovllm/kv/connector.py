@@ -84,8 +84,10 @@ class KVConnectorScheduler:
     @property
     def information(self) -> JsonObject:
         """Properties of this engine that clients and routers need."""
-        names = ("engine_id", "kv_connector", "kv_role")
-        return {name: getattr(self.kv_transfer, name) for name in names}
+        return {
+            name: getattr(self.kv_transfer, name)
+            for name in ("engine_id", "kv_connector", "kv_role")
+        }
 
     # ---------------------------------------------------------- a request's KV comes from elsewhere
 

@@ -190,9 +190,9 @@ class KVCacheManager:
         """Check tables, pools and requests against each other.
 
         Raises:
-            InvariantError: see `BlockPool.check_invariants`; or a table belongs to no request, is
-                too short for what its request has computed, a block is found under a name that is
-                not its content's, or two requests would write to the same block.
+            InvariantError: see `BlockPool.check_invariants`; or a table belongs to no request, or
+                is too short for the computed tokens; or a block is cached under the hash of other
+                tokens; or two requests could write to the same block.
         """
         self.pool.check_invariants([*self.tables.values(), *self.held.values()])
         self.host_pool.check_invariants(self.host_tables.values())
@@ -213,7 +213,8 @@ class KVCacheManager:
                         f"block {block_id} has a hash that does not match the tokens of "
                         f"{request_id}"
                     )
-            # From the first block that is not full on, a request writes; full blocks are read only.
+            # A request writes to its first partly filled block and those after it, never to full
+            # blocks.
             for block_id in table[computed // self.block_size :]:
                 if self.pool.ref_counts[block_id] != 1:
                     raise InvariantError(

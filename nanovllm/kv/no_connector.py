@@ -1,5 +1,4 @@
-"""What stands where KV could enter an engine from elsewhere, or leave it, in an engine that shares
-no KV."""
+"""The connector of an engine that shares no KV with other engines or stores."""
 
 from collections.abc import Sequence
 
@@ -7,9 +6,9 @@ from nanovllm.data.request import Request
 
 
 class NoConnector:
-    """Takes the place of a KV connector: it has nothing to offer, and moves nothing.
+    """A KV connector that finds no KV elsewhere, and moves none.
 
-    The scheduler and every rank hold a connector. Lecture 31 builds those that move KV;
+    The scheduler and each rank have a connector. Lecture 31 builds those that move KV;
     `kv.connector` describes their methods."""
 
     sources: Sequence[int] = ()

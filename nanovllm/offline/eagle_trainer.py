@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head on a target's hidden states, and judges its drafts."""
+"""Trains an EAGLE-3 head on a target model's hidden states, and evaluates its drafts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import Samples, target_states
 from nanovllm.offline.eagle_head import DraftHead
 
-# share and number of the samples that are kept to judge on
+# Held-out samples for the evaluation: their share, and their largest number.
 HELD_OUT = 0.05
 MOST_HELD_OUT = 128
-LONGEST_DRAFT = 5  # that is judged
+LONGEST_DRAFT = 5  # longest draft in the evaluation
 SAVE_SECONDS = 60
-DECAY = 0.8  # of a step's weight in the loss, from one step to the next
+DECAY = 0.8  # factor between the weights of consecutive steps in the loss
 
 
 class Trainer:
@@ -31,13 +31,13 @@ class Trainer:
     Attributes:
         draft_to_target: `[draft_vocab_size]` int64, rising: the most frequent tokens of the
             answers.
-        states: `[num_tokens, 4 * hidden_size]`, three residual streams of the target, and its last
-            hidden states.
-        best: `[num_tokens]` int64, the target's likeliest next token, as a number in the draft
-            vocabulary; -1 if it is not in it.
-        scale: `[3 * hidden_size]`, which makes all inputs of `fc` equally large. In the file it is
-            a part of `fc`.
-        done: batches.
+        states: `[num_tokens, 4 * hidden_size]`, the target's residual streams after three of its
+            layers, and its last hidden states.
+        best: `[num_tokens]` int64, the index in the draft vocabulary of the target's most likely
+            next token; -1 if the vocabulary does not contain it.
+        scale: `[3 * hidden_size]`, factors that give all inputs of `fc` the same size. The saved
+            `fc` includes them.
+        done: number of finished batches.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         positions = recipe.sample_length + max(recipe.steps, LONGEST_DRAFT)
         self.head = DraftHead(config, len(self.draft_to_target), positions, device)
-        with torch.no_grad():  # the target's own head, but not as sure, as long as it knows little
+        with torch.no_grad():  # the target's own head, with smaller logits for the start
             self.head.weights["lm_head.weight"].copy_(self.target_head)
             self.head.weights["norm.weight"].copy_(0.3 * target.model.norm.weight)
         settings: JsonObject = {
@@ -100,7 +100,7 @@ class Trainer:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=mixed)
 
     def batches(self, epoch: int) -> list[Tensor]:
-        """The numbers of the samples of each batch, in which all are of about the same length."""
+        """Return the sample indices of each batch. The samples of a batch have similar lengths."""
         generator = torch.Generator().manual_seed(self.recipe.seed + epoch)
         order = self.training[torch.randperm(len(self.training), generator=generator)]
         size = self.recipe.batch_size
@@ -114,17 +114,16 @@ class Trainer:
     def drafts(
         self, numbers: Tensor, steps: int, free: bool
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Draft at all positions of some samples where decoding could: the next token is one of the
-        answer, and known.
+        """Draft at each position of some samples at which the next token is part of the answer.
 
         Args:
-            numbers: of the samples, on the CPU.
-            free: each step receives the token that the last one has guessed; otherwise the true
-                one.
+            numbers: the samples' indices, on the CPU.
+            free: each step receives the token that the previous step has predicted; otherwise the
+                true token.
 
-        Yields: for each step logits `[rows, draft_vocab_size]`; where the guessed tokens are in
-            `token_ids`, `[rows]`; and whether they are there at all, before the end of the sample,
-            `[rows]`.
+        Yields:
+            For each step, logits `[rows, draft_vocab_size]`; the indices of the predicted tokens in
+            `token_ids`, `[rows]`; and whether they are before the end of the sample, `[rows]`.
         """
         within = torch.arange(int(self.samples.lengths[numbers].max()), device=self.device)
         numbers = numbers.to(self.device)
@@ -152,34 +151,34 @@ class Trainer:
                 token_ids = self.token_ids[guessed]
 
     def loss(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss over a batch, and the share of first guesses that are the target's likeliest
-        token."""
+        """Return the loss of a batch, and the share of first predictions that are the target's most
+        likely token."""
         total = torch.zeros((), device=self.device)
         right = []
         cap = self.target.config.logit_soft_cap
         for step, (logits, places, is_there) in enumerate(
             self.drafts(numbers, self.recipe.steps, free=False)
         ):
-            # What the target thinks of a token is at the place before it. One that the head cannot
-            # guess teaches nothing.
+            # The target's distribution of a token is at the position before it. Skip tokens that
+            # are not in the draft vocabulary: the head cannot predict them.
             best = self.best[places - 1]
             counts = is_there & (best >= 0)
             with torch.no_grad():
                 scores = (self.states[places - 1, len(self.scale) :] @ self.target_head.T).float()
                 p = (scores if not cap else cap * (scores / cap).tanh()).softmax(-1)
             logits = logits.float()
-            errors = logits.logsumexp(-1) - (p * logits).sum(-1)  # the cross-entropy
+            errors = logits.logsumexp(-1) - (p * logits).sum(-1)  # cross-entropy
             total = total + DECAY**step * (errors * counts).sum() / counts.sum().clamp(min=1)
             right.append((logits.argmax(-1) == best).float().mean())
         return total, right[0]
 
     def train(self, until: float, file: Path) -> None:
-        """Train for the recipe's epochs, starting with the batch to which a checkpoint led.
+        """Train for the recipe's epochs, starting after the last batch of the checkpoint.
 
         Args:
-            until: in seconds of `time.monotonic`, when to stop in any case. The learning rate has
-                fallen by then.
-            file: for the checkpoint, which is written each minute.
+            until: when to stop at the latest, in seconds of `time.monotonic`. The learning rate
+                falls to its minimum by then.
+            file: the checkpoint, which is written once per minute.
         """
         recipe = self.recipe
         weights = list(self.head.weights.values())
@@ -206,7 +205,7 @@ class Trainer:
                 nn.utils.clip_grad_norm_(weights, 0.5)
                 self.optimizer.step()
                 self.done += 1
-                if self.done % 10 == 0:  # a GPU would have to wait each time
+                if self.done % 10 == 0:  # reading the loss synchronises with the GPU
                     bar.set_postfix(
                         loss=f"{loss.item():.2f}", acceptance=f"{right.item():.3f}", refresh=False
                     )
@@ -217,7 +216,7 @@ class Trainer:
         self.save_checkpoint(file)
 
     def save_checkpoint(self, file: Path) -> None:
-        """Write what `load_checkpoint` reads."""
+        """Write a checkpoint for `load_checkpoint`."""
         state = {
             "head": self.head.weights,
             "optimizer": self.optimizer.state_dict(),
@@ -231,10 +230,10 @@ class Trainer:
 
     @torch.no_grad()
     def load_checkpoint(self, file: Path) -> None:
-        """Go on where an earlier run has ended.
+        """Resume from a checkpoint.
 
         Raises:
-            ValueError: its flags were other ones.
+            ValueError: the checkpoint was made with different flags.
         """
         state = torch.load(file, map_location=self.device, weights_only=True)
         if not torch.equal(state["draft_to_target"], self.draft_to_target):
@@ -250,9 +249,10 @@ class Trainer:
     def evaluate(self) -> JsonObject:
         """Draft for held-out samples.
 
-        Returns: for greedy samples and for drawn ones, the share of first, second... draft tokens
-            that are accepted with all before them, and the tokens per step of the target, for
-            drafts of 1, 2... tokens.
+        Returns:
+            For greedy and for drawn samples: by position, the share of draft tokens that are
+            accepted with all tokens before them; and by length of the draft, the tokens per step
+            of the target.
         """
         found: JsonObject = {}
         for name, greedy in (("temperature 0", True), ("temperature 0.7", False)):
@@ -277,11 +277,12 @@ class Trainer:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """The head's file: bfloat16, or with `quantize` most matrices in 8 bits."""
+        """Return the head's tensors to save: in bfloat16, or with `quantize` most matrices in 8
+        bits."""
         found: dict[str, Tensor] = {}
         for name, weight in self.head.weights.items():
             tensor = (weight.detach() * (self.scale if name == "fc.weight" else 1)).cpu()
-            # The columns of fc differ too much in size to share a scale.
+            # The columns of `fc` differ too much in size to share a scale.
             if self.recipe.quantize == "int8" and tensor.ndim == 2 and name != "fc.weight":
                 scale = tensor.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
                 found |= {name: (tensor / scale).round().to(torch.int8), f"{name}_scale": scale}
@@ -295,12 +296,12 @@ class Trainer:
 
 
 def tokens_per_step(samples: list[Tensor], k: int) -> float:
-    """What decoding with drafts of `k` tokens gets from a step of the target: after a draft of
-    which it accepts `n` tokens, it goes on n + 1 tokens later.
+    """Return the tokens per step of the target with drafts of `k` tokens: a draft of which the
+    target accepts n tokens yields n + 1 tokens, and the next draft starts after them.
 
     Args:
-        samples: `[rows, at least k]` of each: 1 where that draft token would be accepted, with all
-            before it.
+        samples: for each sample, `[rows, at least k]`: 1 where a draft token would be accepted with
+            all tokens before it.
     """
     steps = tokens = 0
     for accepted in (sample[:, :k].sum(1).tolist() for sample in samples):

@@ -1,8 +1,12 @@
-"""The router's routes, and the path of a request: to a prefill server, and with its answer to a
-decode server; or to a decode server that asks a prefill server itself.
+"""The router's routes, and the path of a request through prefill and decode servers.
 
-The messages are those of vLLM's NixlConnector and of the proxies that come with it, so in
-`prefill_first` engines and routers of both kinds understand one another."""
+    prefill_first   The router sends the request to a prefill server, and its answer, with the
+                    request, to a decode server.
+    decode_first    The router sends the request, with the address of a prefill server, to a decode
+                    server, which requests the KV itself.
+
+In `prefill_first`, the messages are those of vLLM's NixlConnector and its proxies, so that engines
+and routers of both projects work together."""
 
 import asyncio
 import contextlib
@@ -35,8 +39,8 @@ from nanovllm.server.responses import ClosingStream
 
 logger = logging.getLogger("nanovllm.router")
 
-# The router sends a request to at most so many servers of a kind: a request that kills servers must
-# not kill them all.
+# The most servers of one role to which the router sends a request: a request that crashes servers
+# must not crash all of them.
 MAX_ATTEMPTS = 3
 OVERVIEW = pathlib.Path(__file__).with_name("overview.html")
 # The routes whose requests a prefill server may prepare.
@@ -73,8 +77,7 @@ TRANSFERS = (
 
 
 class Metrics(MetricSet):
-    """All metrics of a router, in a registry of their own. The servers have theirs, each at its own
-    address."""
+    """All metrics of a router. Each server exports its own metrics at its own address."""
 
     def __init__(self, servers: Sequence[Backend], prefix: Prefix = "vllm") -> None:
         sources = [((server.url, server.role), server) for server in servers]
@@ -95,9 +98,9 @@ class Transfer:
     """Where a request's KV comes from.
 
     Attributes:
-        params: parameters for the decode server; empty: it computes everything itself.
-        server: prefill first: the prefill server that holds the KV until a decode server has read
-            it; decode first: the one that will be busy with the request.
+        params: parameters for the decode server; empty if it computes the prompt itself.
+        server: the prefill server: with prefill first, the one that holds the KV; with decode
+            first, the one that will compute the prompt.
     """
 
     params: JsonObject = field(default_factory=dict)
@@ -105,7 +108,7 @@ class Transfer:
 
 
 def with_headers(response: Response, answer: httpcore.Response) -> Response:
-    """A response with the headers of a server's answer."""
+    """Give a response the headers of a server's answer."""
     headers = [(name.lower(), value) for name, value in answer.headers]
     response.raw_headers = [header for header in headers if header[0] not in OF_CONNECTION]
     return response
@@ -114,12 +117,12 @@ def with_headers(response: Response, answer: httpcore.Response) -> Response:
 async def events(
     server: Backend, chunk: bytes | None, chunks: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
-    """A stream of events, in whole lines as they come. If the connection is cut, the stream ends
-    with an error.
+    """Yield a stream of events, in whole lines. If the connection breaks, the last event is an
+    error.
 
     Args:
-        chunk: the part that has been read already.
-        chunks: the further parts.
+        chunk: the first chunk, if any.
+        chunks: the other chunks.
     """
     rest = b""
     try:
@@ -132,15 +135,15 @@ async def events(
         problem = server.problem or describe(error)
         logger.warning("%s %s in the middle of a stream", server.url, problem)
         message = f"the server that handled this request {problem}"
-        # The empty line ends an event of which only a part has come.
+        # The empty line ends an incomplete event.
         yield b"\n" + APIError(503, message, code="backend_lost").event() + b"data: [DONE]\n\n"
 
 
 class RouterApp:
-    """Takes requests to servers.
+    """Forwards requests to servers.
 
     Args:
-        servers: some for prefill and some for decode, or all of them regular; all with the same
+        servers: prefill and decode servers, or regular servers only; all with the same
             configuration.
         metrics_prefix: the first word of the metrics' names.
     """
@@ -156,9 +159,9 @@ class RouterApp:
     # ---------------------------------------------------------------- generation
 
     async def answer(self, request: Request) -> Response:
-        """A request that servers answer."""
-        # The path of one model is no label: clients could make up any number, and each is kept for
-        # ever.
+        """Forward a request to a server, and return its answer."""
+        # A model's name in the path must not become a label: labels are
+        # never freed, and clients can send any number of names.
         arrival = time.monotonic()
         route = "/v1/models" if request.path_params else request.url.path
         self.metrics.requests.labels(route).inc()
@@ -175,14 +178,15 @@ class RouterApp:
         return response
 
     async def _first_of(self, servers: Sequence[Backend], call: Call, ask: Ask[Result]) -> Result:
-        """What the first of some servers answers that does not fail; if all answer with a status of
-        5xx, what the last one does.
+        """Try up to `MAX_ATTEMPTS` servers in turn, and return the first answer with a status below
+        500. If there is none, return the last answer.
 
         Args:
-            ask: returns the status and the result of a server's answer, or raises one of FAILURES.
+            ask: returns the status and the result of a server's answer, or raises one of
+                `FAILURES`.
 
         Raises:
-            APIError: no server answers.
+            APIError: no server has answered.
         """
         tried: list[Backend] = []
         result = None
@@ -202,8 +206,8 @@ class RouterApp:
         return result
 
     async def _decode(self, call: Call, server: Backend) -> tuple[int, Response]:
-        """A decode server's answer, or the beginning of its stream; or a prefill server's
-        refusal."""
+        """Return a decode server's answer, which may be a stream; or the error with which a prefill
+        server has rejected the request."""
         transfer = await self._transfer(call)
         if isinstance(transfer, Response):
             return transfer.status_code, transfer
@@ -212,15 +216,14 @@ class RouterApp:
             response = await self._ask(call.with_transfer(transfer.params), server, transfer.server)
             status = response.status_code
         finally:
-            # No decode server will read the KV that is held. An engine that has claimed it may
-            # still read it.
+            # No decode server will read the KV, unless its engine has claimed it already.
             if status >= 400 and transfer.server and "remote_request_id" in transfer.params:
                 await transfer.server.release(transfer.params["remote_request_id"])
         return status, response
 
     async def _ask(self, call: Call, server: Backend, helper: Backend | None) -> Response:
-        """A decode server's answer, or the beginning of its stream. With decode first, `helper` is
-        busy with it, too."""
+        """Return a decode server's answer, which may be a stream. With decode first, `helper` is
+        the prefill server, which counts as busy until the answer ends."""
         async with contextlib.AsyncExitStack() as stack:
             if helper and self.is_decode_first:
                 stack.enter_context(helper.at_work())
@@ -239,7 +242,7 @@ class RouterApp:
     # ---------------------------------------------------------------- where the KV comes from
 
     async def _transfer(self, call: Call) -> Transfer | Response:
-        """Parameters for a decode server, or a prefill server's refusal."""
+        """Return the parameters for a decode server, or a prefill server's error."""
         if not self.prefill or not call.body or not (self.is_decode_first or call.is_one_sequence):
             return Transfer()
         ask: Ask[Transfer | Response] = self._address if self.is_decode_first else self._prefill
@@ -254,7 +257,7 @@ class RouterApp:
         return transfer
 
     async def _address(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
-        """The address of a prefill server, for a decode server to ask."""
+        """Return the address of a prefill server, from which a decode server requests KV."""
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -264,7 +267,7 @@ class RouterApp:
         return 200, Transfer(params, server)
 
     async def _prefill(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
-        """Let a prefill server compute the prompt: its KV parameters, or its refusal."""
+        """Have a prefill server compute the prompt; returns its KV parameters, or its error."""
         async with (
             asyncio.timeout(self.config.prefill_timeout),
             server.ask(call.for_prefill()) as answer,
@@ -281,7 +284,7 @@ class RouterApp:
     # ---------------------------------------------------------------- other routes
 
     async def overview(self, request: Request) -> Response:
-        """GET /: the servers, each of which has a page that shows it at work."""
+        """GET /: a page with links to the servers' own pages."""
         page = jinja2.Template(OVERVIEW.read_text(), autoescape=True)
         return HTMLResponse(page.render(servers=[*self.prefill, *self.decode]))
 
@@ -295,12 +298,12 @@ class RouterApp:
 
 
 def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
-    """The servers that can get a request, without those that were tried."""
+    """Return the healthy servers that were not tried yet."""
     return [server for server in servers if server.is_healthy and server not in tried]
 
 
 def unavailable(servers: Sequence[Backend]) -> APIError:
-    """Says why none of these servers has answered."""
+    """Return an error with the problem of each server."""
     problems = "; ".join(
         f"{server.url} {server.problem or 'has failed to answer this'}" for server in servers
     )
@@ -310,11 +313,12 @@ def unavailable(servers: Sequence[Backend]) -> APIError:
 def create_app(
     servers: Sequence[Backend], access: Access, metrics_prefix: Prefix = "vllm"
 ) -> Starlette:
-    """The application. It answers while the servers are looked after.
+    """Create the router's application. It works only while the `Backend.look_after` tasks of the
+    servers run.
 
     Args:
-        access: which clients may use the router. Without keys, the servers check those of the
-            clients.
+        access: which clients may use the router. If it has no keys, the servers check the clients'
+            keys.
         metrics_prefix: see `RouterApp`.
     """
     router = RouterApp(servers, metrics_prefix)

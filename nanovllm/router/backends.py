@@ -1,7 +1,7 @@
-"""The servers behind a router: the connections to them, and their health.
+"""The router's servers: connections and health checks.
 
-Requests go out through httpcore, the layer below httpx: it sends exactly the given headers, and
-takes half a millisecond less."""
+Requests go through httpcore, the layer below httpx. It sends exactly the given headers, and takes
+half a millisecond less per request."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ Role = Literal["prefill", "decode", "regular"]
 CONNECT_SECONDS = 5.0
 # The timeout of a health check.
 HEALTH_SECONDS = 2.5
-# After so many health checks in a row without an answer the router gives a server up, with all
-# requests that wait for it. More than one: after this process was stopped, its timers end before it
-# has read the answers.
+# Consecutive health checks without an answer after which the router considers a server dead and
+# fails its pending requests. One is not enough: if this process itself was stopped, its timers
+# expire before it reads the answers.
 MAX_SILENT_CHECKS = 2
-# So soon after a failed request the router checks the server.
+# Seconds between a failed request and the health check that follows.
 LOOK_SECONDS = 0.1
-# Servers close idle connections after 5 s (uvicorn). The router must not use one that is about to
-# be closed.
+# Servers close idle connections after 5 s (uvicorn). The router closes them earlier, so that it
+# never uses one that the server is about to close.
 KEEP_ALIVE_SECONDS = 3.0
 # All errors of a request to a server.
 FAILURES = (
@@ -58,22 +58,22 @@ class Backend:
     Args:
         url: such as http://127.0.0.1:8100.
         role: "regular": the server does both prefill and decode.
-        config: how requests are routed.
-        api_key: the router's own key, for its own questions.
+        config: the routing settings.
+        api_key: the key for the router's own requests, such as health checks.
 
     Attributes:
-        name: what the log calls it: its URL, unless the router itself has started it.
-        num_running, num_answered, num_failures: requests that the router has sent to it and that
-            have not ended, that it has answered, and that it has failed to answer.
+        name: its name in the log: its URL, unless the router has started it.
+        num_running, num_answered, num_failures: the number of its running, answered and failed
+            requests.
         problem: why it gets no requests; "" if it does.
-        kv_addresses: where decode servers may ask its engines for KV.
-        turn: the number of the last request that it was chosen for.
-        sent: names of the pieces of text that it was sent since it started, the latest last.
-        on_silence: called after every health check without an answer that gives the server up, with
-            the number of such checks.
+        kv_addresses: the addresses of its engines for decode servers that fetch KV.
+        turn: the number of the last request for which it was chosen.
+        sent: hashes of the pieces of text that it has received since its start, latest last.
+        on_silence: called with the number of consecutive health checks without an answer, once it
+            reaches `MAX_SILENT_CHECKS`.
 
     Raises:
-        UsageError: not such a URL.
+        UsageError: the URL is not valid.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Backend:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it gets requests."""
+        """True if it gets requests."""
         return not self.problem
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around a request that keeps this server busy."""
+        """Count a request as running during the `with` block."""
         self.num_running += 1
         try:
             yield
@@ -124,11 +124,11 @@ class Backend:
 
     @contextlib.asynccontextmanager
     async def ask(self, call: Call) -> AsyncIterator[httpcore.Response]:
-        """Send a request: the server's answer, whose body is still to come. A server that still
-        works on it notices the end.
+        """Send a request, and yield the server's answer before its body has arrived. At the end of
+        the `with` block the connection closes, and a server that still computes stops.
 
         Raises:
-            FAILURES: there is no answer.
+            FAILURES: the server does not answer.
         """
         origin = self._origin
         url = httpcore.URL(
@@ -144,10 +144,11 @@ class Backend:
                 yield answer
 
     async def fetch(self, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
-        """GET, or POST a body of JSON, with the router's own key: status and body of the answer.
+        """GET, or POST a JSON body, with the router's own key; returns the answer's status and
+        body.
 
         Raises:
-            FAILURES: there is no answer.
+            FAILURES: the server does not answer.
         """
         async with self.ask(
             Call("POST" if body else "GET", path, self._own_headers, body)
@@ -155,19 +156,19 @@ class Backend:
             return answer.status, await answer.aread()
 
     async def release(self, remote_request_id: str) -> None:
-        """Tell a prefill server that no decode server will read the KV that it holds for a request.
-        If this message is lost, the server holds the KV until the lease ends."""
+        """Tell a prefill server to free the KV of a request that no decode server will read. If
+        this message is lost, the server holds the KV until its lease ends."""
         body = msgspec.json.encode({"remote_request_id": remote_request_id})
         with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(HEALTH_SECONDS):
                 await self.fetch(b"/kv_transfer/release", body)
 
     def note_failure(self, error: Exception | None = None) -> None:
-        """Note that a request to this server has failed. If it refuses connections, it gets no more
-        requests until a health check succeeds; otherwise, its health is checked soon.
+        """Record a failed request, and check the server's health soon. A server that refuses
+        connections gets no more requests until a health check succeeds.
 
         Args:
-            error: one of FAILURES; None if the server has answered with an error.
+            error: one of `FAILURES`; None if the server has answered with an error status.
         """
         self.num_failures += 1
         if isinstance(error, REFUSED):
@@ -178,20 +179,20 @@ class Backend:
         if problem != self.problem:
             news = f"gets no requests for now: {problem}" if problem else "is ready"
             logger.log(logging.WARNING if problem else logging.INFO, "%s %s", self.name, news)
-            self.sent.clear()  # it may be restarted, with an empty cache
+            self.sent.clear()  # the server may have restarted with an empty cache
         self.problem = problem
 
     async def look_after(self) -> None:
-        """Check its health, for ever."""
+        """Check the server's health at intervals, until the task is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), self.config.health_check_interval)
-                await asyncio.sleep(LOOK_SECONDS)  # many failures at once have one cause
+                await asyncio.sleep(LOOK_SECONDS)  # one check for failures with one cause
             self._look.clear()
             await self.check()
 
     async def check(self) -> None:
-        """Check its health now."""
+        """Check the server's health now."""
         silent_checks = self.silent_checks
         self.silent_checks = 0
         try:
@@ -205,7 +206,7 @@ class Backend:
             problem = describe(error)
         self._note_problem(problem)
         if self.silent_checks >= MAX_SILENT_CHECKS:
-            await self.connections.aclose()  # this ends all requests that wait for it
+            await self.connections.aclose()  # fails all pending requests
             self.on_silence(self.silent_checks)
 
     async def _find_problem(self) -> str:
@@ -216,7 +217,7 @@ class Backend:
             return ""
         status, content = await self.fetch(b"/kv_transfer")
         if status == 404 and self.config.kv_order == "prefill_first":
-            return ""  # vLLM's servers do not have this route, and can transfer KV all the same
+            return ""  # vLLM's servers do not have this route, but can transfer KV
         if status != 200:
             hint = ": name its key with --api-key" if status in (401, 403) else ""
             return f"answers {status} to GET /kv_transfer{hint}"
@@ -230,7 +231,7 @@ class Backend:
 
 
 def describe(error: Exception) -> str:
-    """An error of a request to a server, in words."""
+    """Describe the error of a request to a server, as the predicate of a sentence."""
     words = "has cut the connection"
     if isinstance(error, REFUSED):
         words = "cannot be reached"

@@ -1,5 +1,5 @@
-"""A client's request on its way through the router, and the requests to a prefill and to a decode
-server that it becomes."""
+"""A client's request in the router, and the requests that it becomes for a prefill and a decode
+server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OF_CONNECTION = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     b" transfer-encoding upgrade date server".split()
 )
-# Further headers of a request that the router writes itself, or that say from which web page the
-# request comes, which the router has checked.
+# Request headers that the router does not forward: it writes them itself, or has already checked
+# them (the web page from which the request comes).
 NOT_PASSED_ON = OF_CONNECTION.union(b"host content-length expect origin sec-fetch-site".split())
-# Fields that the one token of a prefill does not need. None of them may end it early: a prefill
-# server holds only the KV of a prompt that it has computed to its end, and whose answer goes on.
+# Fields to remove for a prefill, which samples one token. None of them may end the request: a
+# prefill server holds the KV only of a complete prompt whose output continues elsewhere.
 NOT_FOR_PREFILL = frozenset(
     [
         "stream_options",
@@ -39,9 +39,10 @@ class Call:
     """A request to a server.
 
     Attributes:
-        path: with its query.
+        path: the path with the query string.
         headers: without Host and Content-Length.
-        body: the content as a JSON object; empty if it is not one, which the server will report.
+        body: the content as a JSON object; empty if it is not one, in which case the server
+            rejects it.
     """
 
     method: str
@@ -52,10 +53,13 @@ class Call:
 
     @classmethod
     async def from_request(cls, request: Request, parse: bool) -> Call:
-        """A client's request, without the headers that the router does not pass on.
+        """Read a client's request, without the headers that the router does not forward.
+
+        Args:
+            parse: whether to parse the body.
 
         Raises:
-            APIError: the body is to be parsed, and is not JSON.
+            APIError: the body is not valid JSON.
         """
         scope = request.scope
         content = await request.body()
@@ -69,9 +73,8 @@ class Call:
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether a decode server can take over its KV: it has one prompt and one answer, and does
-        not ask for the prompt's log-probabilities, which only the server that computes the prompt
-        knows."""
+        """True if a decode server can continue with its KV: it has one prompt, one output, and no
+        log-probabilities of the prompt, which only the server that computes the prompt knows."""
         prompt = self.body.get("prompt")
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
         wants_prompt = self.body.get("echo") or self.body.get("prompt_logprobs") is not None
@@ -79,7 +82,7 @@ class Call:
         return has_prompt and not several and not wants_prompt and self.body.get("n") in (None, 1)
 
     def for_prefill(self) -> Call:
-        """The request to a prefill server: generate one token, and hold the prompt's KV."""
+        """Return the request to a prefill server: sample one token, and hold the prompt's KV."""
         body = {name: value for name, value in self.body.items() if name not in NOT_FOR_PREFILL}
         body |= {
             "max_tokens": 1,
@@ -93,8 +96,8 @@ class Call:
         return replace(self, headers=headers, content=msgspec.json.encode(body))
 
     def with_transfer(self, params: JsonObject) -> Call:
-        """The request to a decode server: the client's bytes, or with the parameters of a KV
-        transfer."""
+        """Return the request to a decode server: with the parameters of a KV transfer, or, without
+        parameters, the client's bytes as they are."""
         if not params:
             return self
         return replace(

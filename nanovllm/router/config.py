@@ -1,4 +1,4 @@
-"""How a router routes, as flags. Imports nothing heavy, so that help and mistakes show at once."""
+"""The router's settings, as flags. Imports nothing heavy, so that help and errors appear fast."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from nanovllm.data.flags import Flags, Seconds
 
 @dataclass
 class RouterConfig(Flags):
-    """How requests are routed: flags of `router` and of `serve --prefill N --decode M`.
+    """Routing settings: flags of `router` and of `serve --prefill N --decode M`.
 
     Attributes:
         policy: how the router chooses a server: round robin, or the server that has already seen

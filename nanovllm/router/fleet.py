@@ -37,17 +37,17 @@ KVRole = Literal["kv_producer", "kv_consumer"]
 logger = logging.getLogger("nanovllm.router")
 
 READY = re.compile(r"(http://\S+)/v1, described")
-# Lines of a server's output that are not shown: the router's own questions, and invitations to
-# clients, who ask the router.
+# Lines of a server's output to hide: health checks by the router, and hints for clients, which use
+# the router's address instead.
 ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
 # Pauses in seconds before the attempts to start a dead server again. If all of them fail, the whole
 # fleet ends.
 RESTART_PAUSES = (0.0, 1.0, 4.0)
-# Seconds: what runs on this machine is soon up again.
+# Seconds. The interval is short because servers on this machine restart fast.
 MAX_HEALTH_CHECK_INTERVAL = 1.0
-# A server that does not answer so many health checks in a row hangs, even if it was not stopped.
+# Consecutive health checks without an answer after which a server counts as hanging.
 MAX_SILENT_CHECKS = 12
-# The time that a server gets to end, in addition to the time for running requests.
+# Seconds for a server to shut down, in addition to the time for running requests.
 END_SECONDS = 10.0
 # The longest line of a server's output, in bytes.
 LONGEST_LINE = 2**24
@@ -81,13 +81,13 @@ class ServerProcess:
         self.url = ""
 
     async def start(self) -> None:
-        """Start it, and wait until it serves.
+        """Start the server, and wait until it serves.
 
         Raises:
             UsageError, ServerError: it cannot serve.
         """
         port = self.url.rpartition(":")[2] or "0"
-        # A session of its own, because Ctrl-C in the terminal is for this process.
+        # A new session, so that Ctrl-C in the terminal reaches only this process.
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -114,14 +114,13 @@ class ServerProcess:
     async def _relay_output(
         self, process: asyncio.subprocess.Process, ready: asyncio.Event
     ) -> None:
-        """Show its output, and note the address in it. At the end of its output the process has
-        ended, too."""
+        """Show the server's output, and take its address from it, until the process has ended."""
         assert process.stdout is not None
         async for line in process.stdout:
             text = line.decode(errors="replace").rstrip()
             if found := READY.search(text):
                 self.url = found[1]
-                text = "is ready"  # its address is the router's business: clients ask the router
+                text = "is ready"  # without its address: clients use the router's
             if text and not ROUTINE.search(text):
                 say(f"[{self.name}] {text}")
             if found:
@@ -130,7 +129,7 @@ class ServerProcess:
         ready.set()
 
     async def keep_alive(self) -> None:
-        """Start it again whenever it dies.
+        """Restart the server whenever it dies.
 
         Raises:
             ServerError: it cannot serve any more.
@@ -146,24 +145,24 @@ class ServerProcess:
             else:
                 raise ServerError(f"{self.name} exits after every start; see above")
         logger.warning("[%s] is being stopped", self.name)
-        await asyncio.Event().wait()  # the other servers go on
+        await asyncio.Event().wait()  # never returns, so that the other servers keep running
 
     def end_silent(self, num_checks: int) -> None:
-        """Kill it, so that it is started again, if it was stopped, or has not answered so many
-        health checks because it hangs."""
+        """Kill the server, so that it restarts, if its process was stopped, or if it has not
+        answered `MAX_SILENT_CHECKS` health checks."""
         assert self.process is not None
         if is_stopped(self.process.pid) or num_checks >= MAX_SILENT_CHECKS:
             logger.warning("[%s] is stopped or hangs: killing it", self.name)
             self.kill()
 
     def kill(self) -> None:
-        """End it and its engine now."""
+        """Kill the server and its engine."""
         if self.process is not None and self.process.returncode is None:
             kill_tree(self.process.pid)
 
     async def stop(self, seconds: float) -> None:
-        """End it with a signal, and after so many seconds by force. A stopped process could not
-        end."""
+        """End the server with a signal, and kill it after `seconds`, or immediately if its process
+        is stopped: it cannot handle the signal."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -178,11 +177,11 @@ class ServerProcess:
             await self.process.wait()
         await asyncio.wait(
             [self._relay], timeout=1
-        )  # its own children may keep the pipe open for a moment
+        )  # the server's children may still hold the pipe open
 
 
 def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     if not (arguments.prefill and arguments.decode):
         raise UsageError(
             "--prefill and --decode must be used together, with at least one server each"
@@ -209,7 +208,7 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
 async def _run(
     config: EngineConfig, arguments: argparse.Namespace, listener: socket.socket, access: Access
 ) -> None:
-    """Start all servers, route requests to them until a signal comes or one of them cannot serve,
+    """Start all servers, route requests to them until a signal arrives or one of them cannot serve,
     and end them."""
     routing = RouterConfig.from_arguments(arguments)
     routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
@@ -240,7 +239,7 @@ async def _run(
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
-    """The servers that a command line asks for: all alike, except for their roles and GPUs."""
+    """Return the servers for a command line. They differ in their roles and GPUs only."""
     names = [(role, f"{role} {i}") for role in ROLES for i in range(getattr(arguments, role))]
     gpus, shares = divide_gpus(
         visible_gpus(config), len(names), config.world_size * config.data_parallel_size
@@ -270,11 +269,11 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
 def server_config(
     config: EngineConfig, kv_role: KVRole, kv_load_failure_policy: str, shares: int = 1
 ) -> EngineConfig:
-    """The settings of one of the servers.
+    """Return the settings of one server.
 
     Args:
-        kv_load_failure_policy: the policy of its connector for KV that does not come.
-        shares: engines that share a GPU's memory.
+        kv_load_failure_policy: its connector's policy for KV that does not arrive.
+        shares: number of engines that share one GPU's memory.
     """
     transfer = {"kv_load_failure_policy": kv_load_failure_policy} | json.loads(
         config.kv_transfer_config or "{}"
@@ -289,7 +288,7 @@ def server_config(
 
 
 def visible_gpus(config: EngineConfig) -> list[str]:
-    """The GPUs that CUDA would see, found without loading CUDA."""
+    """Return the GPUs that CUDA would see, without loading CUDA."""
     if config.device == "cpu":
         return []
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

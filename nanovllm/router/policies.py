@@ -1,8 +1,8 @@
-"""Which of several servers gets a request: they take turns, or each prefix has a home server.
+"""Policies that choose the server for a request: round robin, or by prefix.
 
 `prefix_aware` is what vLLM's production stack calls prefixaware, and SGLang's and vLLM's routers
-cache_aware. A router has no tokenizer, so it compares texts: it divides a request into pieces, and
-names each by a hash of this piece and all before it, as a prefix cache names its blocks.
+cache_aware. A router has no tokenizer, so it compares text: it divides a request into pieces, and
+computes a hash of each piece and all pieces before it, as a prefix cache does for its blocks.
 `scheduler.data_parallel.Router` does the same for the engines within one server, with real blocks.
 """
 
@@ -16,24 +16,27 @@ from nanovllm.router.backends import Backend
 
 # Bytes per piece: some sixty tokens, a few blocks.
 PIECE_BYTES = 256
-# Requests that agree in so many pieces count as equal: comparing more would only cost time.
+# The most pieces of a request that are compared. More would cost time without changing the choice.
 ROUTED_PIECES = 64
-# Names to remember per server (some 150 bytes each), as if its cache had a million tokens.
+# Hashes to remember per server (about 150 bytes each): enough for a cache of a million tokens.
 CAPACITY = 16384
-# A server may have so many more running requests than the least busy one and still get a request
-# for the sake of its prefix.
+# A server whose running requests exceed those of the least busy server by more than this gets no
+# request because of a cached prefix.
 MAX_IMBALANCE = 8
 
 
 def round_robin(candidates: Sequence[Backend], body: Mapping[str, object]) -> Backend:
-    """The server whose last request is the oldest."""
+    """Return the server that was chosen least recently."""
     return min(candidates, key=lambda each: each.turn)
 
 
 def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, object]) -> Backend:
-    """The server that has been sent the longest part of the request before, unless it is too busy;
-    else the least busy one; among equals they take turns. From now on the request's text counts as
-    cached there."""
+    """Return the server that has already received the longest prefix of the request. From now on,
+    the request's text counts as cached there.
+
+    Servers with more than `MAX_IMBALANCE` running requests above the least busy one are excluded.
+    Of servers with equally long prefixes, the least busy one is chosen, and of equally busy ones
+    the one that was chosen least recently."""
     names = prefix_names(body)
 
     def num_cached(each: Backend) -> int:
@@ -42,7 +45,7 @@ def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, object]) -> B
     least = min(candidate.num_running for candidate in candidates)
     not_too_busy = [each for each in candidates if each.num_running - least <= MAX_IMBALANCE]
     chosen = min(not_too_busy, key=lambda each: (-num_cached(each), each.num_running, each.turn))
-    for name in reversed(names):  # the end of a text is dropped before its beginning
+    for name in reversed(names):  # the last piece first, so that it is evicted first
         chosen.sent[name] = None
         chosen.sent.move_to_end(name)
     while len(chosen.sent) > CAPACITY:
@@ -55,10 +58,10 @@ _turns = itertools.count(1)
 
 
 def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, object]) -> Backend:
-    """The server that gets a request, by one of POLICIES.
+    """Choose the server for a request with one of `POLICIES`.
 
     Args:
-        candidates: the servers that can get it; at least one.
+        candidates: the servers to choose from; at least one.
         body: the request.
     """
     chosen = POLICIES[policy](candidates, body)
@@ -67,12 +70,13 @@ def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, object
 
 
 def prefix_names(body: Mapping[str, object]) -> list[bytes]:
-    """Names of a request's first whole pieces. Requests share a name only if they agree in
-    everything up to there, and in the fields that keep caches apart (model, salt and tools)."""
+    """Return the hashes of a request's first whole pieces. Two requests have the same hash only if
+    they have the same text up to the end of this piece, and the same model, cache salt and
+    tools."""
     prompt = body.get("messages") or body.get("prompt")
-    if isinstance(prompt, list):  # token ids or messages, no more of them than can matter
+    if isinstance(prompt, list):  # of token ids or messages; more of them are never compared
         prompt = prompt[: ROUTED_PIECES * PIECE_BYTES]
-    # A list that goes on has the same JSON up to there.
+    # The JSON of a longer list begins with the JSON of its prefix.
     text = msgspec.json.encode(
         [body.get("model"), body.get("cache_salt"), body.get("tools"), prompt]
     )

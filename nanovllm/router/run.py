@@ -1,4 +1,4 @@
-"""The router's server: its servers, its signals, and its end."""
+"""Runs the router: serves clients, watches the servers, and shuts down on a signal."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from nanovllm.server.signalled import SignalledServer
 def backends_of(
     urls: Mapping[Role, Sequence[str]], config: RouterConfig, api_key: str | None = None
 ) -> list[Backend]:
-    """Servers by their URLs.
+    """Return the servers with these URLs.
 
     Args:
-        api_key: the router's own key, for its own questions.
+        api_key: the key for the router's own requests, such as health checks.
 
     Raises:
-        UsageError: a text that is no URL of a server, or a URL that is given twice.
+        UsageError: a string is not the URL of a server, or a URL is given twice.
     """
     servers = [Backend(url, role, config, api_key) for role, given in urls.items() for url in given]
     names = [server.url for server in servers]
@@ -33,10 +33,10 @@ def backends_of(
 
 
 class RouterServer(SignalledServer):
-    """The router's server.
+    """The HTTP server of a router.
 
     Args:
-        servers: the servers behind it, at least one, all with the same configuration.
+        servers: at least one, all with the same configuration.
         listener: a bound socket.
         access: which clients may use the router, and the seconds that running requests get after
             the first signal.
@@ -68,7 +68,11 @@ class RouterServer(SignalledServer):
         self.name = name
 
     async def route(self, *works: Coroutine[object, object, None]) -> None:
-        """Serve until a signal comes, or one of the works fails, whose error is raised."""
+        """Serve until a signal arrives or one of the coroutines fails; then raise its error.
+
+        Args:
+            works: run next to the health checks of the servers.
+        """
         tasks = [
             asyncio.create_task(work)
             for work in (*(backend.look_after() for backend in self.backends), *works)
@@ -76,7 +80,7 @@ class RouterServer(SignalledServer):
         for task in tasks:
             task.add_done_callback(lambda task: setattr(self, "should_exit", True))
         try:
-            # So that the first request finds servers.
+            # Without this check, the first request would find no healthy server.
             await asyncio.gather(*(backend.check() for backend in self.backends))
             self.banner = banner(self.listener, self.name, self.backends)
             await self.serve([self.listener])
@@ -90,8 +94,8 @@ class RouterServer(SignalledServer):
 
 
 def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> str:
-    """The router's address, and the servers behind it: how many, and where those are that it has
-    started."""
+    """Return the text for the start of the router: its address, the number of servers, and the
+    addresses of those that it has started."""
     roles = [server.role for server in servers]
     counts = [
         f"{roles.count(r)} {r} server{'s' * (roles.count(r) > 1)}" for r in dict.fromkeys(roles)

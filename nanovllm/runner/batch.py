@@ -1,5 +1,5 @@
-"""What a step's tensors are made of: a row for each running request, and buffers that never
-move.
+"""The data from which a step's tensors are built: a row per running request, and persistent
+buffers.
 
 Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 """
@@ -7,6 +7,7 @@ Built by notebooks/17_model_runner.ipynb and 42: edit it there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import BlockCopies
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ScheduledRequest
+from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.runner.device_copies import upload
 from nanovllm.runner.sampling import SamplingRow
@@ -26,30 +28,29 @@ if TYPE_CHECKING:
 
 
 class RequestRows:
-    """What the runner remembers of the running requests: a row each in a few arrays that live as
-    long as it does.
+    """The runner's state of the running requests: one row per request in a few persistent arrays.
 
-    A schedule names only what is new (tokens, blocks); `update` appends it to the request's row.
+    A schedule contains only new tokens and blocks; `update` appends them to the request's row.
     """
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # `num_tokens` counts a pending token, `num_known` does not. A step needs `num_tokens` of
-        # all rows at once; the others are read and written one by one, for which a list takes less
-        # time than an array.
+        # `num_tokens` includes a pending token, `num_known` does not. A step reads `num_tokens` of
+        # all rows in one operation. The others are read and written one by one, where a list is
+        # faster than an array.
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_known, self.num_blocks, self.num_prompt_tokens = (
             [0] * max_num_seqs for _ in range(3)
         )
         self.params: dict[str, SamplingParams] = {}
-        # Of requests with a grammar; see `structured_output`.
+        # The matchers of requests with a grammar; see `structured_output`.
         self.matchers: Matchers = {}
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def remove(self, request_id: str) -> None:
-        """Forget a request that ended or lost its blocks."""
+        """Drop the state of a request that has ended or was preempted."""
         self._free_rows.append(self.row_of.pop(request_id))
         del self.params[request_id]
         self.matchers.pop(request_id, None)
@@ -57,8 +58,8 @@ class RequestRows:
     def sampling_row(
         self, request_id: str, row: int, eos_token_ids: list[int], num_unseen: int = 0
     ) -> SamplingRow:
-        """What the sampler has to know of a request, as if its last `num_unseen` tokens, which are
-        drafts, were not there."""
+        """Return the sampler's input for a request, without its last `num_unseen` tokens, which are
+        drafts."""
         params = self.params[request_id]
         stop_ids = (
             params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
@@ -67,16 +68,16 @@ class RequestRows:
         return SamplingRow(params, tokens, self.num_prompt_tokens[row], stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
-        """Take over what is new about a request; returns its row.
+        """Add a request's new tokens and blocks to its row; returns the row.
 
-        A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`),
-        its `params` and `num_prompt_tokens` are kept, and its counters begin at zero. New tokens
-        and blocks go behind those that the row has. Behind these is what stands for tokens that are
-        not known yet (`_unknown`): `num_tokens` counts them, `num_known` does not.
+        A request with `sampling_params` is newly admitted: it gets a free row (`_free_rows`,
+        `row_of`), its `params` and `num_prompt_tokens` are stored, and its counters begin at 0.
+        New tokens and blocks are appended to the row. Placeholders for unknown tokens (`_unknown`)
+        follow: `num_tokens` includes them, `num_known` does not.
 
         Raises:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to
-                token 4, 3 are known", if a step computes tokens that never came.
+                token 4, 3 are known", if the step computes tokens that the row does not have.
         """
         request_id = scheduled.request_id
         new_tokens = scheduled.new_token_ids
@@ -107,9 +108,28 @@ class RequestRows:
         return row
 
     def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
-        """What stands for the tokens of a share that are not known yet: a zero for a pending one,
-        and drafts."""
+        """Return placeholders for the unknown tokens of a share: a 0 for a pending token, and the
+        drafts."""
         return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
+
+    @staticmethod
+    def due(
+        schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions to sample, as two arrays: the number of the request in the schedule,
+        and the token's position in the batch.
+
+        A request that has caught up samples after its last token, at `ends[i] - 1`; with d drafts,
+        it samples d + 1 times, after each of its last d + 1 tokens."""
+        due = np.flatnonzero(caught_up)
+        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
+            return due, ends[due] - 1
+        num_drafts = np.array(
+            [len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64
+        )
+        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
+        due = due.repeat(num_drafts + 1)
+        return due, ends[due] - 1 - num_behind
 
 
 def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
@@ -123,10 +143,8 @@ def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor])
 
 
 class StepBuffer:
-    """An array in host memory and its twin on the device, made once: every step writes into the
-    same place.
-
-    On the CPU the two are one. Neither ever moves.
+    """A persistent array in host memory and its copy on the device. On a CPU both are the same
+    memory. Their addresses never change.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -137,7 +155,7 @@ class StepBuffer:
         )
 
     def first(self, count: int) -> Tensor:
-        """The first `count` entries on the device."""
+        """Return the first `count` entries on the device."""
         return self.device[:count]
 
     def upload(self, count: int) -> Tensor:
@@ -161,17 +179,17 @@ class ModelInputs(NamedTuple):
 
 @dataclass
 class Batch:
-    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers:
-    building the next batch overwrites them.
+    """The tensors of one step, and the rows of its requests. The tensors are views of the runner's
+    buffers, which the next batch overwrites.
 
     Attributes:
-        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are
-            computed.
-        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
-        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`)
+        rows, num_scheduled: `[num_seqs]`, each request's row, and its number of tokens in the step.
+        due: `[num_due]`, for each token to sample, the number of its request in the batch.
+        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `StepBuffers.pad`)
             are at the end.
-        last_rows: `[num_due]` int64, the last token of each request that is due.
-        due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
+        last_rows: `[num_due]` int64, for each token to sample, the position in the batch of the
+            token before it.
+        due_rows: `[num_due]` int64, `rows[due]`, on the device.
     """
 
     rows: np.ndarray
@@ -182,3 +200,98 @@ class Batch:
     metadata: AttentionMetadata
     last_rows: Tensor
     due_rows: Tensor
+
+
+class StepBuffers:
+    """Buffers for the inputs of a step. Every step overwrites them.
+
+    For three requests, with 3 tokens from position 0, 1 from position 8 and 2 from position 4, a
+    block size of 4, and the block tables [7], [3, 9, 5] and [2, 6], `ModelRunner.prepare_inputs`
+    writes
+
+        positions         0  1  2  8  4  5
+        slot_mapping     28 29 30 20 24 25      block * 4 + position % 4
+        query_start_loc   0  3  4  6            the end of each request, after a 0
+        seq_lens          3  9  6               tokens of each request after this step
+
+    Args:
+        num_tokens, max_blocks: of the largest step, and of the longest block table.
+
+    Attributes:
+        newest: the last sampled token of each request's row, on the device. The next step may need
+            it before it has reached the host.
+        picks: rows 0 and 1: for each token to sample, the position in the batch after which it is
+            sampled, and its request's row. Rows 2 and 3: for each pending token, its position in
+            the batch, and its request's row.
+        uploaded: recorded on a GPU after a step's uploads.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        seqs = max(config.max_num_seqs, config.max_decodes)
+        buffer = partial(StepBuffer, device=device)
+        self.input_ids, self.positions, self.slot_mapping = (
+            buffer((num_tokens,), torch.int64) for _ in range(3)
+        )
+        shapes = (seqs + 1,), (seqs,), (seqs, max_blocks)
+        self.query_start_loc, self.seq_lens, self.block_tables = (
+            buffer(shape, torch.int32) for shape in shapes
+        )
+        self.newest = torch.zeros(seqs, dtype=torch.int64, device=device)
+        self.picks = buffer((4, config.max_num_samples), torch.int64)
+        self.uploaded = torch.cuda.Event() if device.type == "cuda" else None
+
+    def pad(self, first: int, end: int) -> None:
+        """Make rows `first` to `end - 1` sequences of one padding token. Slot -1 keeps its KV from
+        being written. It attends to the first slot, since kernels need something to read, and its
+        output is not used."""
+        self.input_ids.array[first:end] = 0
+        self.positions.array[first:end] = 0
+        self.slot_mapping.array[first:end] = -1
+        self.query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
+        self.seq_lens.array[first:end] = 1
+        self.block_tables.array[first:end, 0] = 0
+
+    def inputs(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        upload: bool = False,
+    ) -> ModelInputs:
+        """Return the inputs of a step as views of the device's buffers. With `upload`, copy the
+        host's buffers to them first."""
+        view = StepBuffer.upload if upload else StepBuffer.first
+        metadata = AttentionMetadata(
+            query_start_loc=view(self.query_start_loc, num_seqs + 1),
+            seq_lens=view(self.seq_lens, num_seqs),
+            block_tables=view(self.block_tables, num_seqs),
+            slot_mapping=view(self.slot_mapping, num_tokens),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        input_ids = view(self.input_ids, num_tokens)
+        return ModelInputs(input_ids, view(self.positions, num_tokens), metadata)
+
+    def wait(self) -> None:
+        """Wait until the GPU has copied the last step's buffers. They may be overwritten then."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()
+
+    def upload_picks(self, num_due: int, num_pending: int) -> tuple[Tensor, Tensor]:
+        """Copy the picks, the last of a step's uploads, and write pending tokens, which only the
+        device knows, to their positions.
+
+        Returns:
+            `last_rows` and `due_rows` of a `Batch`.
+        """
+        picks = self.picks.upload(4)
+        if num_pending:
+            places, sources = picks[2:, :num_pending]
+            self.input_ids.device.index_copy_(0, places, self.newest.index_select(0, sources))
+        if self.uploaded is not None:
+            self.uploaded.record()
+        last_rows, due_rows = picks[:2, :num_due]
+        return last_rows, due_rows

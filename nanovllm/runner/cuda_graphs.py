@@ -1,5 +1,5 @@
-"""A decode step as one launch: recorded once for a ladder of batch sizes, then padded and replayed;
-and the warm-up before.
+"""CUDA graphs: records the decode step once per batch size, and replays it, with padding, in one
+launch. Also warms up the kernels.
 
 Built by notebooks/40_cuda_graphs.ipynb and 42: edit it there.
 """
@@ -22,15 +22,15 @@ from nanovllm.runner.batch import Batch
 if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
 
-    MemoryPool = torch.cuda._POOL_HANDLE  # the id of memory that graphs share
+    MemoryPool = torch.cuda._POOL_HANDLE  # id of the memory pool that graphs share
 
 logger = logging.getLogger(__name__)
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record, in rising order: 1, 2, 4, 8, multiples of 8 up to 256, of 16 up to
-    512, of 32 up to 1024 and so on, and `max_num_seqs` itself. From 128 rows up, less than one row
-    in sixteen is padding."""
+    """Return the batch sizes to record, in rising order: 1, 2, 4, 8, multiples of 8 up to 256, of
+    16 up to 512, of 32 up to 1024 and so on, and `max_num_seqs`. With 128 rows or more, less than
+    1/16 of the rows are padding."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_num_seqs:
         sizes.append(sizes[-1] + max(8, 2 ** (sizes[-1].bit_length() - 1) // 16))
@@ -38,12 +38,10 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 class CudaGraph:
-    """Work on an NVIDIA or AMD GPU that is recorded once and repeated as it was, addresses and
-    shapes included.
+    """Recorded work of an NVIDIA or AMD GPU. Replays repeat it with the same addresses and shapes.
 
     Args:
-        stream: where it is recorded; all graphs that share memory have to be recorded on one
-            stream.
+        stream: the stream to record on; the same one for all graphs that share memory.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -51,14 +49,13 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], object], pool: MemoryPool | None) -> MemoryPool:
-        """Record what `work` launches. The work is done once before, since CUDA cannot record while
-        a Triton kernel is compiled, or while a library loads its kernels and allocates its
-        workspace.
+        """Record the launches of `work`. Run it once before: CUDA cannot record while Triton
+        compiles a kernel, or while a library loads kernels and allocates workspace.
 
         Args:
-            work: reads and writes at the same addresses every time.
-            pool: memory for the temporary tensors of `work`, shared with other graphs that never
-                run at the same time; None for the first of them.
+            work: must read and write at the same addresses every time.
+            pool: memory for the temporary tensors of `work`, shared with graphs that never run
+                simultaneously; None for the first graph.
 
         Returns:
             The pool, for the next graph.
@@ -73,16 +70,16 @@ class CudaGraph:
         return memory
 
     def replay(self) -> None:
-        """Launch all of it again, on the current stream."""
+        """Launch the recorded work on the current stream."""
         self.graph.replay()
 
 
 class DecodeGraphs:
-    """A decode step, recorded for some batch sizes, and the buffers for what it receives and
-    computes. Fills the runner's buffers with padding, with which it records.
+    """The decode step, recorded for several batch sizes, and the buffers for its input and output.
+    It is recorded with padding tokens in the runner's buffers.
 
-    It keeps no reference to the runner, which owns it: a cycle would hold the GPU's memory until
-    Python collects garbage."""
+    It holds no reference to the runner, which owns it: with a reference cycle, the GPU's memory
+    would not be freed before Python's garbage collection."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.sizes = ladder(runner.config.max_decodes)
@@ -93,20 +90,20 @@ class DecodeGraphs:
         most = self.sizes[-1]
         self._received = runner.blank(most)
         self._out = runner.blank_output(most)
-        runner._pad(0, most)
-        runner._inputs(most, most, 1, 1, upload=True)
+        runner.buffers.pad(0, most)
+        runner.buffers.inputs(most, most, 1, 1, upload=True)
 
     def capture(self, runner: ModelRunner, size: int) -> None:
-        """Record the step of `size` rows. Begin with the largest: the others then find all the
-        memory they need."""
+        """Record the step with `size` rows. The largest size must come first: its memory is enough
+        for the others."""
         self._graphs[size] = self._make_graph()
         self._pool = self._graphs[size].capture(partial(self.decode, runner, size), self._pool)
 
     def decode(self, runner: ModelRunner, size: int) -> Tensor:
-        """Run the model on the `size` requests in the buffers, one token each: this is what a graph
-        records. So it reads and writes only buffers that never move, and its launches do not depend
-        on any length."""
-        inputs = runner._inputs(size, size, 1, runner.config.max_request_tokens)
+        """Run the model on the `size` one-token requests in the buffers: the work that a graph
+        records. It may read and write only persistent buffers, and its launches must not depend on
+        lengths."""
+        inputs = runner.buffers.inputs(size, size, 1, runner.config.max_request_tokens)
         out = runner._run_model(
             *inputs, self._received[:size] if self._received is not None else None
         )
@@ -115,36 +112,35 @@ class DecodeGraphs:
         return self._out[:size].copy_(out)
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest recorded size that is large enough; there is one."""
+        """Return the smallest recorded size of at least `num_seqs`, which must exist."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, batch: Batch, received: Tensor | None) -> Tensor:
-        """Compute a batch of sequences of one token, which is in the runner's buffers, by the graph
-        that fits.
+        """Compute a batch of one-token sequences, which is in the runner's buffers, with the graph
+        of its size.
 
-        The batch has been padded to a recorded size, the length of `input_ids`; its first rows are
-        tokens, so many of each request as `num_scheduled` says. If an earlier stage of a pipeline
-        has sent rows (`received`), they are first copied to the beginning of the buffer that the
-        graph reads, `_received`.
+        The batch is padded to a recorded size, the length of `input_ids`. Its first
+        `num_scheduled.sum()` rows are tokens. If an earlier pipeline stage has sent rows
+        (`received`), copy them to the beginning of the graph's input buffer (`_received`) first.
 
         Returns:
-            The rows of these tokens in the output buffer `_out`. The last stage
-            (`get_pp_group().is_last`, also without a pipeline) returns a view of the buffer. Other
-            stages return a copy: the next replay may overwrite the buffer before the rows are sent.
+            The rows of the tokens in the output buffer `_out`: a view on the last pipeline stage
+            (`get_pp_group().is_last`, also without a pipeline), a copy on the others, because the
+            next replay may overwrite the buffer before the rows are sent.
         """
         count = int(batch.num_scheduled.sum())
         if received is not None and self._received is not None:
             self._received[:count].copy_(received)
         self._graphs[len(batch.input_ids)].replay()
         out = self._out[:count]
-        # The next step may begin before this one's has been sent.
+        # The next step may begin before these rows have been sent.
         return out if get_pp_group().is_last else out.clone()
 
 
 @torch.inference_mode()
 def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
-    """Record the runner's decode step for each size of the ladder, the largest first: the memory
-    that it takes is enough for the others. Logs the number of graphs, and the time."""
+    """Record the runner's decode step for each size of the ladder, the largest first: its memory is
+    enough for the others. Log the number of graphs and the time."""
     start = time.perf_counter()
     graphs = DecodeGraphs(runner)
     for size in reversed(graphs.sizes):
@@ -161,22 +157,22 @@ def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner) -> None:
-    """Compile every kernel before the first request needs it: run a step of padding of each kind
-    that the backend names."""
+    """Compile all kernels before the first request: run one step of padding tokens for each kind of
+    step that the backend has."""
     config = runner.config
     start = time.perf_counter()
     most = config.max_decodes
     num_heads = runner.model_config.num_heads // get_tp_group().world_size
     kinds = runner.backend.step_kinds(num_heads, runner.kv_caches[0], most, config.token_budget)
-    runner._pad(0, most)
-    runner._inputs(most, most, 1, 1, upload=True)
+    runner.buffers.pad(0, most)
+    runner.buffers.inputs(most, most, 1, 1, upload=True)
     for num_seqs, max_query_len, max_seq_len in kinds:
-        inputs = runner._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
+        inputs = runner.buffers.inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
         runner._run_model(*inputs, runner.blank(num_seqs))
     if runner.device.type == "cuda":
         torch.cuda.synchronize(
             runner.device
-        )  # the first batch will overwrite what is being uploaded
+        )  # wait for the uploads: the first batch overwrites their source
     logger.info(
         "warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start
     )

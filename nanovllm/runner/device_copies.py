@@ -1,4 +1,4 @@
-"""Numbers on their way between host and device, without either waiting for the other.
+"""Asynchronous copies between host and device.
 
 Built by notebooks/16_sampling.ipynb: edit it there.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """True if the device computes while Python continues, so that reading a number from it has to
+    """True if the device computes while Python continues, so that reading a number from it must
     wait."""
     return device.type != "cpu"
 
@@ -22,8 +22,8 @@ def is_asynchronous(device: torch.device) -> bool:
 def upload(
     numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A tensor on the device, without waiting for it. A GPU copies asynchronously only from pinned
-    memory."""
+    """Copy numbers to the device without waiting. The source is pinned memory on a GPU, which
+    copies asynchronously only from there."""
     tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -31,12 +31,11 @@ def upload(
 
 
 def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
-    """Start to copy the numbers of some tensors, each flattened, to the host, in one copy of
-    float64, which represents every float32 and every token id exactly.
+    """Start to copy tensors to the host, flattened, in one copy of float64, which represents every
+    float32 and every token id exactly.
 
     Returns:
-        A function that waits for the numbers, but not for anything that the device was given to do
-        afterwards.
+        A function that waits for the numbers, but not for any work launched after this call.
     """
     sent = torch.cat([tensor.flatten().double() for tensor in tensors])
     sizes = [tensor.numel() for tensor in tensors]
@@ -58,7 +57,7 @@ def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
 
 
 def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows (ascending), or the tensor itself if these are all rows."""
+    """Return a copy of some rows, given in ascending order; the tensor itself for all rows."""
     if len(rows) == len(tensor):
         return tensor
     return tensor.index_select(0, upload(rows, torch.int64, tensor.device))

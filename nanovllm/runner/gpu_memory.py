@@ -1,5 +1,5 @@
-"""Measures how much of a GPU's memory is left for the KV pool: runs the largest step, and records
-two CUDA graphs.
+"""Measures the GPU memory that is left for the KV pool: runs the largest step, and records two CUDA
+graphs.
 
 Built by notebooks/40_cuda_graphs.ipynb: edit it there.
 """
@@ -17,6 +17,7 @@ import torch
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import get_pp_group
 from nanovllm.ops.device import out_of_memory
+from nanovllm.runner.batch import StepBuffers
 from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.memory import longest_request
 from nanovllm.runner.sampling import SamplingRow
@@ -28,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def free_memory(runner: ModelRunner) -> int:
-    """Bytes of the GPU that the KV pool may take; below 0 if nothing is left.
+    """Return the bytes of GPU memory for the KV pool; below 0 if there are none.
 
     Raises:
-        ValueError: the largest step does not fit.
+        ValueError: the largest step does not fit in the memory.
     """
     share = runner.config.gpu_memory_utilization
     gib = 2**30
@@ -54,11 +55,11 @@ def free_memory(runner: ModelRunner) -> int:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Bytes of a GPU's memory.
+    """The use of a GPU's memory, in bytes.
 
     Attributes:
-        total: all that the GPU has.
-        in_use: between two steps, by weights, CUDA and its libraries, and other processes.
+        total: the GPU's memory.
+        in_use: used between two steps, by weights, CUDA and its libraries, and other processes.
         weights: allocated by torch before the first step.
         activations: allocated in addition while the largest step runs.
         graphs: estimated for CUDA graphs.
@@ -72,13 +73,13 @@ class MemoryProfile:
 
 
 def profile_run(runner: ModelRunner) -> MemoryProfile:
-    """Run the largest step that there can be, record two graphs, and measure what that takes."""
+    """Run the largest possible step, record two graphs, and measure their memory."""
     device = runner.device
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(runner)
-    # What stays allocated (buffers, workspaces of libraries) is in use from now on.
+    # Buffers and workspaces of libraries stay allocated after the step.
     activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     free, total = _free_and_total(device)
     graphs = graph_memory(runner) if runner.make_graph is not None else 0
@@ -95,8 +96,8 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
 
 @torch.inference_mode()
 def run_largest_step(runner: ModelRunner) -> None:
-    """Run as many tokens as a step may have, of as many requests as there may be, every one of
-    which samples. All read one block of zeros, and write nothing."""
+    """Run a step with the most tokens and the most requests, all of which sample. They read one
+    block of zeros, and write no KV."""
     config = runner.config
     longest = longest_request(runner)
     budget = (
@@ -104,16 +105,16 @@ def run_largest_step(runner: ModelRunner) -> None:
     )
     num_seqs = min(config.max_num_seqs, budget)
     counts = np.full(num_seqs, min(budget // num_seqs, longest))
-    # The rest of the budget goes to the first request, which has the longest prompt then.
+    # The first request gets the rest of the token budget, so that its prompt is the longest.
     counts[0] = min(longest, counts[0] + budget % num_seqs)
     num_tokens = int(counts.sum())
     most = int(counts.max())
     runner.kv_caches = runner._make_caches(1, runner.device)
-    runner._make_buffers(budget, -(-longest // config.block_size))
-    runner._slot_mapping.array[:] = -1
-    runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
-    runner._seq_lens.array[:num_seqs] = counts
-    inputs = runner._inputs(num_seqs, num_tokens, most, most, upload=True)
+    runner.buffers = StepBuffers(config, budget, -(-longest // config.block_size), runner.device)
+    runner.buffers.slot_mapping.array[:] = -1
+    runner.buffers.query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
+    runner.buffers.seq_lens.array[:num_seqs] = counts
+    inputs = runner.buffers.inputs(num_seqs, num_tokens, most, most, upload=True)
     hidden = runner._run_model(*inputs, runner.blank(num_tokens))
     if get_pp_group().is_last:
         params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
@@ -123,14 +124,14 @@ def run_largest_step(runner: ModelRunner) -> None:
 
 @torch.inference_mode()
 def graph_memory(runner: ModelRunner) -> int:
-    """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as
-    much for each of the others as the second."""
+    """Estimate the bytes of all graphs: those of the largest graph, with the memory that all share,
+    plus those of the second graph for each of the others."""
     free = [_free_and_total(runner.device)[0]]
     graphs = DecodeGraphs(runner)
     largest_two = graphs.sizes[:-3:-1]
     graphs.decode(
         runner, largest_two[-1]
-    )  # what it compiles and loads is not to be counted as a graph's
+    )  # so that compiled and loaded kernels do not count as a graph's memory
     for size in largest_two:
         graphs.capture(runner, size)
         free.append(_free_and_total(runner.device)[0])

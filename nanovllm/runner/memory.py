@@ -1,7 +1,7 @@
-"""How many KV blocks a runner has room for.
+"""Computes how many KV blocks fit in a runner's memory.
 
-Without a GPU that is simple arithmetic; on a GPU it is not known before the largest step has been
-run (`gpu_memory.py`).
+Without a GPU this is simple arithmetic. On a GPU, it has to run the largest step first
+(`gpu_memory.py`).
 
 Built by notebooks/17_model_runner.ipynb: edit it there.
 """
@@ -21,24 +21,27 @@ if TYPE_CHECKING:
 
 
 def longest_request(runner: ModelRunner) -> int:
-    """Tokens that a request may have before the size of the pool is known."""
+    """Return the most tokens that a request may have, before the size of the KV pool is known."""
     positions = runner.model_config.max_position_embeddings
     return min(runner.config.max_model_len or positions, positions)
 
 
 def num_blocks_that_fit(runner: ModelRunner) -> int:
-    """Blocks for the KV pool: `num_kv_blocks` of the settings; or else what fits into
-    `kv_cache_memory` (`parse_bytes`, which is given the setting's name for its errors); or else
-    what fits into `free_memory`, but no more than `max_num_seqs` requests fill at their longest
-    (`longest_request`).
+    """Return the number of blocks for the KV pool. The first row that applies:
+
+        num_kv_blocks                             it is set
+        kv_cache_memory // bytes_per_block        it is set (`parse_bytes`, with the setting's name
+                                                  for its errors)
+        min(free_memory // bytes_per_block,       otherwise; `longest` is the number of blocks of
+            max_num_seqs * longest)               the longest request (`longest_request`)
 
     Args:
         runner: its weights are loaded, and its caches are not made yet.
 
     Raises:
-        ValueError: `num_kv_blocks` or `kv_cache_memory` is more than the machine has; or not one
-            block fits: "no KV block of 4096 bytes fits into 100 bytes", and which settings help:
-            `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
+        ValueError: `num_kv_blocks` or `kv_cache_memory` is more than the machine's memory; or no
+            block fits: "no KV block of 4096 bytes fits into 100 bytes", with the settings that
+            help: `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
     """
     config = runner.config
     size = runner.bytes_per_block
@@ -51,7 +54,7 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
         count = free // size
     else:
         free = free_memory(runner)
-        # By default, no more memory than all running requests fill at their longest.
+        # By default, at most as many blocks as `max_num_seqs` longest requests fill.
         count = min(
             free // size, config.max_num_seqs * -(-longest_request(runner) // config.block_size)
         )
@@ -64,8 +67,8 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
 
 
 def _check_host_memory(runner: ModelRunner, setting: str, num_bytes: int) -> None:
-    """Refuse a KV pool on a CPU that is larger than the machine's memory; a GPU says itself what it
-    has."""
+    """Reject a KV pool on a CPU that is larger than the machine's memory. On a GPU, the allocation
+    itself fails."""
     total = psutil.virtual_memory().total
     if runner.device.type == "cpu" and num_bytes > total:
         gib = 2**30
@@ -76,13 +79,14 @@ def _check_host_memory(runner: ModelRunner, setting: str, num_bytes: int) -> Non
 
 
 def free_memory(runner: ModelRunner) -> int:
-    """Bytes that the pool may take if the settings do not say how many."""
+    """Return the bytes for the KV pool if no setting gives its size."""
     if runner.device.type == "cuda":
         measure: Callable[[ModelRunner], int] = load(
             "nanovllm.runner.gpu_memory:free_memory", "device 'cuda'"
         )
         return measure(runner)
-    # All ranks share the memory; on several machines, there is more than this.
+    # All ranks share the memory of this machine. With several machines, this is less than each
+    # rank has.
     ranks = runner.config.world_size * runner.config.data_parallel_size
     available: int = psutil.virtual_memory().available
     return min(available // 4, 4 * 2**30) // ranks

@@ -27,7 +27,6 @@ from nanovllm.attention.base import (
 )
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
-from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_pp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import layers_here
@@ -37,9 +36,10 @@ from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
-from nanovllm.runner.batch import Batch, ModelInputs, RequestRows, StepBuffer, copy_blocks
+from nanovllm.runner.batch import Batch, RequestRows, StepBuffers, copy_blocks
 from nanovllm.runner.device_copies import start_fetch, upload
-from nanovllm.runner.sampling import SampleKey, Sampler, SamplingRow, start_logprobs
+from nanovllm.runner.prompt_logprobs import start_prompt_logprobs
+from nanovllm.runner.sampling import SampleKey, Sampler, SamplingRow
 
 if TYPE_CHECKING:
     from nanovllm.distributed.load_balance import LoadBalancer
@@ -51,22 +51,9 @@ if TYPE_CHECKING:
     from nanovllm.runner.speculative.speculator import Speculator
     from nanovllm.runner.structured_output import StructuredOutputManager
 
-# Tokens whose prompt log-probabilities are computed in one call: each needs a row of logits as long
-# as the vocabulary.
-LOGPROB_ROWS = 256
-
 
 class ModelRunner:
     """The model, the KV caches and the buffers of one device.
-
-    `prepare_inputs` packs a step. For three requests, with 3 tokens from position 0, 1 from
-    position 8 and 2 from position 4, a block size of 4, and the block tables [7], [3, 9, 5] and
-    [2, 6], it writes
-
-        positions         0  1  2  8  4  5
-        slot_mapping     28 29 30 20 24 25      block * 4 + position % 4
-        query_start_loc   0  3  4  6            the end of each request, after a 0
-        seq_lens          3  9  6               tokens of each request after this step
 
     Args:
         config: the engine's settings.
@@ -149,9 +136,8 @@ class ModelRunner:
         """Makes an empty CUDA graph; None without CUDA graphs. See `graph_maker`."""
         # Expert parallelism needs the number of tokens per rank on the host, in the middle of a
         # step. A graph cannot wait for the host.
-        eager = self.config.enforce_eager or getattr(
-            self.model_config.moe, "enable_expert_parallel", False
-        )
+        moe = self.model_config.moe
+        eager = self.config.enforce_eager or (moe is not None and moe.enable_expert_parallel)
         return graph_maker(self.device, self.backend, eager)
 
     @cached_property
@@ -191,7 +177,7 @@ class ModelRunner:
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
-            self._make_buffers(config.token_budget, max_blocks)
+            self.buffers = StepBuffers(config, config.token_budget, max_blocks, self.device)
             if self.device.type != "cpu" and self.backend.compiles_kernels:
                 load("nanovllm.runner.cuda_graphs:warm_up", "Triton")(self)
             if self.make_graph is not None:
@@ -238,28 +224,6 @@ class ModelRunner:
         drafter = self.speculator.cache_shapes(num_blocks) if self.speculator is not None else []
         return [self._cache_shape(num_blocks)] * len(self.layers) + drafter
 
-    def _make_buffers(self, tokens: int, max_blocks: int) -> None:
-        """Make buffers for steps of up to `tokens` tokens, and block tables of up to `max_blocks`
-        blocks."""
-        seqs = max(self.config.max_num_seqs, self.config.max_decodes)
-        buffer = partial(StepBuffer, device=self.device)
-        self._input_ids, self._positions, self._slot_mapping = (
-            buffer((tokens,), torch.int64) for _ in range(3)
-        )
-        shapes = (seqs + 1,), (seqs,), (seqs, max_blocks)
-        self._query_start_loc, self._seq_lens, self._block_tables = (
-            buffer(shape, torch.int32) for shape in shapes
-        )
-        # The last sampled token of each request's row. The next step may need it before it has
-        # reached the host.
-        self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        # Rows 0 and 1: for each token to sample, the position in the batch after which it is
-        # sampled, and its request's row in `self.rows`. Rows 2 and 3: for each pending token, its
-        # position in the batch, and its request's row. See `prepare_inputs`.
-        self._picks = StepBuffer((4, self.config.max_num_samples), torch.int64, self.device)
-        # Recorded on a GPU after a step's uploads.
-        self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
-
     @property
     def bytes_per_block(self) -> int:
         """Device memory per KV block, over all layers of this rank."""
@@ -283,35 +247,29 @@ class ModelRunner:
         max_seq_len = int((starts + counts).max(initial=1))
         width = -(-max_seq_len // size)
 
-        due, last_rows = self._due(schedule, starts + counts == self.rows.num_tokens[rows], ends)
+        due, lasts = self.rows.due(schedule, starts + counts == self.rows.num_tokens[rows], ends)
         seq_rows, seq_counts = self._sequences(rows, counts)
         num_seqs = len(seq_rows)
         seq_ends = np.cumsum(seq_counts)
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
 
-        if self._uploaded is not None:
-            self._uploaded.synchronize()  # the GPU may still copy the last step's buffers
-        self._input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
-        self._positions.array[:num_tokens] = positions
-        self._slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
-        self._query_start_loc.array[1 : num_seqs + 1] = seq_ends
-        self._seq_lens.array[:num_seqs] = positions[seq_ends - 1] + 1
-        self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[seq_rows, :width]
-        self._picks.array[:2, : len(due)] = last_rows, rows[due]
-        self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
+        buffers = self.buffers
+        buffers.wait()
+        buffers.input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
+        buffers.positions.array[:num_tokens] = positions
+        buffers.slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
+        buffers.query_start_loc.array[1 : num_seqs + 1] = seq_ends
+        buffers.seq_lens.array[:num_seqs] = positions[seq_ends - 1] + 1
+        buffers.block_tables.array[:num_seqs, :width] = self.rows.block_tables[seq_rows, :width]
+        buffers.picks.array[:2, : len(due)] = lasts, rows[due]
+        buffers.picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
         if padded := self._padded_size(seq_counts):
-            self._pad(num_seqs, padded)
+            buffers.pad(num_seqs, padded)
             num_seqs = num_tokens = padded
-        inputs = self._inputs(
+        inputs = buffers.inputs(
             num_seqs, num_tokens, int(seq_counts.max(initial=1)), max_seq_len, upload=True
         )
-        picks = self._picks.upload(4)
-        if len(pending):
-            places, sources = picks[2:, : len(pending)]
-            self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
-        if self._uploaded is not None:
-            self._uploaded.record()
-        last_rows, due_rows = picks[:2, : len(due)]
+        last_rows, due_rows = buffers.upload_picks(len(due), len(pending))
         return Batch(
             rows=rows,
             num_scheduled=counts,
@@ -340,24 +298,6 @@ class ModelRunner:
             return rows, counts
         return rows.repeat(counts), np.ones(counts.sum(), dtype=np.int64)
 
-    def _due(
-        self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions to sample, as two arrays: the number of the request in the schedule,
-        and the token's position in the batch.
-
-        A request that has caught up samples after its last token, at `ends[i] - 1`; with d drafts,
-        it samples d + 1 times, after each of its last d + 1 tokens."""
-        due = np.flatnonzero(caught_up)
-        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
-            return due, ends[due] - 1
-        num_drafts = np.array(
-            [len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64
-        )
-        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
-        due = due.repeat(num_drafts + 1)
-        return due, ends[due] - 1 - num_behind
-
     def _padded_size(self, counts: np.ndarray) -> int:
         """Return the number of one-token sequences to pad this step to; 0 for no padding.
 
@@ -368,41 +308,6 @@ class ModelRunner:
         if self.graphs is not None and counts.max(initial=0) == 1:
             return self.graphs.size_for(len(counts))
         return int(len(counts) == 0)
-
-    def _pad(self, first: int, end: int) -> None:
-        """Make rows `first` to `end - 1` sequences of one padding token. Slot -1 keeps its KV from
-        being written. It attends to the first slot, since kernels need something to read, and its
-        output is not used."""
-        self._input_ids.array[first:end] = 0
-        self._positions.array[first:end] = 0
-        self._slot_mapping.array[first:end] = -1
-        self._query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
-        self._seq_lens.array[first:end] = 1
-        self._block_tables.array[first:end, 0] = 0
-
-    def _inputs(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        max_query_len: int,
-        max_seq_len: int,
-        upload: bool = False,
-    ) -> ModelInputs:
-        """Return the inputs of a step as views of the device's buffers. With `upload`, copy the
-        host's buffers to them first."""
-        view = StepBuffer.upload if upload else StepBuffer.first
-        metadata = AttentionMetadata(
-            query_start_loc=view(self._query_start_loc, num_seqs + 1),
-            seq_lens=view(self._seq_lens, num_seqs),
-            block_tables=view(self._block_tables, num_seqs),
-            slot_mapping=view(self._slot_mapping, num_tokens),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        )
-        input_ids = view(self._input_ids, num_tokens)
-        return ModelInputs(input_ids, view(self._positions, num_tokens), metadata)
-
-    # ---------------------------------------------------------------- one step
 
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, and wait for its result; see `launch`."""
@@ -454,7 +359,9 @@ class ModelRunner:
         else:
             by_request = cast("Callable[[], dict[str, SampledToken]]", sampled)  # no drafts
             output = lambda: ModelRunnerOutput(by_request())  # noqa: E731
-        prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
+        prompt_logprobs = start_prompt_logprobs(
+            self.rows, schedule, batch, hidden, self.model.compute_logits
+        )
         anyone_unfinished = self.any_unfinished(schedule)
         return lambda: replace(
             output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished()
@@ -540,7 +447,7 @@ class ModelRunner:
         )
         errors = mask(logits)
         tokens, arrive = self.sampler.start(logits, list(rows.values()))
-        self._newest.index_copy_(0, batch.due_rows, tokens)
+        self.buffers.newest.index_copy_(0, batch.due_rows, tokens)
         return lambda: {
             name: SampledToken(token_id, logprobs, errors.get(name, ""))
             for name, token_id, logprobs in zip(rows, *arrive(), strict=True)
@@ -565,40 +472,6 @@ class ModelRunner:
             group.all_reduce(upload([schedule.unfinished], torch.float32, self.device))
         )
         return lambda: arrive() != [[0.0]]
-
-    def _start_prompt_logprobs(
-        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
-    ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
-        """Start to compute the log-probability of each prompt token of the step, given the tokens
-        before it.
-
-        Args:
-            hidden: the step's hidden states, `[num_tokens, hidden_size]`.
-
-        Returns:
-            A function that waits for the log-probabilities, by request.
-        """
-        rows = self.rows
-        first = 0
-        arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
-        is_wanted = any(params.prompt_logprobs is not None for params in rows.params.values())
-        for scheduled, row in zip(schedule.requests, batch.rows, strict=True) if is_wanted else ():
-            count = rows.params[scheduled.request_id].prompt_logprobs
-            end = scheduled.start + scheduled.num_tokens
-            # The hidden state at position p predicts position p + 1, which must be in the prompt.
-            last = 0 if count is None else min(end, rows.num_prompt_tokens[row] - 1)
-            if last > scheduled.start:
-                targets = rows.token_ids[row, scheduled.start + 1 : last + 1]
-                parts = arrivals[scheduled.request_id] = []
-                for i in range(0, len(targets), LOGPROB_ROWS):
-                    part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
-                    logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
-                    parts.append(start_logprobs(logits, part, [count or 0] * len(part)))
-            first += scheduled.num_tokens
-        return lambda: {
-            name: [entry for arrive in parts for entry in arrive()]
-            for name, parts in arrivals.items()
-        }
 
     def forget_requests(self) -> None:
         """Drop the state of all requests after a failed step, and stop all KV transfers."""

@@ -1,7 +1,7 @@
 """Forbids the tokens that a request's grammar does not allow next.
 
-Each request has a matcher, which consumes the tokens that were sampled. A thread computes the masks
-while the model runs: they depend on the tokens before the one to be sampled, not on its logits.
+Each request has a matcher, which consumes the sampled tokens. A thread computes the masks while the
+model runs: a mask depends on the earlier tokens, not on the logits.
 
 Built by notebooks/19_structured_output.ipynb: edit it there.
 """
@@ -29,11 +29,11 @@ from nanovllm.text.grammars import describe, form_of, new_matcher, token_trie
 from nanovllm.text.guides import Guide, TokenTable
 from nanovllm.text.tokenizer import Tokenizer
 
-# llguidance follows references from rule to rule by recursion, and a grammar may be a long chain of
-# them.
+# llguidance resolves references between rules by recursion, and a grammar may have a long chain of
+# them, so the thread needs a large stack.
 STACK_BYTES = 256 << 20
 MAX_COMPILED = 16
-# How many of the likeliest tokens may come where the end has to be kept in sight.
+# The most likely tokens that `keep_end_in_sight` checks.
 MAX_CANDIDATES = 32
 
 # Request id → matcher, and how many output tokens it has consumed.
@@ -44,7 +44,7 @@ class StructuredOutputManager:
     """Computes which tokens the grammars allow next.
 
     Args:
-        config: names the tokenizer, if it is not the model's. It is loaded with the first grammar.
+        config: names the tokenizer, unless it is the model's. The first grammar loads it.
         folder: the checkpoint.
     """
 
@@ -57,12 +57,12 @@ class StructuredOutputManager:
         self._compile = functools.lru_cache(MAX_COMPILED)(self._compile_anew)
         before = threading.stack_size(STACK_BYTES)
         self._thread = ThreadPoolExecutor(1, "nanovllm-masks")
-        self._thread.submit(int).result()  # it has started, with this stack
+        self._thread.submit(int).result()  # wait until it has started, with this stack size
         threading.stack_size(before)
 
     @functools.cached_property
     def trie(self) -> LLTokenizer:
-        """The vocabulary's."""
+        """The vocabulary as llguidance's trie."""
         name = self.config.tokenizer
         model = self.model_config
         tokenizer = Tokenizer.from_pretrained(self.folder if name is None else resolve_model(name))
@@ -70,7 +70,7 @@ class StructuredOutputManager:
 
     @functools.cached_property
     def table(self) -> TokenTable:
-        """How its tokens are spelled."""
+        """The bytes of each token."""
         return TokenTable(self.trie)
 
     def _compile_anew(self, form: Form) -> Guide:
@@ -82,14 +82,14 @@ class StructuredOutputManager:
         """Start to compute masks, in a thread.
 
         Args:
-            rows: by request id, in the order of the logits. Those without a grammar are left alone.
-            matchers: of these requests; new ones are added. They belong to the thread until the
-                masks are there.
+            rows: by request id, in the order of the logits. Rows without a grammar do not change.
+            matchers: the requests' matchers, to which new ones are added. Only the thread may use
+                them until it has computed the masks.
 
         Returns:
-            A function that waits for the masks and applies them to the logits,
-            `[num_rows, vocab_size]`, in place. It returns what went wrong, by request; such a
-            request's logits are as they were.
+            A function that waits for the masks and applies them in place to the logits,
+            `[num_rows, vocab_size]`. It returns errors by request; the logits of these requests do
+            not change.
         """
         places = [
             i for i, row in enumerate(rows.values()) if row.params.structured_outputs is not None
@@ -123,19 +123,22 @@ class StructuredOutputManager:
     ) -> tuple[np.ndarray, dict[SampleKey, str]]:
         """Compute the masks of requests with a grammar.
 
-        A request without a matcher gets a copy (`deep_copy`) of the compiled one (`_compile`, of
-        `form_of` its `structured_outputs`), which has consumed no token. Each matcher consumes the
-        output tokens that it has not consumed yet: none twice, although a preempted request is
-        computed again. `matchers` notes how many it has consumed now. Then it looks ahead
-        (`look_ahead`), with the number of tokens that are left of `max_tokens`.
+        For each request:
+
+        1. Without a matcher, add a copy (`deep_copy`) of the compiled one (`_compile`, of `form_of`
+           its `structured_outputs`), which has consumed no token.
+        2. Have the matcher consume the output tokens that it has not consumed yet, each token once,
+           even if a preempted request is computed again. Store the number in `matchers`.
+        3. Take the mask from `compute_bitmask`. Then look ahead (`look_ahead`), with the number of
+           tokens that are left of `max_tokens`.
+        4. Pass the mask through `_without_bad_words`, if the request has any, and `_without_stops`.
 
         Returns:
-            A bit per token, `[num_rows, bytes]` uint8, passed through `_without_stops`: the first
-            bytes that `compute_bitmask` returns, as many as whole words of 32 bits for
-            `trie.vocab_size` tokens have (it may return more). And by request what went wrong
-            (`describe`) in a matcher with `is_error()`: "after 4 tokens, ...", the number of its
-            output tokens; the same if bad words (`_without_bad_words`) forbid every token that the
-            grammar allows. Such a request's row allows every token.
+            The masks, a bit per token, `[num_rows, bytes]` uint8. `bytes` is the size of whole
+            words of 32 bits for `trie.vocab_size` tokens; `compute_bitmask` may return more. Then
+            errors by request: "after 4 tokens, ...", the number of its output tokens and the
+            problem (`describe`), for a matcher with `is_error()`, or if bad words forbid every
+            token that the grammar allows. The row of such a request allows every token.
         """
         masks = np.full((len(rows), -(-self.trie.vocab_size // 32) * 4), 255, dtype=np.uint8)
         errors: dict[SampleKey, str] = {}
@@ -168,28 +171,29 @@ class StructuredOutputManager:
         return masks, errors
 
     def _without_bad_words(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
-        """The mask without tokens that would complete a bad word. The mask that is given is not
-        changed."""
+        """Return a mask without the tokens that would complete a bad word. `allowed` itself does
+        not change."""
         rest = np.unpackbits(allowed, bitorder="little")
         rest[[token for token in bad_word_ends(row) if token < self.trie.vocab_size]] = 0
         return np.packbits(rest, bitorder="little")
 
     def _without_stops(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
-        """The mask without tokens that would end the output too early. If no other token is
-        allowed, the output is complete, and the mask stays as it is.
+        """Return a mask without the tokens that would end the output too early. If no other token
+        is allowed, the output is complete: return the same mask.
 
-        These are the row's `stop_ids` while it has fewer than `min_tokens` output tokens, and the
-        trie's `eos_tokens` if it has `ignore_eos`; ids outside of the vocabulary
-        (`trie.vocab_size`) are skipped. The row's `stop_ids` become (): nothing is left to do for
-        the sampler.
+            the row's `stop_ids`      end too early with fewer than `min_tokens` output tokens
+            the trie's `eos_tokens`   end too early with `ignore_eos`
+
+        Skip ids outside of the vocabulary (`trie.vocab_size`). Set the row's `stop_ids` to (), so
+        that the sampler does not forbid them again.
 
         Args:
-            allowed: a bit per token: bit i % 8, counted from the lowest, of byte i // 8. It is not
-                changed.
+            allowed: a bit per token: token i is bit i % 8, counted from the lowest, of byte i // 8.
+                It does not change.
         """
         stops = set(row.stop_ids) if row.num_output_tokens < row.params.min_tokens else set()
         stops |= set(self.trie.eos_tokens) if row.params.ignore_eos else set()
-        row.stop_ids = ()  # nothing is left to do for the sampler
+        row.stop_ids = ()  # the sampler must not forbid them again
         rest = allowed.copy()
         for token in stops:
             if 0 <= token < self.trie.vocab_size:
@@ -202,9 +206,9 @@ def keep_end_in_sight(logits: Tensor, original: Tensor, guide: Guide) -> None:
     `max_tokens`.
 
     Args:
-        logits: of one request, masked, `[vocab_size]`. Changed in place.
-        original: the same before the mask. The mask may forbid the next token of the short way to
-            the end, for another spelling.
+        logits: one request's masked logits, `[vocab_size]`, changed in place.
+        original: the same logits before the mask. The mask may forbid the next token of the
+            shortest completion, because it spells the same text with other tokens.
     """
     values, likely = logits.topk(min(MAX_CANDIDATES, len(logits)))
     candidates = [

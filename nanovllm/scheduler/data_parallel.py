@@ -1,4 +1,4 @@
-"""Data parallelism: which engine gets a request, and how engines that share experts step
+"""Data parallelism: chooses the engine for a request, and makes engines that share experts step
 together.
 
 Built by notebooks/25_data_parallel.ipynb: edit it there.
@@ -19,9 +19,9 @@ from nanovllm.kv.manager import hash_block, hash_salt
 
 
 def engine_grid(config: EngineConfig) -> tuple[Grid, int]:
-    """The grid of an engine's ranks, and the number of the engine's first rank in it.
+    """Return the grid of an engine's ranks, and the number of the engine's first rank in it.
 
-    Engines in lock-step form one grid. Every other engine has a grid of its own.
+    Engines in lock-step form one grid. Every other engine has its own grid.
     """
     data, rank = (
         (config.data_parallel_size, config.data_parallel_rank or 0)
@@ -33,10 +33,11 @@ def engine_grid(config: EngineConfig) -> tuple[Grid, int]:
 
 
 def rank_config(config: EngineConfig, rank: int, address: str) -> EngineConfig:
-    """The settings of one of the engines.
+    """Return the settings of one engine.
 
     Args:
-        address: where the ranks of all engines meet; "" if they do not share experts.
+        address: the address at which the ranks of all engines connect; "" if the engines do not
+            share experts.
     """
     trace = trace_path(config.trace, rank) if config.trace is not None else None
     return dataclasses.replace(
@@ -52,64 +53,66 @@ def trace_path(path: str, rank: int) -> str:
 
 
 class Waves:
-    """When an engine in lock-step computes. A wave is a sequence of steps that all engines make
-    together. It begins when the coordinator orders it, and ends after the first step in which no
-    engine has a request.
+    """Decides when an engine in lock-step computes.
+
+    A wave is a sequence of steps that all engines run together. It begins with the coordinator's
+    command, and ends after the first step in which no engine has a request.
 
     Attributes:
-        ended: the number of waves that have ended; also the number of the wave that runs or comes
-            next.
+        ended: the number of waves that have ended, which is the number of the current or next wave.
     """
 
     def __init__(self) -> None:
         self.ended = 0
-        self._ordered = 0  # waves that have been ordered
+        self._ordered = 0  # waves whose start was commanded
 
     @property
     def running(self) -> bool:
-        """True while every engine must make steps."""
+        """True while every engine must run steps."""
         return self._ordered > self.ended
 
     def start(self, wave: int) -> None:
-        """Take in an order to start this wave. A late order changes nothing. An early one (this
-        engine has not seen the end of the previous wave yet) takes effect at the end of the
-        previous wave."""
+        """Handle the command to start this wave.
+
+        A late command changes nothing. A command that arrives before this engine has seen the end
+        of the previous wave takes effect when that wave ends."""
         self._ordered = max(self._ordered, wave + 1)
 
     def end(self, wave: int) -> None:
-        """End this wave: in one of its steps, no engine had a request. Steps that were already in
-        flight belong to it, too, and report its end again."""
+        """End this wave, because no engine had a request in one of its steps. Steps that were
+        already in flight belong to the same wave, and end it again."""
         self.ended = max(self.ended, wave + 1)
 
 
-# Blocks of a prompt that the router compares. More would cost time without changing the choice.
+# The most blocks of a prompt that are compared. More would cost time without changing the choice.
 ROUTED_BLOCKS = 64
-# A waiting request weighs as much as this many running ones, as in vLLM: it shows that an engine is
-# full.
+# Running requests that a waiting one counts for, as in vLLM: it shows that the engine is full.
 WAITING_WEIGHT = 4
-# An engine whose load is at most this much above the lowest load may get a request because of its
+# An engine whose load exceeds the lowest load by more than this gets no request because of a cached
 # prefix.
 MAX_IMBALANCE = 8
 
 
 def load_score(num_waiting: int, num_running: int) -> int:
-    """An engine's load."""
+    """Return an engine's load."""
     return WAITING_WEIGHT * num_waiting + num_running
 
 
 class Router:
-    """Chooses the engine for a request: among engines that are not too busy, the one that probably
-    has the longest prefix of the prompt cached; then the least busy one; then engines take turns.
+    """Chooses the engine for a request.
 
-    To guess what an engine has cached, the router remembers the hashes of the blocks that it has
-    sent there (see `hash_block`), at most as many as the engine has blocks, and forgets the least
-    recently used ones first.
+    It takes the engine that probably has the longest prefix of the prompt cached, unless this
+    engine is too busy. Ties go to the least busy engine, then round robin.
+
+    To estimate what an engine has cached, the router remembers the block hashes of the prompts that
+    it has sent there (see `hash_block`). It remembers at most as many as the engine has blocks, and
+    forgets the least recently used ones first.
 
     Args:
         num_ranks: number of engines.
         block_size: tokens per block.
-        capacity: hashes to remember per engine; 0 turns the guessing off.
-        max_imbalance: how far the load of the chosen engine may be above the lowest load.
+        capacity: hashes to remember per engine; 0 ignores prefixes.
+        max_imbalance: the most by which the chosen engine's load may exceed the lowest load.
     """
 
     def __init__(
@@ -123,15 +126,18 @@ class Router:
 
     def choose(self, request: EngineRequest, loads: Sequence[int]) -> int:
         """Choose the engine for a request, and remember its prompt as cached there (`_names`,
-        `_remember`; none with capacity 0).
+        `_remember`; without names if `capacity` is 0).
 
-        Engines whose load is more than `max_imbalance` above the lowest are left out. Of the
-        others, the one with the most leading blocks of the prompt (`_match`) gets it, of several
-        the one with the lowest load, and of equal ones the first in turn: `_turn`, then the engines
-        after it, then those from 0 on. The next turn begins after the chosen one.
+        Take the engines with `load <= lowest load + max_imbalance`, and choose the first by
+
+            1. the most leading blocks of the prompt (`_match`),
+            2. the lowest load,
+            3. round robin: `_turn`, the engines after it, then those before it.
+
+        Set `_turn` to the engine after the chosen one.
 
         Args:
-            loads: of each engine, including everything that has been sent to it; see `load_score`.
+            loads: the load of each engine, with all requests sent to it so far; see `load_score`.
         """
         names = self._names(request) if self.capacity else []
         least = min(loads)
@@ -145,8 +151,8 @@ class Router:
         return rank
 
     def _names(self, request: EngineRequest) -> list[bytes]:
-        """Hashes of the prompt's first full blocks, without the last token, which is always
-        computed."""
+        """Return the hashes of the prompt's first full blocks. The last token does not count: it is
+        always computed."""
         size = self.block_size
         tokens = request.prompt_token_ids
         count = min((len(tokens) - 1) // size, ROUTED_BLOCKS)
@@ -154,18 +160,18 @@ class Router:
         return list(accumulate(blocks, hash_block, initial=hash_salt(request.cache_salt)))[1:]
 
     def _match(self, rank: int, names: list[bytes]) -> int:
-        """The number of leading blocks that were sent to an engine."""
+        """Return the number of leading blocks that were sent to an engine before."""
         sent = self._sent[rank]
         return next((i for i, name in enumerate(names) if name not in sent), len(names))
 
     def _remember(self, rank: int, names: list[bytes]) -> None:
         sent = self._sent[rank]
-        for name in reversed(names):  # as in the pool, the end of a prompt is evicted first
+        for name in reversed(names):  # the last block first, so that it is evicted first
             sent[name] = None
             sent.move_to_end(name)
         while len(sent) > self.capacity:
             sent.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget everything: the engines' caches are empty."""
+        """Forget all prompts, after the engines' caches were emptied."""
         self._sent = [OrderedDict() for _ in self._sent]

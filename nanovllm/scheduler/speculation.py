@@ -1,5 +1,4 @@
-"""Which tokens to draft, and how many: n-grams of a request's own text, and when a drafted token is
-worth its row.
+"""Decides how many tokens to draft, and drafts n-grams of a request's own tokens.
 
 Built by notebooks/42_speculative_decoding.ipynb: edit it there.
 """
@@ -18,36 +17,36 @@ from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.kv.manager import KVCacheManager
 
-# Of so many steps, two do the opposite of what seems best, to measure it again.
+# In two of this many steps, the decision is reversed, to measure the alternative again.
 PROBE = 128
-# A row's price is known after so many steps with drafts.
+# Steps with drafts after which the cost of a row is known.
 FEW = 3
-# A drafted token counts so much less with each later one, when the acceptance of a request's drafts
-# is estimated.
+# Factor by which the weight of a drafted token falls with each later one, when the acceptance of a
+# request's drafts is estimated.
 MEMORY = 0.9
-# How much the acceptance of all requests' drafts counts for one request's: as so many drafts of its
-# own.
+# The acceptance over all requests counts as much as this many drafts of the request itself.
 PRIOR = 2.0
 
 
 class NgramProposer:
-    """Drafts what followed when a text's last tokens occurred before, for the longest such n-gram,
-    the first time that it occurred (prompt
-    lookup: Saxena 2023). The text may only grow; each of its n-grams is noted once.
+    """Drafts by prompt lookup (Saxena 2023): finds the longest n-gram at the end of a sequence that
+    has occurred before, and drafts the tokens that followed its first occurrence.
+
+    The sequence may only grow: each n-gram is recorded once.
 
     Args:
-        longest, shortest: how many last tokens are looked up.
+        longest, shortest: lengths of the n-grams.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.lengths = range(longest, shortest - 1, -1)
         self._following: dict[
             tuple[int, ...], int
-        ] = {}  # n-gram → the place after its first occurrence
+        ] = {}  # n-gram → the position after its first occurrence
         self._num_noted = 0
 
     def propose(self, token_ids: list[int], count: int) -> list[int]:
-        """Up to `count` drafts for the text so far; [] if not even the shortest n-gram at its end
+        """Return up to `count` drafts for the sequence so far; [] if no n-gram at its end has
         occurred before."""
         for end in range(self._num_noted + 1, len(token_ids)):
             for length in self.lengths:
@@ -62,8 +61,8 @@ class NgramProposer:
 
 @dataclass
 class DraftHistory:
-    """What is known of a request's drafts: how many were accepted of those tried, where older ones
-    count less; and its n-grams."""
+    """A request's n-grams, and the numbers of its tried and accepted drafts, in which older drafts
+    count less."""
 
     ngrams: NgramProposer
     num_accepted: float = 0.0
@@ -71,24 +70,28 @@ class DraftHistory:
 
 
 class Speculation:
-    """Decides how many tokens are drafted for a request, drafts n-grams, and counts.
+    """Decides how many tokens to draft for each request, drafts n-grams, and keeps statistics.
 
-    A drafted token costs a row of the next step. In a step of n requests that takes T seconds
-    without drafts, a row of r seconds pays if the probability p that it becomes a token is more
-    than what the same time yields otherwise: p > r · n / T. T and r are measured, by the number of
-    requests; p of a request's j-th draft is its acceptance to the power of j. This is why drafts
-    cease where the batch is large, and where a text cannot be foreseen.
+    A drafted token costs one row of the next step. It pays if
+
+        p > r · n / T    p  probability that the draft is accepted: acceptance ** j for draft j
+                         r  seconds of one drafted row
+                         n  requests in the step
+                         T  seconds of a step without drafts, which yields n tokens
+
+    r and T are measured for each size of the batch. Drafting stops for large batches, where r · n
+    is large, and for unpredictable text, where p is small.
 
     Attributes:
-        stats: what became of drafts.
+        stats: numbers of drafted and accepted tokens.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config
         self.most = config.num_speculative_tokens or 0
         self.stats = SpecDecodingStats(num_accepted_tokens_per_pos=[0] * self.most)
-        # By the number of requests, rounded up to a power of two: seconds of steps without drafts;
-        # and of a drafted row, beyond them.
+        # By the number of requests, rounded up to a power of two: seconds of steps without drafts,
+        # and the additional seconds per drafted row.
         self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
         self._row: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
         self._num_steps = 0
@@ -96,8 +99,9 @@ class Speculation:
         self._history: WeakKeyDictionary[Request, DraftHistory] = WeakKeyDictionary()
 
     def limit(self, request: Request) -> int:
-        """How many tokens may be drafted for a request at most, whatever it costs: its own limit, a
-        grammar's (none), and what it may still generate beyond the token that each step samples."""
+        """Return the most tokens that may be drafted for a request: 0 with a grammar; otherwise the
+        lowest of the engine's limit, the request's limit, and the tokens that it may still generate
+        after the one that the step samples."""
         params = request.sampling_params
         own = (
             self.most
@@ -105,15 +109,15 @@ class Speculation:
             else min(self.most, params.num_speculative_tokens)
         )
         if params.structured_outputs is not None:
-            return 0  # the mask of a row would depend on the drafts before it
+            return 0  # the mask of a row depends on the drafts before it
         return max(0, min(own, request.max_num_tokens - request.num_tokens - 1))
 
     def begin_step(
         self, running: list[Request], others_wait: bool, manager: KVCacheManager
     ) -> None:
-        """Drop drafts where prompts have use for the step's budget: no row is free beside them. And
-        where memory is short: nobody is preempted in favour of drafts."""
-        # Of each request: drafts to verify, and to make.
+        """Drop all drafts, and draft nothing in this step, if prompts can use the step's token
+        budget, or if drafts could exhaust the free blocks and so cause a preemption."""
+        # Each request may need blocks for drafts to verify and drafts to make.
         blocks = len(running) * (1 + manager.blocks_for(2 * self.most))
         prompts_wait = others_wait or any(request.in_prefill for request in running)
         self._paused = prompts_wait or manager.pool.num_free < blocks
@@ -122,20 +126,24 @@ class Speculation:
                 request.draft_token_ids = []
 
     def num_drafts_to_make(self, request: Request, num_requests: int) -> int:
-        """How many tokens the runner shall draft; 0 if it has nothing to draft with."""
+        """Return how many tokens the runner drafts; 0 if it has no draft model."""
         return 0 if self.config.method == "ngram" else self.count(request, num_requests)
 
     def count(self, request: Request, num_requests: int) -> int:
-        """How many tokens to draft for a request, beside so many requests that decode.
+        """Return how many tokens to draft for a request in a batch of `num_requests`.
 
-        At most `limit(request)`; none while the step is `_paused`. If the settings name a number
-        for this many requests (`num_speculative_tokens_per_batch_size`: first, last, number), that
-        one, or 0 if they name others. Otherwise drafts pay one after the other, as long as their
-        chance is above `_price(num_requests)`: the chance of the first is `acceptance(request)`, of
-        each other that much less than the one before. In two steps in a row of every `PROBE`, where
-        `_num_steps` leaves a remainder of 0 or 1, it tries the
-        opposite: 0 if any pays, else 1, or 2 of a single request. (The first of them still verifies
-        what was drafted before.)"""
+        The first row that applies, with `paying`, the largest j for which
+        `acceptance(request) ** j > _price(num_requests)`:
+
+            0                                    the step is `_paused`
+            min(limit, k for num_requests)       `num_speculative_tokens_per_batch_size` is set: a
+                                                 list of (first, last, k); 0 if no range matches
+            0 if paying else                     in a probe: `_num_steps % PROBE < 2`
+              min(limit, 1 + (num_requests == 1))
+            min(limit, paying)                   otherwise
+
+        `limit` is `limit(request)`. A probe takes two steps, because the first one still verifies
+        earlier drafts."""
         limit = 0 if self._paused else self.limit(request)
         if limit == 0:
             return 0
@@ -155,16 +163,16 @@ class Speculation:
         return paying
 
     def _price(self, num_requests: int) -> float:
-        """The least probability with which a drafted row pays. Without a step that had no drafts,
-        nothing pays; then all do, until a few steps had some."""
+        """Return the probability of acceptance above which a drafted row pays. It is infinite until
+        a step without drafts was measured, and then 0 until `FEW` steps with drafts were."""
         size = num_requests.bit_length()
         if not self._plain[size] or len(self._row[size]) < FEW:
             return 0.0 if self._plain[size] else math.inf
         return max(0.0, median(self._row[size])) * num_requests / median(self._plain[size])
 
     def acceptance(self, request: Request) -> float:
-        """The probability that the next drafted token of a request is accepted, if those before it
-        are."""
+        """Estimate the probability that a drafted token of a request is accepted if all drafts
+        before it are."""
         num_accepted = self.stats.num_accepted_tokens
         everywhere = (num_accepted + 1) / (num_accepted + self.stats.num_drafts + 1)
         history = self._history_of(request)
@@ -186,12 +194,11 @@ class Speculation:
         num_new: int,
         num_requests: int,
     ) -> None:
-        """Count what became of a request's drafts, and give it new ones: what the runner has
-        drafted, or an n-gram.
+        """Count a request's accepted drafts, and give it new ones: the runner's, or an n-gram.
 
         Args:
-            num_new: tokens that the request got in the step; all but the last one had been drafted.
-            num_requests: that run.
+            num_new: tokens that the step added to the request; all but the last one were drafts.
+            num_requests: number of running requests.
         """
         if scheduled.draft_token_ids:
             self._count_accepted(request, len(scheduled.draft_token_ids), num_new - 1)
@@ -209,14 +216,14 @@ class Speculation:
 
     def _count_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.stats.add(1, num_drafts, [1] * num_accepted)
-        # A rejected draft ends the trial: those after it were not tried.
+        # The drafts after a rejected one were not tried.
         history = self._history_of(request)
         tried = min(num_accepted + 1, num_drafts)
         history.num_accepted = history.num_accepted * MEMORY**tried + num_accepted
         history.num_tried = history.num_tried * MEMORY**tried + tried
 
     def add(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Learn from a step that ran how long steps and rows take."""
+        """Record the time of a finished step."""
         if plan.num_prefill_tokens or plan.empty:
             return
         self._num_steps += 1
@@ -224,6 +231,6 @@ class Speculation:
         counts = [len(r.draft_token_ids) for r in plan.requests]
         if not any(counts) and not any(r.num_drafts for r in plan.requests):
             self._plain[size].append(seconds)
-        # A single draft would have to pay for what all drafts of a step need.
+        # With a single draft, the fixed cost of verification would count as the cost of one row.
         elif self._plain[size] and sum(counts) >= min(2, self.most):
             self._row[size].append((seconds - median(self._plain[size])) / sum(counts))

@@ -1,9 +1,9 @@
-"""What happens to requests and blocks when KV transfers end.
+"""Updates requests and blocks when KV transfers end.
 
-KV that arrives from elsewhere raises `num_computed_tokens`, like a prefix-cache hit. While it is in
-flight, the request has blocks and computes nothing (`Scheduler.receiving`); when it has arrived,
-the request runs as if it had computed these tokens itself. If a peer wants the KV of a request that
-ends, the scheduler holds the request's blocks until the peer has read them.
+KV from another engine or a store raises `num_computed_tokens`, like a prefix-cache hit. While it is
+in flight, the request has blocks but computes nothing (`Scheduler.receiving`). When it has arrived,
+the request runs as if it had computed these tokens itself. If a peer needs the KV of a finished
+request, the scheduler holds the request's blocks until the peer has read them.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
@@ -16,15 +16,16 @@ from nanovllm.scheduler.scheduler import Scheduler
 
 
 def take_over(scheduler: Scheduler, request: Request, invalid_block_ids: set[int]) -> None:
-    """Let a request run behind the KV that has arrived.
+    """Run a request with the KV that has arrived. `num_computed_tokens` rises, but never falls, to
 
-    Its first `num_computed_tokens` were computed here; the `num_external_tokens` after them have
-    arrived, but only up to the first invalid block of its table (`manager.tables`). The last of its
-    `num_tokens` is never taken over: its logits are needed. `num_computed_tokens` rises to what is
-    there, and never falls. The blocks that have become full are cached
-    (`manager.cache_blocks(request, num_computed_tokens
-    before)`), `scheduler.num_external_hit_tokens` counts the tokens that were taken over, and the
-    request runs (`scheduler.move`)."""
+        min(num_valid_tokens, num_computed_tokens + num_external_tokens, num_tokens - 1)
+
+    `num_valid_tokens` is the size of the blocks in its table (`manager.tables`) before the first
+    one in `invalid_block_ids`. The last token is always computed here, to get its logits.
+
+    Add the increase to `scheduler.num_external_hit_tokens`, cache the full blocks
+    (`manager.cache_blocks(request, num_computed_tokens before)`), and move the request to RUNNING
+    (`scheduler.move`)."""
     table = scheduler.manager.tables[request.request_id]
     size = scheduler.manager.block_size
     num_valid = next(
@@ -39,8 +40,7 @@ def take_over(scheduler: Scheduler, request: Request, invalid_block_ids: set[int
 
 
 def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> list[EngineOutput]:
-    """Act on transfers that have ended: free held blocks, and let requests run whose KV has
-    arrived.
+    """Handle transfers that have ended: free held blocks, and run requests whose KV has arrived.
 
     Returns:
         The outputs of requests that fail because their KV did not arrive.

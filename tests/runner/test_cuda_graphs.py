@@ -31,6 +31,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.lab.course.__main__ import main as course_main
 from nanovllm.models.config import ModelConfig
+from nanovllm.runner.batch import StepBuffers
 from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, capture_graphs, ladder
 from nanovllm.runner.runner import ModelRunner, graph_maker
 from tests.models.test_eagle import CONFIG, random_head, write
@@ -75,6 +76,7 @@ class Rows:
         )
         self.speculator = None
         self.config.settle(64, 32)
+        self.buffers = self  # of which graphs need two methods
 
     def blank(self, most: int) -> None:
         pass
@@ -82,10 +84,10 @@ class Rows:
     def blank_output(self, most: int) -> Tensor:
         return torch.zeros(most)
 
-    def _pad(self, first: int, end: int) -> None:
+    def pad(self, first: int, end: int) -> None:
         self.noted.append(("padding", first, end))
 
-    def _inputs(
+    def inputs(
         self, num_seqs: int, num_tokens: int, *longest: int, upload: bool = False
     ) -> tuple[int]:
         if upload:
@@ -504,7 +506,7 @@ def test_padding_after_a_larger_step(folder, graphs) -> None:
     plan = step(runner, ("A", 3, [50], []), ("B", 3, [51], []), ("C", 3, [52], []))
     result = runner.execute_model(plan)
     assert set(result.sampled) == {"A", "B", "C"}
-    ids, places, metadata = runner._inputs(4, 4, 1, 4)
+    ids, places, metadata = runner.buffers.inputs(4, 4, 1, 4)
     assert ids.tolist() == [50, 51, 52, 0] and places.tolist() == [3, 3, 3, 0]
     assert metadata.slot_mapping.tolist() == [1 * 4 + 3, 3 * 4 + 3, 5 * 4 + 3, -1]
     assert metadata.seq_lens.tolist() == [4, 4, 4, 1] and metadata.block_tables[3, 0] == 0
@@ -516,30 +518,30 @@ def test_padding_after_a_larger_step(folder, graphs) -> None:
         assert not torch.equal(cache[written], old[written])
 
 
-def break_slots(runner: ModelRunner, first: int, end: int) -> None:
-    slots = runner._slot_mapping.array[first:end].copy()
-    INTACT(runner, first, end)
-    runner._slot_mapping.array[first:end] = slots
+def break_slots(buffers: StepBuffers, first: int, end: int) -> None:
+    slots = buffers.slot_mapping.array[first:end].copy()
+    INTACT(buffers, first, end)
+    buffers.slot_mapping.array[first:end] = slots
 
 
-def break_starts(runner: ModelRunner, first: int, end: int) -> None:
-    starts = runner._query_start_loc.array[first + 1 : end + 1].copy()
-    INTACT(runner, first, end)
-    runner._query_start_loc.array[first + 1 : end + 1] = starts[::-1]
+def break_starts(buffers: StepBuffers, first: int, end: int) -> None:
+    starts = buffers.query_start_loc.array[first + 1 : end + 1].copy()
+    INTACT(buffers, first, end)
+    buffers.query_start_loc.array[first + 1 : end + 1] = starts[::-1]
 
 
-def break_first_row(runner: ModelRunner, first: int, end: int) -> None:
-    INTACT(runner, max(0, first - 1), end)
+def break_first_row(buffers: StepBuffers, first: int, end: int) -> None:
+    INTACT(buffers, max(0, first - 1), end)
 
 
-INTACT = ModelRunner._pad
+INTACT = StepBuffers.pad
 
 
 @pytest.mark.parametrize("mistake", [break_slots, break_starts, break_first_row])
 def test_mistakes_in_padding_are_seen(folder, graphs, monkeypatch, mistake) -> None:
     """What the tests above compare does differ if padding is wrong."""
     eager = make_llm(folder, enforce_eager=True)
-    monkeypatch.setattr(ModelRunner, "_pad", mistake)
+    monkeypatch.setattr(StepBuffers, "pad", mistake)
     params = [SamplingParams(temperature=0, max_tokens=3 + n, ignore_eos=True) for n in range(13)]
     expected = serve(eager, make_prompts(13), params)
     try:
@@ -555,11 +557,11 @@ def test_a_buffer_made_anew_is_seen(folder, graphs) -> None:
     runner.execute_model(step(runner, ("A", 0, [9, 8, 7], [1])))
     runner.execute_model(step(runner, ("A", 3, [6], [])))
     # The old ones stay alive, as on a GPU, where the graph would go on reading them.
-    old = runner._input_ids, runner._slot_mapping
-    runner._make_buffers(16, 16)
+    old = runner.buffers
+    runner.buffers = StepBuffers(runner.config, 16, 16, runner.device)
     with pytest.raises(AssertionError, match="would have read elsewhere"):
         runner.execute_model(step(runner, ("A", 4, [5], [2])))
-    assert old[0].array.ctypes.data != runner._input_ids.array.ctypes.data
+    assert old.input_ids.array.ctypes.data != runner.buffers.input_ids.array.ctypes.data
 
 
 # ---------------------------------------------------------------- when there are graphs

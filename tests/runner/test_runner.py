@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import nanovllm.runner.prompt_logprobs
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import (
@@ -225,16 +226,16 @@ class FakeEvent:
         self.runner, self.calls = runner, []
 
     def synchronize(self) -> None:
-        self.calls.append(("wait", self.runner._input_ids.array[:2].tolist()))
+        self.calls.append(("wait", self.runner.buffers.input_ids.array[:2].tolist()))
 
     def record(self) -> None:
-        self.calls.append(("mark", self.runner._input_ids.array[:2].tolist()))
+        self.calls.append(("mark", self.runner.buffers.input_ids.array[:2].tolist()))
 
 
 def test_host_buffers_wait_for_their_uploads() -> None:
     """On a GPU the copies are asynchronous: the next step may not write before they were made."""
     runner = bare_runner()
-    runner._uploaded = event = FakeEvent(runner)  # type: ignore[assignment]
+    runner.buffers.uploaded = event = FakeEvent(runner)  # type: ignore[assignment]
     runner.prepare_inputs(
         SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)])
     )
@@ -359,7 +360,7 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
-    set_constants(monkeypatch, nanovllm.runner.runner, LOGPROB_ROWS=7)
+    set_constants(monkeypatch, nanovllm.runner.prompt_logprobs, LOGPROB_ROWS=7)
     llm = LLM(
         str(folder),
         dtype="float32",

@@ -97,15 +97,15 @@ class Released(msgspec.Struct, tag="released"):
 
 
 class FromConsumer(NamedTuple):
-    """A consumer's message, or in place of `Release` the answer to it; None at the consumer's
-    end."""
+    """A consumer's message: a `Released` instead of a `Release`, and None after the consumer has
+    disconnected."""
 
     sender: Consumer
     message: Prefill | Claim | Released | None
 
 
 class FromProducer(NamedTuple):
-    """A producer's ranks, when they are known, or its message; None when it is lost."""
+    """A producer's ranks, once they are known, or its message; None once the connection is lost."""
 
     sender: Producer
     message: Ranks | Prefilled | Released | None
@@ -397,6 +397,7 @@ class Side(KVConnectorScheduler):
 
     Attributes:
         address: where consumers reach this engine; None if it is not a producer.
+        ranks: the addresses of this engine's ranks.
         credentials: for connections to other engines.
         mailbox: gets messages from the threads of the connections.
         metadata: for the ranks, in the next step.
@@ -409,6 +410,7 @@ class Side(KVConnectorScheduler):
         )  # checks them
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
+        self.ranks = ranks
         self.credentials = credentials(self.identity, ranks)
         self.mailbox: Mailbox[Mail] = Mailbox()
         self.metadata = TransferMetadata()

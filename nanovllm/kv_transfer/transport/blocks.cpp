@@ -5,13 +5,19 @@
 
 extern "C" {
 
-// Of block from_ids[i] into block to_ids[i]: `planes` runs of `run` bytes, which stand `*_plane` bytes apart on each side.
-void copy_blocks(char* to, const int64_t* to_ids, int64_t to_block, int64_t to_plane, const char* from,
-                 const int64_t* from_ids, int64_t from_block, int64_t from_plane, int64_t count, int64_t planes,
-                 int64_t run) {
+// Blocks of a cache: their numbers, the bytes of a block, and the distance of its two planes (keys, values) in bytes.
+struct Blocks {
+    char* cache;
+    const int64_t* ids;
+    int64_t block_bytes;
+    int64_t plane_bytes;
+};
+
+// Copy block from.ids[i] into block to.ids[i]: `runs` runs of `run_bytes`, `plane_bytes` apart on each side.
+void copy_blocks(Blocks to, Blocks from, int64_t count, int64_t runs, int64_t run_bytes) {
     for (int64_t i = 0; i < count; i++)
-        for (int64_t plane = 0; plane < planes; plane++)
-            memcpy(to + to_ids[i] * to_block + plane * to_plane, from + from_ids[i] * from_block + plane * from_plane,
-                   run);
+        for (int64_t run = 0; run < runs; run++)
+            memcpy(to.cache + to.ids[i] * to.block_bytes + run * to.plane_bytes,
+                   from.cache + from.ids[i] * from.block_bytes + run * from.plane_bytes, run_bytes);
 }
 }

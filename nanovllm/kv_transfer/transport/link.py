@@ -1,7 +1,7 @@
-"""A connection between two ranks over which KV blocks move: the common part of all transports.
+"""Moves KV blocks over a connection between two ranks: the common part of all transports.
 
-The end that opened the connection asks to read blocks (`Fetch`) or offers them (`Push`); the other
-end answers each request."""
+The rank that opened the connection requests blocks (`Fetch`) or offers them (`Push`). The other
+rank answers each request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, check_same, c
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.transport.base import Transport
 
-GRACE_SECONDS = 5.0  # how far a push may be ahead of its transfer
+GRACE_SECONDS = 5.0  # seconds that an early push waits for its transfer
 
 
 class Link:
-    """A connection to a rank of another engine, used by one thread at each end: the end that has
-    opened it reads and pushes.
+    """A connection to a rank of another engine, used by one thread at each end. The end that opened
+    it reads and pushes.
 
     Attributes:
-        theirs: what the other rank has said of itself and its cache.
+        theirs: the other rank's description of itself and its cache.
     """
 
     def __init__(self, transport: Transport, connection: Connection) -> None:
@@ -33,23 +33,23 @@ class Link:
         check_same(transport.layout.fingerprint, self.theirs.layout.fingerprint)
 
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        """Copy blocks of a piece from there to here.
+        """Copy blocks of a piece from the other rank to this one.
 
         Raises:
-            Refused: the other rank does not let us.
-            OSError, ValueError, msgspec.MsgspecError: it is gone, or breaks the protocol.
+            Refused: the other rank has rejected the request.
+            OSError, ValueError, msgspec.MsgspecError: it is gone, or violates the protocol.
         """
 
     def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:
-        """Let the other rank read blocks of these layers."""
+        """Give the other rank access to blocks of these layers."""
 
     def receive(self, timeout: float | None = None) -> messages.Message:
-        """The other rank's next message."""
+        """Receive the other rank's next message."""
         return messages.decode(self.connection.receive(timeout))
 
     def receive_answer(self) -> None:
-        """Wait until the other rank grants a request, and answer what it asks meanwhile. A payload
-        has still to be received."""
+        """Wait until the other rank grants a request. Answer its own requests while waiting. This
+        does not receive the payload."""
         while not isinstance(message := self.receive(self.transport.timeout), messages.Answer):
             self.answer(message)
         if message.error:
@@ -61,7 +61,7 @@ class Link:
         self.receive_answer()
 
     def answer(self, request: messages.Message) -> None:
-        """Grant or refuse a request."""
+        """Grant or reject a request of the other rank."""
         try:
             if isinstance(request, messages.Fetch):
                 layout = self.transport.layout
@@ -85,7 +85,7 @@ class Link:
         self.connection.send(messages.encode(messages.Answer(error)))
 
     def _take(self, push: messages.Push) -> None:
-        """Read what the other rank offers."""
+        """Read the blocks that the other rank offers."""
         piece = common_piece(self.transport.layout, self.theirs.layout)
         if piece is None or len(push.block_ids) != len(push.source_ids):
             raise messages.Refused(
@@ -94,7 +94,7 @@ class Link:
         piece = dataclasses.replace(piece, layers=_layers(push, piece.layers))
         self.theirs.layout.check_blocks(push.source_ids)
         transfers = self.transport.transfers
-        # The offer may come before our engine has been told of the transfer.
+        # The offer may arrive before this rank has been told to expect the transfer.
         transfers.is_known(push.transfer_id, min(GRACE_SECONDS, self.transport.timeout / 2))
         with transfers.moving(
             push.transfer_id,
@@ -107,11 +107,11 @@ class Link:
                 self.read(piece, push.block_ids, push.source_ids)
 
     def close(self) -> None:
-        """Release what the link holds; the connection is closed already."""
+        """Free the link's resources. The connection is closed already."""
 
 
 def _layers(request: messages.Fetch | messages.Push, known: range) -> range:
-    """The layers that a peer asks for."""
+    """Return the layers that a peer requests or offers."""
     if not known.start <= request.first_layer < request.end_layer <= known.stop:
         raise messages.Refused(
             f"layers {request.first_layer} to {request.end_layer - 1} of {known}"

@@ -37,6 +37,17 @@ logger = logging.getLogger(__name__)
 _segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
 
+class _Blocks(ctypes.Structure):
+    """`Blocks` of blocks.cpp."""
+
+    _fields_ = (
+        ("cache", ctypes.c_void_p),
+        ("ids", ctypes.POINTER(ctypes.c_int64)),
+        ("block_bytes", ctypes.c_int64),
+        ("plane_bytes", ctypes.c_int64),
+    )
+
+
 @cache
 def _copy_function() -> Callable[..., None] | None:
     """`copy_blocks` of blocks.cpp; None where there is no compiler."""
@@ -48,21 +59,7 @@ def _copy_function() -> Callable[..., None] | None:
     except BuildError as error:
         logger.warning("using TCP for KV blocks on this machine, too: %s", error)
         return None
-    place = ctypes.c_void_p
-    number = ctypes.c_int64
-    copy.argtypes = [
-        place,
-        place,
-        number,
-        number,
-        place,
-        place,
-        number,
-        number,
-        number,
-        number,
-        number,
-    ]
+    copy.argtypes = [_Blocks, _Blocks, *[ctypes.c_int64] * 3]
     copy.restype = None
     return copy
 
@@ -128,15 +125,9 @@ class LocalLink(Link):
                 + piece.remote_head * there.head_bytes
             )
             copy(
-                to,
-                local,
-                here.block_bytes,
-                here.block_bytes // 2,  # from one of a block's two planes to the other
-                source,
-                remote,
-                there.block_bytes,
-                there.block_bytes // 2,
-                len(local),
+                _Blocks(to, local, here.block_bytes, here.block_bytes // 2),
+                _Blocks(source, remote, there.block_bytes, there.block_bytes // 2),
+                len(local_ids),
                 num_runs,
                 run_bytes,
             )

@@ -1,4 +1,4 @@
-"""A rank of another engine, and the thread that reads from it and pushes to it."""
+"""Reads from, and pushes to, a rank of another engine, in a thread."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_LAYERS = 16  # per push: between two pushes a peer can refuse
-_LOOK = 1.0  # seconds after which an idle thread checks whether its peer is still there
-_JOIN = 30.0  # seconds in which a thread whose connection is closed ends
+_MAX_LAYERS = 16  # per push, so that the peer can reject a transfer between two pushes
+_LOOK = 1.0  # seconds after which an idle thread checks the connection
+_JOIN = 30.0  # most seconds until a thread ends after its connection was closed
 
 
 @dataclass(frozen=True)
 class ComputedLayer:
-    """Blocks of one layer that are to be pushed.
+    """Blocks of one layer to push.
 
     Attributes:
-        local, remote: the blocks, here and there.
+        local, remote: the blocks of this rank and of the other one.
         wait: returns once the layer has been computed.
-        is_last: the rank gets no more for this transfer.
+        is_last: the last push of this transfer to this rank.
     """
 
     transfer_id: str
@@ -48,7 +48,7 @@ class ComputedLayer:
     is_last: bool
 
     def continues(self, before: ComputedLayer) -> bool:
-        """True if this is the next layer of the same blocks, so that one push can have both."""
+        """True if this is the next layer of the same blocks, so that one push can contain both."""
         return self.layer == before.layer + 1 and (self.transfer_id, self.local, self.remote) == (
             before.transfer_id,
             before.local,
@@ -59,15 +59,15 @@ class ComputedLayer:
 class Rank:
     """A rank of another engine, from which this rank reads, and to which it pushes.
 
-    A thread of this object connects to the rank, and then does jobs, until one fails or the
-    connection is lost. A rank that is lost stays lost: to try again, make a new object.
+    The object's thread connects to the rank, and then runs jobs until one fails or the connection
+    is lost. The object cannot connect again.
 
     Attributes:
-        error: why the rank is lost; empty while it is not.
-        pushes: layers to be pushed, in the order in which they were computed; see `Transport.push`.
+        error: why the connection is lost; empty until then.
+        pushes: layers to push, in the order in which they are computed; see `Transport.push`.
     """
 
-    link: Link  # while there is a connection
+    link: Link  # set while there is a connection
 
     def __init__(self, transport: Transport, address: messages.Address) -> None:
         self.transport = transport
@@ -82,14 +82,14 @@ class Rank:
         self._thread.start()
 
     def put(self, job: Callable[[], object]) -> None:
-        """Run a job after all that were put before. None runs once the rank is lost."""
+        """Queue a job. Once the connection is lost, jobs are dropped."""
         self._jobs.put(job)
         if self.error:
             self.transport.lost(self.error, self)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the rank is gone, as far as this can be known without waiting."""
+        """Return whether the connection is lost, as far as is known without waiting."""
         connection = self._connection
         return bool(self.error) or (connection is not None and connection.is_lost())
 
@@ -131,11 +131,11 @@ class Rank:
         transport.lost(self.error, self)
 
     def close(self) -> None:
-        """End the thread. A running job fails, waiting jobs are dropped."""
+        """End the thread. A running job fails, and queued jobs are dropped."""
         self.error = self.error or "this end is closed"
         if (
             connection := self._connection
-        ):  # a thread that still connects runs no job, and will find that it is closed
+        ):  # a thread that still connects will find the object closed, and run no job
             connection.close()
             self._jobs.put(lambda: None)
             self._thread.join(_JOIN)
@@ -149,8 +149,8 @@ class Rank:
         blocks: Collection[int] = (),
         is_last: bool,
     ) -> None:
-        """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is
-        cancelled.
+        """Run a part of a transfer in this rank's thread. If the other rank rejects it, cancel the
+        transfer.
 
         Args:
             layers, blocks, is_last: see `Transfers.moving`.
@@ -174,7 +174,7 @@ class Rank:
         )
 
     def push(self) -> None:
-        """Push the next layers: those that were computed meanwhile go together."""
+        """Push the next layers: all that have been computed since the last push."""
         if not self.pushes:
             return
         first = last = self.pushes.popleft()
@@ -201,6 +201,6 @@ class Rank:
         self._move(first.transfer_id, offer, is_last=last.is_last)
 
     def give_up(self, transfer_id: str, reason: str) -> None:
-        """Say that no more will be pushed."""
+        """Tell the other rank that a transfer's pushes have ended with an error."""
         with suppress(messages.Refused):
             self.link.ask(messages.GiveUp(transfer_id, reason))

@@ -1,12 +1,12 @@
-"""Replaces the matrices of a model by quantized ones, and finds places for a checkpoint's tensors.
+"""Replaces a model's matrices by quantized ones, and maps the checkpoint's tensors to them.
 
-weight        one quantized matrix, in place of a layer's weight
-storage       what the formats of checkpoints have in common
+weight        one quantized matrix, which replaces a layer's weight
+storage       base class of the checkpoint formats
 awq, gptq, compressed_tensors
               the tensors of each format
 
-A layer says by a `Place` where the checkpoint's matrix belongs; from this follow the places of the
-tensors that store the quantized matrix."""
+A layer's `Place` says where a matrix of the checkpoint belongs. The places of the tensors that
+store the quantized matrix follow from it."""
 
 from __future__ import annotations
 
@@ -31,29 +31,33 @@ if TYPE_CHECKING:
 
 __all__ = ["W8A8", "W8A16", "QuantizedWeight", "Scheme", "quantize_layers"]
 
-# The classes that read a method's checkpoints: the first whose marker is stored reads a layer.
+# The classes that read the checkpoints of each method. A layer is read by the first class whose
+# marker is among its tensors.
 FORMATS: dict[str, tuple[type[StoredMatrix], ...]] = {
     "awq": (AWQMatrix,),
     "gptq": (GPTQMatrix,),
     "compressed-tensors": (PackedMatrix, BytesMatrix),
 }
-# Inputs of a group if weights are quantized to 4 bits while they are loaded: the first that divides
-# their number.
+# Group sizes for weights that are quantized to 4 bits while they are loaded: the first that divides
+# the number of inputs.
 GROUP_SIZES = (64, 32)
 
 
 def quantize_layers(
     model: LlamaForCausalLM, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Replace the matrices of a model on the meta device by quantized ones. Its `checkpoint_places`
-    become those of the tensors that store them, or stay as they are if an unquantized checkpoint is
-    to be quantized while it is loaded.
+    """Replace the matrices of a model on the meta device by quantized ones.
+
+    For a quantized checkpoint, `model.checkpoint_places` becomes a function that returns the places
+    of the tensors that store the quantized matrices. For an unquantized checkpoint, which is
+    quantized while it is loaded, it does not change.
 
     Args:
-        tensors: the checkpoint's; their names and shapes are enough.
+        tensors: the checkpoint's tensors; only their names and shapes are read.
 
     Raises:
-        ValueError: weights that cannot be loaded like this; the message says what would work.
+        ValueError: the weights cannot be loaded with these settings; the message names settings
+            that work.
     """
     stored: dict[str, tuple[int, ...]] = {}
     if quantization.method in FORMATS:
@@ -81,10 +85,10 @@ def quantize_layers(
 def _common_scheme(
     quantization: QuantizationConfig, stored: Shapes, path: str, layer: Layer
 ) -> Scheme | None:
-    """The scheme of the checkpoint's matrices that are stacked in a layer.
+    """Return the common scheme of the checkpoint's matrices that are stacked in a layer.
 
     Raises:
-        UnsupportedModelError: they do not have the same.
+        UnsupportedModelError: their schemes differ.
     """
     schemes = {
         name: _scheme(quantization, stored, name, found.shape)
@@ -111,15 +115,15 @@ def _replace_matrices(layer: Packable, scheme: Scheme | None) -> None:
 
 
 def _format(quantization: QuantizationConfig, stored: Shapes, layer: str) -> type[StoredMatrix]:
-    """The class that reads a quantized layer."""
+    """Return the class that reads a quantized layer."""
     return next(each for each in FORMATS[quantization.method] if f"{layer}.{each.marker}" in stored)
 
 
 def _scheme(
     quantization: QuantizationConfig, stored: Shapes, name: str, shape: tuple[int, ...]
 ) -> Scheme | None:
-    """How a matrix of the checkpoint is quantized, by the names and shapes of the tensors; None if
-    it is not."""
+    """Return a checkpoint matrix's scheme, from the names and shapes of its tensors; None if it is
+    not quantized."""
     layer = name.removesuffix(".weight")
     inputs = shape[-1]
     if quantization.method in ONLINE:
@@ -131,7 +135,7 @@ def _scheme(
 
 
 def _online_scheme(method: str, inputs: int) -> Scheme:
-    """How a matrix is quantized while it is loaded."""
+    """Return the scheme of a matrix that is quantized while it is loaded."""
     if method == "w8a8":
         return W8A8
     group_size = next((size for size in GROUP_SIZES if inputs % size == 0), 0)
@@ -141,8 +145,8 @@ def _online_scheme(method: str, inputs: int) -> Scheme:
 def _stored_places(
     matrices: Callable[[], dict[str, list[Place]]], quantization: QuantizationConfig, stored: Shapes
 ) -> dict[str, list[Place]]:
-    """`checkpoint_places`, with the places of the tensors that store a quantized matrix instead of
-    the matrix's."""
+    """Return `checkpoint_places`, in which the place of a quantized matrix is replaced by those of
+    the tensors that store it."""
     found: dict[str, list[Place]] = {}
     whole = matrices()
     for name, places in whole.items():
@@ -156,7 +160,7 @@ def _stored_places(
         for matrix in places:
             for kind, piece in _pieces(form, layer, matrix, scheme, stored).items():
                 found.setdefault(f"{layer}.{kind}", []).append(piece)
-        if f"{layer}.bias" in stored.keys() - whole.keys():  # some writers of GPTQ store zeros
+        if f"{layer}.bias" in stored.keys() - whole.keys():  # some GPTQ checkpoints store zeros
             [size] = stored[f"{layer}.bias"]
             bias = Reader(partial(_refuse_bias, layer))
             found[f"{layer}.bias"] = [place(bias, (slice(None), size))]
@@ -171,12 +175,12 @@ def _refuse_bias(layer: str, bias: Tensor) -> None:
 def _pieces(
     form: type[StoredMatrix], layer: str, matrix: Place, scheme: Scheme, stored: Shapes
 ) -> dict[str, Place]:
-    """The places of the tensors that store a matrix, by the ends of their names."""
+    """Return the places of the tensors that store a matrix, by the suffixes of their names."""
     target: nn.Module | Tensor = matrix.target
     if isinstance(target, QuantizedWeight):
         return form(layer, matrix, target).places(stored)
     assert isinstance(target, Tensor)
-    # A matrix that is used for more than products is dequantized, once all its tensors are there.
+    # A matrix with other uses than products is dequantized when all of its tensors are loaded.
     weight = QuantizedWeight.empty(tuple(target.shape), scheme, target.device)
     weight.dtype = target.dtype
     pieces = form(layer, matrix, weight).places(stored)

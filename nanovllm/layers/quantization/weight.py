@@ -1,7 +1,6 @@
 """One quantized matrix of a layer: integers and scales instead of a weight.
 
-Layers do not know of it: they hand their weight to `ops.linear`, and slice it where a rank keeps a
-part of it."""
+Layers use it like a tensor: they pass it to `ops.linear`, and slice it to a rank's part."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from nanovllm.ops.reference_quantized import round_to_nearest
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one matrix is quantized.
+    """The quantization scheme of one matrix.
 
     Attributes:
-        bits: of a weight.
-        group_size: neighbouring inputs with one scale; 0: all inputs.
+        bits: bits per weight.
+        group_size: consecutive inputs that share a scale; 0: all inputs share one.
         has_zeros: each group has a zero point.
-        quantizes_inputs: multiply integers by integers (W8A8, W4A8).
+        quantizes_inputs: inputs are quantized, too, to multiply integers (W8A8, W4A8).
     """
 
     bits: int
@@ -34,11 +33,11 @@ class Scheme:
 
     @property
     def kind(self) -> str:
-        """The name of the product."""
+        """The name of the matrix product."""
         return f"w{self.bits}a{8 if self.quantizes_inputs else 16}"
 
     def groups(self, inputs: int) -> int:
-        """Scales per row of a matrix with so many inputs."""
+        """Return the number of scales per row of a matrix with `inputs` columns."""
         return inputs // (self.group_size or inputs)
 
 
@@ -47,13 +46,13 @@ W8A8 = Scheme(8, quantizes_inputs=True)
 
 
 class QuantizedWeight(Packable):
-    """A matrix, or one for each expert, as integers and scales. Slicing its first axis gives a
+    """A matrix, or one matrix per expert, as integers and scales. A slice of its first axis is a
     view, as with a tensor.
 
     Attributes:
-        values: nibbles or 8-bit integers; see `ops.quantized` for this and `scales` and `zeros`.
-        shape: of the matrix that it stands for.
-        dtype: of the model's activations.
+        values, scales, zeros: 4- or 8-bit integers, scales and zero points; see `ops.quantized`.
+        shape: the shape of the dequantized matrix.
+        dtype: the data type of the model's activations.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class QuantizedWeight(Packable):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], scheme: Scheme, device: torch.device) -> QuantizedWeight:
-        """One whose numbers are still to be filled in."""
+        """Create a quantized matrix without values."""
         *outer, inputs = shape
         width, kind = (inputs // 8, torch.int32) if scheme.bits == 4 else (inputs, torch.int8)
         groups = scheme.groups(inputs)
@@ -91,7 +90,7 @@ class QuantizedWeight(Packable):
 
     @property
     def ndim(self) -> int:
-        """Axes of the matrix."""
+        """Number of axes of the matrix."""
         return len(self.shape)
 
     def __len__(self) -> int:
@@ -112,11 +111,11 @@ class QuantizedWeight(Packable):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
         self.dtype = fn(torch.empty(0)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._keep_dtypes()  # the parameters are new ones, and a tied weight is visited twice
+        self._keep_dtypes()  # `_apply` makes new parameters, and visits a tied weight twice
         return self
 
     def _keep_dtypes(self) -> None:
-        """Mark what does not take the model's dtype; see `load_model`."""
+        """Mark the tensors that keep their own data type; see `load_model`."""
         for tensor in (
             self.values,
             self.zeros,
@@ -149,11 +148,11 @@ class QuantizedWeight(Packable):
         return quantized.rows(token_ids, self.values, self.scales, self.zeros, self.dtype)
 
     def dequantize(self) -> Tensor:
-        """The matrix, of the model's dtype."""
+        """Return the matrix in the model's data type."""
         return quantized.dequantize(self.values, self.scales, self.zeros, self.dtype)
 
     def copy_(self, weight: Tensor) -> None:
-        """Fill it from a matrix, each weight rounded to the nearest value of its grid."""
+        """Quantize a matrix into this one: round each weight to the nearest value of its grid."""
         if not weight.is_meta:
             groups = self.scales.shape[-1]
             dtype = self.scales.dtype
@@ -163,11 +162,11 @@ class QuantizedWeight(Packable):
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix
-        is dequantized here once, not in each
-        step: it takes the memory of an unquantized one, and multiplies as fast."""
+        """Convert the matrix to the layout of its kernel; see `Layer.pack`. On a CPU without a
+        kernel, dequantize it once, instead of in each step: it then has the memory use and the
+        speed of an unquantized matrix."""
         flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
-        # layouts have groups of 16 outputs, of one expert
+        # The packed layouts have groups of 16 outputs of one expert.
         values = flat[0]
         fits = self.shape[-2] % 16 == 0
         if fits and self.scheme.bits == 4:

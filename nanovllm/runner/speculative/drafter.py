@@ -1,6 +1,5 @@
-"""Drafts tokens with a second, smaller model after each step of the first one: a model of its own,
-or a head on the first one's hidden states. Its keys and values are further layers in the same
-blocks."""
+"""Drafts tokens after each step of the target model, with a separate draft model or with a head on
+the target's hidden states. The KV of the draft model is in additional layers of the same blocks."""
 
 from __future__ import annotations
 
@@ -41,13 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """The tokens of one pass of the draft model, those of each request after those of the one
-    before.
+    """The tokens of one pass of the draft model, packed one request after another.
 
     Attributes:
         rows: `[num_requests]`, the requests' rows in `RequestRows`.
         lengths: `[num_requests]`, tokens of each request in this pass.
-        seq_lens: `[num_requests]`, tokens of each request that are in the cache after this pass.
+        seq_lens: `[num_requests]`, tokens of each request in the cache after this pass.
         ids, positions: `[num_tokens]`.
     """
 
@@ -60,14 +58,13 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class DraftTargets:
-    """The requests that get a draft next, with an entry per request in each field.
+    """The requests that get another draft. Each field has one entry per request.
 
     Attributes:
-        rows: their rows in `RequestRows`.
-        num_computed: tokens of each that the draft model has in its cache, with the pass that gives
-            the next draft.
-        output_indices: of the next draft in the request's output.
-        num_drafts: drafts that are still to be made, 1 or more.
+        rows: rows in `RequestRows`.
+        num_computed: tokens in the draft model's cache after the pass that yields the next draft.
+        output_indices: index of the next draft in the request's output.
+        num_drafts: drafts that are still missing, 1 or more.
     """
 
     request_ids: list[str]
@@ -77,7 +74,7 @@ class DraftTargets:
     num_drafts: np.ndarray
 
     def after_draft(self, unfinished: np.ndarray) -> DraftTargets:
-        """Return these of the requests, one draft further."""
+        """Return the requests in `unfinished`, after one more draft."""
         return DraftTargets(
             request_ids=[self.request_ids[i] for i in unfinished],
             rows=self.rows[unfinished],
@@ -88,15 +85,15 @@ class DraftTargets:
 
 
 class Drafter:
-    """What both kinds of drafter share: a first pass over the tokens that the step has computed,
-    then a token for each further draft.
+    """Base class of drafters. The first pass computes the tokens of the target's step, and yields
+    the first draft. Each further pass computes one draft, and yields the next.
 
     Attributes:
-        model: makes hidden states of tokens, and logits of these.
+        model: computes hidden states from tokens, and logits from hidden states.
         num_layers, num_kv_heads, head_dim: the shape of its part of the KV cache.
-        sees_new_token: the first pass has the token that the step has sampled behind those that the
-            step has computed (a model of its own); otherwise each token is replaced by the next one
-            (a head, which reads the hidden state of the token before).
+        sees_new_token: the tokens of the first pass. True (a draft model): the tokens of the step,
+            then the token that it has sampled. False (a head, which also reads the hidden state of
+            the token before): the token after each token of the step.
     """
 
     model: LlamaForCausalLM | EagleModel
@@ -119,7 +116,7 @@ class Drafter:
         self.probabilities: dict[str, Tensor] = {}
 
     def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
-        """Of this model's layers, on this rank."""
+        """Return the shapes of the caches of this model's layers on this rank."""
         heads = num_kv_heads_of_rank(self.num_kv_heads, get_tp_group().world_size)
         width = self.head_dim + self.runner.backend.scale_bytes
         return [
@@ -129,28 +126,28 @@ class Drafter:
     # ---------------------------------------------------------------- one step
 
     def follows(self, schedule: SchedulerOutput) -> bool:
-        """Whether this model computes the step's tokens, too. Where no draft pays, it does not:
-        later drafts may be worse for that, and no token is."""
+        """Return whether this model computes the step's tokens, too. It skips steps in which no
+        request drafts. Later drafts may then be accepted less often; the output is the same."""
         return any(r.num_drafts or r.num_tokens > 1 for r in schedule.requests)
 
     def prepare(self, schedule: SchedulerOutput) -> None:
-        """Called before the first model runs a step."""
+        """Prepare for a step, before the target model runs it."""
 
     def keep(self) -> None:
-        """Called at the end of a first model's step that a graph records: what a replay shall leave
-        goes into buffers."""
+        """Copy what a replay must return into persistent buffers, at the end of a target step that
+        a graph records."""
 
     def propose(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
     ) -> dict[str, list[int]]:
-        """Draft for the requests of a step that has just been run.
+        """Draft for the requests of a step that the target has just run.
 
         Args:
-            hidden: the first model's last hidden states, `[num_tokens, hidden_size]`.
-            emitted: the tokens that each request has got: its accepted drafts, and one more.
+            hidden: the target's last hidden states, `[num_tokens, hidden_size]`.
+            emitted: by request, its accepted drafts and one more token.
 
         Returns:
-            By request, as many drafts as its share asks for (`num_drafts`).
+            By request, `num_drafts` drafts, the number in its share.
         """
         if not self.follows(schedule):
             return {}
@@ -161,7 +158,7 @@ class Drafter:
             len(request.draft_token_ids) + 1 - len(tokens) if tokens else 0
             for request, tokens in zip(requests, new, strict=True)
         ]
-        # Rejected drafts were computed in vain.
+        # The KV of rejected drafts does not count.
         num_kept = np.array([request.num_tokens for request in requests]) - num_rejected
         num_drafts = np.array(
             [
@@ -192,8 +189,8 @@ class Drafter:
         return self._continue(targets, out)
 
     def _append(self, new: list[list[int]], rows: np.ndarray, ends: np.ndarray) -> None:
-        """Write each request's last new token behind its first `ends` tokens; the next step brings
-        it, too."""
+        """Write each request's last new token after its first `ends` tokens. The next schedule
+        contains the token again."""
         token_ids = self.runner.rows.token_ids
         for tokens, row, end in zip(new, rows, ends, strict=True):
             if tokens and end < self.runner.config.max_request_tokens:
@@ -202,8 +199,8 @@ class Drafter:
     def _first_tokens(
         self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> PackedTokens:
-        """The tokens of the first pass: `lengths` of each request, from the positions `starts`
-        on."""
+        """Return the tokens of the first pass: `lengths` tokens per request, starting at the
+        positions `starts`."""
         positions = _ranges(starts, lengths)
         last = self.runner.config.max_request_tokens - 1
         columns = np.minimum(positions + (not self.sees_new_token), last)
@@ -218,10 +215,10 @@ class Drafter:
     def _continue(
         self, targets: DraftTargets, out: tuple[Tensor, Tensor | None]
     ) -> dict[str, list[int]]:
-        """Make the drafts of some requests, one token of each after another.
+        """Make the drafts of some requests, one pass per draft.
 
         Args:
-            out: the result of `_forward` for them.
+            out: the result of `_forward` for these requests.
         """
         drafts: dict[str, list[int]] = {name: [] for name in targets.request_ids}
         found: dict[str, list[Tensor]] = {name: [] for name in targets.request_ids}
@@ -250,8 +247,8 @@ class Drafter:
     def _choose(
         self, x: Tensor, targets: DraftTargets, found: dict[str, list[Tensor]]
     ) -> list[int]:
-        """The next draft of each request; if it is drawn, `found` gets its distribution over the
-        first model's vocabulary."""
+        """Choose the next draft of each request. For drafts that are drawn, `found` gets the
+        distribution over the target's vocabulary."""
         logits = self.model.compute_logits(x)
         if self.config.draft_sample_method == "greedy":
             greedy: list[int] = self._to_target(ops.argmax(logits)).tolist()
@@ -267,12 +264,12 @@ class Drafter:
     def _forward(
         self, tokens: PackedTokens, features: Tensor | None, picked: np.ndarray
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the model over packed tokens; returns what its head takes, and what the next draft
-        needs, of the tokens at the places `picked`."""
+        """Run the model on packed tokens; returns, for the tokens at the positions `picked`, the
+        input of its output head and the features for the next draft."""
         runner = self.runner
         send = partial(upload, dtype=torch.int64, device=runner.device)
         metadata = self._metadata(tokens)
-        caches = runner.kv_caches[len(runner.layers) :]  # behind those of the first model
+        caches = runner.kv_caches[len(runner.layers) :]  # after the target's
         with forward_context(ForwardContext(runner.backend, caches, metadata)):
             out, features = self._run(send(tokens.ids), send(tokens.positions), features)
         chosen = send(picked)
@@ -281,7 +278,7 @@ class Drafter:
         )
 
     def _metadata(self, tokens: PackedTokens) -> AttentionMetadata:
-        """Where attention finds and writes the keys and values of packed tokens."""
+        """Return the attention metadata of packed tokens."""
         size = self.runner.config.block_size
         send = partial(upload, device=self.runner.device)
         tables = self.runner.rows.block_tables
@@ -301,8 +298,8 @@ class Drafter:
     # -------------------------------------------------------------- what kinds of drafter differ in
 
     def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
-        """What the model reads beside the tokens of the first pass, which are `sources` of the
-        step's."""
+        """Return the model's additional input for the first pass. `sources` are the positions of
+        its tokens in the step."""
         return None
 
     def _run(
@@ -311,23 +308,23 @@ class Drafter:
         raise NotImplementedError
 
     def _to_target(self, tokens: Tensor) -> Tensor:
-        """Ids in the first model's vocabulary."""
+        """Convert token ids to the target's vocabulary."""
         return tokens
 
     def _spread(self, logits: Tensor) -> Tensor:
-        """Logits over the first model's vocabulary."""
+        """Convert logits to the target's vocabulary."""
         return logits
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """All numbers of the ranges that begin at `starts`, one range after the other."""
+    """Concatenate the ranges from `starts` with `lengths` numbers each."""
     offsets: np.ndarray = starts - (lengths.cumsum() - lengths)
     numbers: np.ndarray = np.arange(lengths.sum()) + offsets.repeat(lengths)
     return numbers
 
 
 class DraftModel(Drafter):
-    """A model of its own with the same vocabulary."""
+    """Drafts with a separate model that has the target's vocabulary."""
 
     model: LlamaForCausalLM
     sees_new_token = True
@@ -365,8 +362,8 @@ class DraftModel(Drafter):
 
 
 class Eagle(Drafter):
-    """A layer that continues the first model's hidden states (EAGLE: Li et al. 2024, arXiv
-    2401.15077; EAGLE-3: arXiv 2503.01840)."""
+    """Drafts with one layer on the target's hidden states (EAGLE: Li et al. 2024, arXiv 2401.15077;
+    EAGLE-3: arXiv 2503.01840)."""
 
     model: EagleModel
     sees_new_token = False
@@ -390,13 +387,12 @@ class Eagle(Drafter):
                 f"{config.method!r}"
             )
         runner.prepare_model(self.model)
-        # What runs the first model's layers: all in one call, or in parts, between which hidden
-        # states are kept.
+        # Runs the target's layers: all in one call, or in parts that keep hidden states.
         self.target = runner.model.model
         whole = self.target.fused
         self.target.collect_hidden_states(self.model.aux_layers)
         self.ways = {False: ((), whole), True: (self.model.aux_layers, self.target.fused)}
-        self._kept: list[Tensor] = []  # hidden states of a step that a graph has replayed
+        self._kept: list[Tensor] = []  # hidden states of a replayed step
         self.num_kv_heads = self.model.num_kv_heads
         self.head_dim = self.model.head_dim
 
@@ -415,7 +411,7 @@ class Eagle(Drafter):
         return super().propose(schedule, batch, hidden, emitted)
 
     def prepare(self, schedule: SchedulerOutput) -> None:
-        # A recorded step always keeps them.
+        # A recorded step always keeps the hidden states.
         keeps = self.follows(schedule) or self.runner.graphs is not None
         self.target.aux_hidden_state_layers, self.target.fused = self.ways[keeps]
 

@@ -1,4 +1,4 @@
-"""The runner's part in speculative decoding: verifies a step's drafts, and has new ones made."""
+"""The runner's part in speculative decoding: verifies a step's drafts, and makes new ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Speculator:
-    """Verifies drafts, and makes them if the scheduler does not.
+    """Verifies drafts, and makes drafts unless the scheduler does.
 
-    Where drafts are not drawn, the sampler is that of every other engine: a draft is right if it is
-    the token that is sampled without it, at any temperature, because a draw depends on the
-    request's seed and on the token's place alone.
+    Unless drafts are drawn, the sampler is the same as without speculation: a draft is accepted if
+    it equals the sampled token. This works at any temperature, because a draw depends only on the
+    request's seed and the token's position.
 
     Attributes:
-        drafter: None if the scheduler drafts n-grams.
+        drafter: makes drafts; None if the scheduler drafts n-grams.
         keep: see `Drafter.keep`.
     """
 
@@ -45,12 +45,12 @@ class Speculator:
             runner.sampler = RejectionSampler()
 
     def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
-        """Caches that the runner shall make for the drafter's layers."""
+        """Return the shapes of the caches of the drafter's layers."""
         return self.drafter.cache_shapes(num_blocks) if self.drafter is not None else []
 
     def mark(self, rows: dict[SampleKey, SamplingRow], schedule: SchedulerOutput) -> None:
-        """Before a step: tell the sampler which rows verify drafts that were drawn, and from
-        what."""
+        """Replace the rows that verify drawn drafts by `DraftedRow`s, with the distributions from
+        which the drafts were drawn."""
         if self.drafter is not None:
             self.drafter.prepare(schedule)
         drawn = self.drafter.probabilities if self.drafter is not None else {}
@@ -70,8 +70,8 @@ class Speculator:
         hidden: Tensor,
         sampled: Callable[[], dict[SampleKey, SampledToken]],
     ) -> Callable[[], ModelRunnerOutput]:
-        """Verify the step's drafts. A drafter begins where the accepted ones end, so it waits for
-        the step."""
+        """Verify the step's drafts, and make new ones. A drafter starts after the accepted drafts,
+        so it waits for the step's result."""
         if self.drafter is None:
             return lambda: keep_accepted(schedule, sampled())
         output = keep_accepted(schedule, sampled())

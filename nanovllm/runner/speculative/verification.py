@@ -1,4 +1,4 @@
-"""Which drafts are kept: those that the model samples itself; or, if they were drawn, as many as
+"""Verifies drafts: accepts those that equal the model's sampled tokens; of drawn drafts, those that
 rejection sampling accepts.
 
 Built by notebooks/42_speculative_decoding.ipynb: edit it there.
@@ -21,15 +21,16 @@ from nanovllm.runner.sampling import SampleKey, Sampler, SamplingRow, draw, mode
 def keep_accepted(
     schedule: SchedulerOutput, sampled: dict[SampleKey, SampledToken]
 ) -> ModelRunnerOutput:
-    """Keep, of the tokens that were sampled after a request's drafts, those that the model would
-    have sampled one by one: up to the first that is not the draft at its place, and this one.
+    """Keep the sampled tokens that the model would have sampled without drafts: all up to and
+    including the first that differs from the draft at its position.
 
     Args:
-        sampled: by request id the token after its known ones, and by (request id, n) the one after
-            n drafts. A request that samples nothing is missing.
+        sampled: by request id, the token after the known tokens; by (request id, n), the token
+            after n drafts. A request that samples nothing is missing.
 
-    Returns: the first token of each request in `sampled`; the others, if there are any, in
-    `sampled_after`."""
+    Returns:
+        Each request's first token in `sampled`, and its other tokens, if any, in `sampled_after`.
+    """
     output = ModelRunnerOutput()
     for scheduled in schedule.requests:
         name = scheduled.request_id
@@ -46,8 +47,7 @@ def keep_accepted(
     return output
 
 
-# Draws that must not depend on each other have streams of their own: a draft, whether it is
-# accepted, what takes its place.
+# Independent random streams: to draw a draft, to accept or reject it, and to draw its replacement.
 DRAFT = 1
 ACCEPT = 2
 REPLACE = 3
@@ -58,11 +58,11 @@ def draw_draft(logits: Tensor, params: SamplingParams, index: int) -> tuple[int,
 
     Args:
         logits: `[vocab_size]` float32.
-        index: of the token in the request's output.
+        index: the token's index in the request's output.
 
     Returns:
-        The token, and the distribution from which it was drawn: all of it on one token for a greedy
-        request.
+        The token, and the distribution from which it was drawn; for a greedy request, 1 at the
+        token.
     """
     if params.greedy:
         token = int(logits.argmax())
@@ -91,7 +91,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, replacement: Te
     places = drafts.unsqueeze(1)
     accepted = accept < (p.gather(1, places) / q.gather(1, places)).squeeze(1)
     rest = (p - q).clamp(min=0)
-    # Where p and q are equal but for their rounding, nothing is left: then p itself is right.
+    # If p and q differ by rounding errors only, max(p - q, 0) may be all zeros: then use p.
     rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, p)
     return torch.where(accepted, drafts, draw(rest.log(), replacement))
 
@@ -113,7 +113,7 @@ class RejectionSampler(Sampler):
     """Samples as `Sampler` does, but verifies the drafts of `DraftedRow`s."""
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """The next tokens, `[num_rows]` int64; of a drafted row the draft if it is accepted."""
+        """Return the next tokens, `[num_rows]` int64; in drafted rows, accepted drafts."""
         drafted = [
             i for i, row in enumerate(rows) if isinstance(row, DraftedRow) and not row.params.greedy
         ]
