@@ -22,7 +22,9 @@ LIMIT = 200
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2-135m", max_model_len=320, max_num_seqs=256, num_kv_blocks=4000)
+    return LLM(
+        "smollm2-135m", dtype="bfloat16", max_model_len=320, max_num_seqs=256, num_kv_blocks=4000
+    )
 
 
 def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def check_answers(llm: LLM, names: Iterable[str], seeds: range) -> None:
 
 
 def test_every_answer_is_complete_and_valid(llm: LLM) -> None:
-    check_answers(llm, SCHEMAS, range(24))
+    check_answers(llm, SCHEMAS, range(12))
 
 
 @pytest.mark.nightly
