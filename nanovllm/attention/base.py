@@ -40,7 +40,8 @@ class AttentionMetadata:
         block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's last block are not
             read.
         slot_mapping: `[num_tokens]` int64, `block * block_size + offset` for each new token; -1
-        marks padding. max_query_len, max_seq_len: the largest values, known on the host.
+            marks padding.
+        max_query_len, max_seq_len: the largest values, known on the host.
     """
 
     query_start_loc: Tensor

@@ -25,7 +25,8 @@ class KVTransferConfig(Keywords):
     Attributes:
         kv_connector: a name in `factory.CONNECTORS`.
         kv_role: whether the engine computes KV for other engines, takes it from other engines, or
-        both. kv_ip, kv_port: where other engines ask for it; port 0 is any free one.
+            both.
+        kv_ip, kv_port: where other engines ask for it; port 0 is any free one.
         kv_load_failure_policy: what happens to a request whose KV does not come: "recompute" it
             here, or "fail".
         kv_connector_extra_config: settings of this connector alone.

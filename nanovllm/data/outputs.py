@@ -141,11 +141,13 @@ class EngineStats:
 
     Attributes:
         kv_cache_usage: share of the KV blocks that requests hold, 0 to 1.
-        num_waves: completed waves of an engine in lock-step with others (see `engine.data_rank`).
+        num_waves: completed waves of an engine in lock-step with others (see
+            `scheduler.data_parallel`).
         num_receiving: requests whose KV is being received from another engine or store.
         num_held_requests: finished requests whose blocks are kept until another engine has read
-        them. num_external_queried_tokens, num_external_hit_tokens: tokens that the connector was
-        asked for, and supplied.
+            them.
+        num_external_queried_tokens, num_external_hit_tokens: tokens that the connector was asked
+            for, and supplied.
         engines: the stats of each data-parallel engine; empty for a single engine.
     """
 

@@ -21,10 +21,11 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
         new_token_ids: tokens the runner has not seen yet; all of them on the first step after an
             admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
-        samples: how many tokens the step samples for it: none or one.
+        sampling_params, num_prompt_tokens: set only on the first step after an admission; None
+            and 0 later.
+        samples: how many tokens the step samples for it: 0 or 1.
         last_is_pending: the last token to compute is the one that the step before samples; it is
-        not known yet. sampling_params, num_prompt_tokens: set only on the first step after an
-        admission; None later.
+            not known yet.
     """
 
     request_id: str
@@ -37,8 +38,8 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
     samples: int = 0
     last_is_pending: bool = False
 
-    # The last tokens to compute, if they are drafts; then `samples` is one more than there are
-    # drafts. And how many tokens the runner shall draft for the next step.
+    # The last tokens to compute, if they are drafts: then `samples` is 1 + len(draft_token_ids).
+    # And how many tokens the runner shall draft for the next step.
     draft_token_ids: list[int] | tuple[()] = ()
     num_drafts: int = 0
 
@@ -51,14 +52,15 @@ class SchedulerOutput:
         requests: each request's share, in the order in which the tokens are packed.
         removed_ids: requests whose state the runner drops before the step (ended or preempted).
         swap_out, swap_in: block copies to make before the step, in this order.
-        preempted: how ("swap", "recompute"), by request; for the trace, like the next two.
-        admitted: tokens that were computed already, by request.
-        resumed: requests that were swapped in.
+        preempted: how ("swap", "recompute"), by request; for the trace.
+        admitted: tokens that were computed already, by request; for the trace.
+        resumed: requests that were swapped in; for the trace.
         max_prefill_tokens: the most prompt tokens that the step may compute.
         num_prefill_tokens: those that it computes.
         num_tokens, num_samples: tokens that the step computes, and requests for which it samples.
         blocked_by: why the first waiting request was not admitted; "" if no request waits.
-        unfinished: the engine has requests; for the engines that it is in lock-step with.
+        unfinished: the engine has unfinished requests, of which the engines in lock-step with it
+            must know.
         connector_metadata: KV that the ranks have to fetch or to save; None if there is nothing to
             do. See `kv.connector`.
     """

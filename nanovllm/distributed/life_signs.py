@@ -3,8 +3,8 @@ blame for a failure.
 
 A rank can be lost in three ways. If it has died, its connection is closed. If it is stopped, or a
 library holds the interpreter's lock, its heartbeats stop. If its thread waits for something that
-never comes, it still sends heartbeats, so it must detect its own
-hang: its thread is in the middle of a step, waits for no other process, and uses no processor time.
+never comes, it still sends heartbeats, so it must detect its own hang: its thread is in the middle
+of a step, waits for no other process, and uses no processor time.
 
 A rank that loops for ever is found by the other ranks, whose collectives wait for it in vain. The
 parent, which hears all ranks, finds those that wait for one another in collectives: see

@@ -72,7 +72,7 @@ class KVConnectorScheduler:
 
     @property
     def has_news(self) -> bool:
-        """True if the scheduler must act on a report now: otherwise the engine could stall."""
+        """True if there are reports that `take_output` has not returned yet."""
         return bool(self._output)
 
     @property
@@ -123,8 +123,8 @@ class KVConnectorScheduler:
         """
 
     def decline(self, request: Request, reason: str) -> None:
-        """Tell other engines that this engine rejects a request: one that holds KV for it can free
-        the KV, and one that has ordered the request learns the reason."""
+        """Tell other engines that this engine rejects a request. The prefill engine frees the
+        request's KV, and the engine that sent the request learns the reason."""
 
     # ---------------------------------------------------------------- every step
 
@@ -168,8 +168,8 @@ class KVConnectorScheduler:
         return False, None
 
     def revoke(self, request_id: str) -> None:
-        """Stop holding the blocks of a finished request, unless an engine has claimed them: no
-        engine will fetch them."""
+        """No engine will fetch the blocks of this finished request: free them, unless one has
+        claimed them already."""
 
     def is_sending(self, request: Request) -> bool:
         """True while a peer reads the blocks of a running request."""
@@ -181,13 +181,14 @@ class KVConnectorScheduler:
         """Return the running request to preempt so that `request` gets blocks for `num_tokens`
         tokens; None if `request` has to wait.
 
-        Candidates are the running requests after `request` whose blocks no peer reads.
+        Candidates are the running requests after `request` whose blocks no peer reads. The first
+        case that applies:
 
-            transfers hold blocks, and preempting all        None: `request` keeps its blocks and
-            candidates would not free enough blocks          waits, and the others may run
-            there are candidates                             the last candidate
-            a peer reads the blocks of the last request      None; the last request will be aborted
-            otherwise                                        the last running request
+        1. Transfers hold blocks, and preempting all candidates would not free enough: None.
+           `request` keeps its blocks and waits, and the others may run.
+        2. There are candidates: the last of them.
+        3. A peer reads the blocks of the last running request: None. That request will be aborted.
+        4. The last running request.
         """
         behind = running[running.index(request) + 1 :]
         victims = [r for r in behind if not self.is_sending(r)]
@@ -289,8 +290,11 @@ class KVConnectorWorker:
 
     @contextmanager
     def transfers(self, metadata: object, is_idle: bool) -> Iterator[KVConnectorOutput]:
-        """Run the transfers of a step around its forward pass. This calls all methods above but
-        `save_kv_layer`, which the model calls after each layer's attention.
+        """Run the transfers of a step around its forward pass.
+
+        Before the pass, call `start_load_kv`; after it, `wait_for_save` and `get_finished`. The
+        model calls `save_kv_layer` after each layer's attention, and the runner `save_kv_layers`
+        after a CUDA graph.
 
         Args:
             metadata: the instructions of the scheduler's half for this step.

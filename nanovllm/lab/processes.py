@@ -76,8 +76,8 @@ def run_ranks(
         threads: of torch, per process.
         device: "cpu", or "cuda" for a GPU per rank.
         return_failures: return a `RankError` as the result of a rank that failed, instead of
-        raising it. collective_timeout, disable_custom_all_reduce: of the groups, see
-        `initialize_groups`.
+            raising it.
+        collective_timeout, disable_custom_all_reduce: of the groups, see `initialize_groups`.
 
     Returns:
         The result of each rank, in the order of the ranks.

@@ -117,9 +117,10 @@ def paged_attention(
             `query_start_loc[s] : query_start_loc[s + 1]`, the last of its `seq_lens[s]` positions;
             it may have none in this step. Rows after the last sequence's are padding.
         kv_cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; the keys and values of all
-        rows are in it already. block_tables, seq_lens, query_start_loc: as in `AttentionMetadata`.
+            rows are in it already.
+        block_tables, seq_lens, query_start_loc: as in `AttentionMetadata`.
         scale, sliding_window, soft_cap: see `attend_dense`. Pages that the window hides from all
-        rows are not read.
+            rows are not read.
         gather: reads a sequence's keys and values, as `gather_kv` does.
 
     Returns:

@@ -230,8 +230,7 @@ class ModelRunner:
         return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
-        """Pack the step's tokens, one request after another, into the persistent buffers; see
-        the example above."""
+        """Pack the step's tokens, one request after another, into the persistent buffers."""
         rows = np.array(
             [self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64
         )
@@ -286,7 +285,7 @@ class ModelRunner:
 
         A request is one sequence. But if all requests decode, with or without drafts, and a CUDA
         graph can compute the step, each token is a sequence of one: a graph has one token per
-        sequence, and each token attends to all that the step writes before it."""
+        sequence, and a draft sees the drafts before it in the cache."""
         most = 1  # token of a request that decodes, and its drafts
         if self.config.speculative is not None:
             most += self.config.speculative.num_speculative_tokens or 0
@@ -301,7 +300,7 @@ class ModelRunner:
     def _padded_size(self, counts: np.ndarray) -> int:
         """Return the number of one-token sequences to pad this step to; 0 for no padding.
 
-        1                               no requests: this rank joins its peers' collectives
+        1                               no requests: one token, for its peers' collectives
         graphs.size_for(sequences)      all sequences have one token, and there are CUDA graphs
         0                               otherwise
         """
@@ -318,8 +317,8 @@ class ModelRunner:
         """Start one step: copy swapped blocks, build the batch, run the model, sample.
 
         The next step may be launched before this one has ended, with tokens that only the device
-        knows (`last_is_pending`). The host waits for the GPU in two cases only: to copy swapped
-        blocks, and with the attention backend "torch", which reads lengths on the host.
+        knows (`last_is_pending`). The host waits for the GPU to copy swapped blocks. With the
+        attention backend "torch", it also waits for lengths. Otherwise it does not wait.
 
         Returns:
             A function that waits for the result. On all pipeline stages but the last, the result

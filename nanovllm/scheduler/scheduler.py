@@ -1,4 +1,4 @@
-"""Decides what runs in the next step: one token budget, three queues, one rule.
+"""Decides what runs in the next step: one token budget, a queue for each status, one rule.
 
 Built by notebooks/13_scheduler.ipynb and 23, 42, 43: edit it there.
 """
@@ -332,8 +332,8 @@ class Scheduler:
             return "max_num_batched_tokens"
         if request.in_prefill and plan.num_prefill_tokens >= plan.max_prefill_tokens:
             return "max_step_ms"
-        # The other steps in flight need requests, too. (A waiting request has a pending token if it
-        # was preempted while a step was in flight.)
+        # A request that was preempted while a step was in flight waits with a pending token. And
+        # the other steps in flight need requests, too.
         if request.num_pending_tokens or self._is_full(
             plan, min(len(self.requests), self.config.max_num_seqs)
         ):
@@ -406,9 +406,8 @@ class Scheduler:
             room = self.manager.allocate_slots(request, before + share + scheduled.num_drafts)
             scheduled.num_drafts *= room is not None
             scheduled.new_block_ids = [*new_blocks, *(room or ())]
-        if (
-            request.num_sent_tokens == 0
-        ):  # the runner has no state for the request, so it needs the whole block table
+        if request.num_sent_tokens == 0:
+            # The runner has no state for the request, so it needs the whole block table.
             scheduled.new_block_ids = list(self.manager.tables[request.request_id])
             scheduled.sampling_params = request.sampling_params
             scheduled.num_prompt_tokens = request.num_prompt_tokens
@@ -424,8 +423,8 @@ class Scheduler:
 
     def mark_in_flight(self, plan: SchedulerOutput, first: int = 0) -> None:
         """Append a step to `steps_in_flight` (a tuple) until its result arrives, and count the
-        tokens that it samples as pending. For each share `scheduled` of the plan from number
-        `first` on (`_continue_decoding` has counted those before it):
+        tokens that it samples as pending. `_continue_decoding` has counted the plan's first shares
+        already; for each share `scheduled` from number `first` on:
 
             scheduled.last_is_pending   = num_computed_tokens - number of drafts > num_tokens
             request.num_pending_tokens += scheduled.samples

@@ -83,8 +83,9 @@ class StepRecord:
         finished: request id to finish reason, including aborts since the last step.
         swap_out, swap_in: blocks copied (from, to).
         blocked_by: why the first waiting request has to wait ("kv blocks", "max_num_seqs", ...); ""
-        if none waits. waiting, running, swapped: the queues after the step was scheduled. Records
-        from a file share lists that did not change.
+            if none waits.
+        waiting, running, swapped: the queues after the step was scheduled. Records from a file
+            share lists that did not change.
         held: block tables that KV transfers hold, by request id, or by transfer id if the request
             continues without it. They belong to requests whose KV is being received, or was
             received and not used yet, and to ended requests that a peer reads.
