@@ -668,9 +668,8 @@ def what_is_wrong(attack: Attack, answer: Answer) -> str:
     ):
         return "an error without OpenAI's fields"
     named = error["param"] == attack.field or attack.field in error["message"]
-    if (
-        "not valid JSON" in error["message"]
-    ):  # the router takes none of Python's additions, such as NaN
+    if "not valid JSON" in error["message"]:
+        # The router takes none of Python's additions, such as NaN.
         with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
             msgspec.json.decode(attack.data.partition(b"\r\n\r\n")[2])
             return "a valid body is called invalid"

@@ -48,6 +48,7 @@ VARIADIC = {"create_subprocess_exec", "debug", "error", "exception", "info", "wa
 BOUNDS = {
     "Any, engine": 120,
     "calls with a splatted tuple or six positions": 10,
+    "comments behind closing brackets": 0,
     "fmt: skip": 0,
     "functions over 60 lines": 0,
     "getattr with a default, hasattr": 10,
@@ -131,6 +132,9 @@ def _in_module(path: str, source: str) -> Iterator[tuple[str, int, str]]:
     for number, line in enumerate(lines, start=1):
         if re.search(r"# fmt: (skip|off)", line):
             yield "fmt: skip", number, line
+        if re.match(r"\s*[])}]+[,:]?\s+# (?!type: ignore|noqa)", line):
+            # The comment is about what stands above; a formatter pushed it there.
+            yield "comments behind closing brackets", number, line
     tree = ast.parse(source)
     passed_over = _platform_probes(tree) | _calls_in_kernels(tree)
     for node in ast.walk(tree):

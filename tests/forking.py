@@ -145,9 +145,8 @@ class Popen(Started):  # type: ignore[type-arg]
             del words[1]
         variables = os.environ if environment is None else environment
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
-        if (
-            words[1:2] == ["-u"] and "TORCHELASTIC_RUN_ID" in variables
-        ):  # how torchrun starts a rank
+        if words[1:2] == ["-u"] and "TORCHELASTIC_RUN_ID" in variables:
+            # How torchrun starts a rank.
             del words[1]
             variables["PYTHONUNBUFFERED"] = "1"
         ignored = [number for number in CAUGHT if signal.getsignal(number) is signal.SIG_IGN]

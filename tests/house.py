@@ -118,9 +118,8 @@ def sizes() -> dict[str, int]:
         for room in ROOMS
     }
     peeled: set[str] = set()
-    for part in sorted(
-        PARTS, key=lambda part: part not in LATER_PARTS
-    ):  # a file may belong to two, such as a Triton kernel of theirs
+    for part in sorted(PARTS, key=lambda part: part not in LATER_PARTS):
+        # A file may belong to two, such as a Triton kernel of theirs.
         files = {
             path.relative_to(PACKAGE).as_posix() for path in files_of(part) if path.suffix == ".py"
         }

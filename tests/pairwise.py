@@ -67,9 +67,8 @@ def covering_cases(
     wanted = list(itertools.combinations(values, 2)) if pairs is None else list(pairs)
     indices = {name: range(len(choices)) for name, choices in values.items()}
     pending = {(a, i, b, j) for a, b in wanted for i in indices[a] for j in indices[b]}
-    pending |= {
-        (a, i, a, i) for a in values for i in indices[a]
-    }  # each value, even one of which no pair is wanted
+    # Each value, even one of which no pair is wanted.
+    pending |= {(a, i, a, i) for a in values for i in indices[a]}
     draw, cases = random.Random(0), []
 
     def covered(case: dict[str, int]) -> set[tuple[str, int, str, int]]:

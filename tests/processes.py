@@ -56,9 +56,8 @@ class ForkedProgram:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it has just ended, and the server is about to say so
+            with contextlib.suppress(ProcessLookupError):
+                # It has just ended, and the server is about to say so.
                 os.kill(self._process.pid or 0, number)
 
     def kill(self) -> None:

@@ -200,9 +200,8 @@ def quantize_checkpoint(
         }
         each = numbers.reshape(*scales.shape, -1) - zeros[..., None]
         large[name] = floats((each * scales[..., None]).astype(np.float32).reshape(tensor.shape))
-    small |= {
-        name: tensor for name, tensor in large.items() if not is_quantized(name)
-    }  # biases instead of GPTQ's zeros
+    # Biases instead of GPTQ's zeros.
+    small |= {name: tensor for name, tensor in large.items() if not is_quantized(name)}
     save_file(small, quantized / "model.safetensors", {"format": "pt"})
     save_file(large, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -98,11 +98,8 @@ PEERS = {"llama_cpp", "vllm"}
     ("files", "extras", "others"),
     [
         (["nanovllm/*.py", "nanovllm/[!l]*/**/*.py", "nanovllm/la[!b]*/**/*.py"], OPTIONAL, set()),
-        (
-            ["nanovllm/lab/**/*.py"],
-            [*OPTIONAL, "course"],
-            PEERS | {"pytest"},
-        ),  # pytest: the tests of `make gpu`
+        # pytest: the tests of `make gpu`
+        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course"], PEERS | {"pytest"}),
         (["notebooks/*.ipynb", "notebooks/[!c]*.py"], ["course"], set()),
     ],
     ids=["engine", "lab", "lectures"],

@@ -112,9 +112,8 @@ class LatentShape(NamedTuple):
         """Whether expanding all of the context takes fewer operations than two products per query
         and heads as wide as the latent. A single new token never expands: it would read all keys
         and values of all heads, which the latent avoids."""
-        pairs = (
-            query_len * seq_len - query_len * (query_len - 1) // 2
-        )  # of a query and a token that it sees
+        # Pairs of a query and a token that it sees.
+        pairs = query_len * seq_len - query_len * (query_len - 1) // 2
         expanded = (seq_len - query_len) * self.rank * (self.nope + self.v)
         return query_len > 1 and expanded < pairs * (2 * self.rank - self.nope - self.v)
 
@@ -148,9 +147,8 @@ GATHERED_AT_ONCE = 2**24
 
 def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
     """The causal mask of the last tokens of a sequence."""
-    if (
-        device.type == "cuda"
-    ):  # kernels that need no mask in memory; importing the module takes seconds
+    if device.type == "cuda":
+        # Kernels that need no mask in memory; importing the module takes seconds.
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(query_len, seq_len)
@@ -210,9 +208,8 @@ def decode_absorbed(
         kv_cache.index_select(0, tables.flatten()).view(len(q), len(position), q.shape[2]).to(exact)
     )
     rows[~seen] = 0
-    scores = (
-        torch.bmm(q.to(exact), rows.transpose(1, 2)) * scale
-    )  # [num_seqs, num_heads, positions]
+    # [num_seqs, num_heads, positions]
+    scores = torch.bmm(q.to(exact), rows.transpose(1, 2)) * scale
     weights = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(dim=-1)
     return torch.bmm(weights, rows[:, :, :rank]).to(q.dtype)
 

@@ -30,9 +30,8 @@ def _load_rows(pointers, exists, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROP
     """Rows of the cache or absorbed queries, from pointers to their first channels `[rows, 1]`: the
     halves of the latent, each `[rows, HALF]`, and the rotated channels. Rows and channels that do
     not exist are zeros."""
-    ROPE_P2: tl.constexpr = (
-        16 if ROPE < 16 else triton.next_power_of_2(ROPE)
-    )  # a product takes at least 16
+    # A product takes at least 16.
+    ROPE_P2: tl.constexpr = 16 if ROPE < 16 else triton.next_power_of_2(ROPE)
     channel = tl.arange(0, HALF)[None, :]
     rotated = tl.arange(0, ROPE_P2)[None, :]
     low = _load(pointers + channel, exists, channel < HEAD_DIM, True, HEAD_DIM != 2 * HALF)
@@ -112,9 +111,8 @@ def latent_attention_kernel(
             sums_high = tl.dot(
                 weights.to(low.dtype), high, sums_high * shrink[:, None], input_precision="ieee"
             )
-        total = tl.maximum(
-            total, 1.0
-        )  # of a sequence of no length; the largest score has the weight 1
+        # Of a sequence of no length; the largest score has the weight 1.
+        total = tl.maximum(total, 1.0)
         part_row = (row if NUM_SPLITS == 1 else seq * NUM_SPLITS + split) * NUM_HEADS
         channel = tl.arange(0, HALF)[None, :]
         target = partial_ptr + (part_row + head[:, None]) * HEAD_DIM + channel
@@ -136,9 +134,8 @@ def choose_latent_tiles(
     tiles = Tiles(16, 32, 4, 5) if num_heads <= 16 else many
     if dtype == torch.float32:  # no exact matrix instruction: everything goes through registers
         tiles = Tiles(16, 16, 8, 3)
-    if (
-        hardware.warp_size == 64
-    ):  # AMD: a wave has twice the threads, and loads do not pass through shared memory
+    if hardware.warp_size == 64:
+        # AMD: a wave has twice the threads, and loads do not pass through shared memory.
         return Tiles(16, 16, 4, 2)
     return tiles.fitting(width, dtype.itemsize, hardware, num_loaded=1)
 

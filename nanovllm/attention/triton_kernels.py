@@ -122,9 +122,8 @@ def _attend(
     Returns: the weighted average of the values `[rows, channels]`, and log2 of the sum of weights
     `[rows]`; 0 and -inf for a row that sees nothing."""
     sums = tl.zeros(q.shape, tl.float32)
-    peak = tl.full(
-        [q.shape[0]], float("-inf"), tl.float32
-    )  # the largest score so far, in units of log 2
+    # The largest score so far, in units of log 2.
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)  # the sum of 2^(score - peak)
     channel = tl.arange(0, q.shape[1])
     PADDED: tl.constexpr = q.shape[1] != HEAD_DIM

@@ -50,15 +50,13 @@ def write_quantized_kernel(
         absmax = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 0), TINY)
         scaled = x.to(tl.float32) * tl.div_rn(tl.full([], LARGEST, tl.float32), absmax)
         if LARGEST == 127:
-            numbers = (scaled + 12582912.0).to(
-                tl.int32, bitcast=True
-            )  # 1.5 * 2^23: the integer is in the low bits
+            # 1.5 * 2^23: the integer is in the low bits.
+            numbers = (scaled + 12582912.0).to(tl.int32, bitcast=True)
         else:
             bits = scaled.to(tl.int32, bitcast=True)
             magnitude = bits & 0x7FFFFFFF
-            normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (
-                120 << 3
-            )  # the biases are 7 and 127
+            # The biases are 7 and 127.
+            normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3)
             # Below 2^-6, multiples of 2^-9: the distance of floats after 2^14.
             subnormal = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
             numbers = tl.where(tl.abs(scaled) < 0.015625, subnormal, normal) | (bits >> 24 & 0x80)

@@ -42,9 +42,8 @@ def convert(source: Path, folder: Path) -> None:
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
-    config.rms_norm_eps = float(
-        str(np.float32(config.rms_norm_eps))
-    )  # 1e-05 instead of 9.99999974e-06
+    # 1e-05 instead of 9.99999974e-06.
+    config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
     config.save_pretrained(folder)
     special_ids = {
         name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -26,9 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
     with mistakes(arguments.trace):
         settings, lines, records = read_trace(arguments.trace, arguments.partial)
         require_sizes(settings, arguments.trace)
-        steps = [
-            record.step for record in records
-        ]  # every line is checked, but no record is kept in memory
+        # Every line is checked, but no record is kept in memory.
+        steps = [record.step for record in records]
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer
 

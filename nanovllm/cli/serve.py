@@ -110,9 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{host} can read all prompts and answers",
             file=sys.stderr,
         )
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # until the server handles signals
+    # Until the server handles signals.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if config.model == COURSE_MODEL:
         # Before asyncio, which would wait for the import of the web framework in a thread, too.
         resolve_model(config.model, config.revision)

@@ -177,9 +177,8 @@ def summary(trace: Trace) -> dict[str, str]:
         request_id: reason for record in trace for request_id, reason in record.finished.items()
     }
     speed = f"{num_generated / duration:,.1f}" if duration > 0 else "-"
-    numbers = (
-        f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"
-    )  # as the page shows them
+    # As the page shows them.
+    numbers = f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"
     drafts = [share for record in steps for share in record.requests if share.num_drafts]
     num_drafts = sum(s.num_drafts for s in drafts)
     accepted = sum(s.num_accepted for s in drafts)

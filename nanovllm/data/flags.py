@@ -153,9 +153,8 @@ class Flags(Keywords):
                 "default": f.default,
                 "help": descriptions[name].replace("%", "%%"),
             }
-            plain = [
-                t for t in (str, int, float) if t is hint or t in typing.get_args(hint)
-            ]  # of `int | None`
+            # For `int | None`.
+            plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]
             is_annotated = typing.get_origin(annotated[name]) is Annotated
             metadata = typing.get_args(annotated[name])[1:] if is_annotated else ()
             kinds = [each for each in metadata if callable(each)] + plain

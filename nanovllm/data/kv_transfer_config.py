@@ -68,9 +68,8 @@ class KVTransferConfig(Keywords):
             raise ValueError(
                 f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}'
             ) from error
-        if (
-            config.data_parallel_rank
-        ):  # each engine of a data-parallel group shares KV under its own name and port
+        if config.data_parallel_rank:
+            # Each engine of a data-parallel group shares KV under its own name and port.
             kv_transfer.engine_id += f"-{config.data_parallel_rank}"
             kv_transfer.kv_port += config.data_parallel_rank if kv_transfer.kv_port else 0
         return kv_transfer

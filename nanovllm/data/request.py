@@ -82,9 +82,8 @@ class Request:
         self.stop_reasons: dict[int, int | None] = {
             token_id: token_id for token_id in params.stop_token_ids
         }
-        if (
-            not params.ignore_eos or params.structured_outputs is not None
-        ):  # a grammar's end is never ignored
+        if not params.ignore_eos or params.structured_outputs is not None:
+            # A grammar's end is never ignored.
             self.stop_reasons |= dict.fromkeys(source.eos_token_ids)
         self.looks_back = params.looks_back
         self.sampling_params = params

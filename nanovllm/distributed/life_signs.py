@@ -252,9 +252,8 @@ class Mouth(threading.Thread):
             if not self._speak(words):
                 break
         self._closed.set()
-        heart.join(
-            SILENCE_SECONDS
-        )  # the interpreter must not end while one of its threads is in a library
+        # The interpreter must not end while one of its threads is in a library.
+        heart.join(SILENCE_SECONDS)
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of its own: the next message may take long."""

@@ -225,9 +225,8 @@ class LoadBalancer:
         self.balancedness = (1.0, 1.0)
         # A window is a part of the interval, or several whole intervals.
         self._past: deque[Tensor] = deque(maxlen=max(1, config.window_size // config.step_interval))
-        self._known = [
-            torch.zeros_like(layer.load) for layer in layers
-        ]  # loads after the last step that counted
+        # Loads after the last step that counted.
+        self._known = [torch.zeros_like(layer.load) for layer in layers]
 
     @torch.inference_mode()
     def after_step(self, was_dummy: bool = False) -> bool:

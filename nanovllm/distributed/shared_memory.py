@@ -111,9 +111,8 @@ class Segment:
             file = tempfile.NamedTemporaryFile(prefix="nanovllm-", buffering=0)  # noqa: SIM115
             path = file.name
         os.ftruncate(file.fileno(), num_bytes)
-        if (
-            hasattr(os, "posix_fallocate") and not is_lazy
-        ):  # without this, a lack of memory is a bus error later
+        if hasattr(os, "posix_fallocate") and not is_lazy:
+            # Without this, a lack of memory is a bus error later.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         os.pwrite(file.fileno(), token, _TOKEN)
         return cls(SegmentHandle(path, num_members, num_bytes, token), 0, file, is_lazy)
@@ -231,9 +230,8 @@ class MessageQueue:
         self._num_readers = segment.handle.num_members - 1
         self._ring = (segment.address, segment.payload, len(segment.data) - segment.payload)
         self._buffer = ctypes.create_string_buffer(1 << 16)  # of a reader
-        self._progress = (ctypes.c_int64 * 2)(
-            -1, 0
-        )  # of a reader: length of the message (-1: unknown), bytes read
+        # Of a reader: length of the message (-1: unknown), bytes read.
+        self._progress = (ctypes.c_int64 * 2)(-1, 0)
 
     @classmethod
     def create(cls, num_readers: int, num_bytes: int = 1 << 20) -> MessageQueue:

@@ -192,9 +192,8 @@ class AsyncEngine(FrontEnd):
         )
 
     def _forget(self, stream: RequestStream) -> None:
-        if (
-            self._streams.get(stream.request_id) is stream
-        ):  # else it has ended, and its id may be another request's
+        if self._streams.get(stream.request_id) is stream:
+            # Otherwise it has ended, and its id may be another request's.
             self.abort(stream.request_id)
             self._streams.pop(stream.request_id, None)
 

@@ -209,9 +209,8 @@ def main() -> None:
     """Run the process of one engine from beginning to end."""
     connection = Connection(int(sys.argv[1]))
     config, commands, reports = connection.recv()
-    with contextlib.suppress(
-        MissingPartError
-    ):  # without that part, a process that hangs is not noticed
+    with contextlib.suppress(MissingPartError):
+        # Without that part, a process that hangs is not noticed.
         load("nanovllm.engine.data_rank:start_heart", "several processes")(connection, config)
     code = 0
     try:

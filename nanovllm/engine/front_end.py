@@ -63,9 +63,8 @@ class FrontEnd:
         self._reader: asyncio.Task[None] | None = None
         self.name = config.model_names[0]
         create: type[EngineClient] = EngineClient
-        with contextlib.suppress(
-            MissingPartError
-        ):  # without that part, a process that hangs is not noticed
+        with contextlib.suppress(MissingPartError):
+            # Without that part, a process that hangs is not noticed.
             create = load("nanovllm.engine.data_rank:DataRank", "several processes")
         self.client = create(
             dataclasses.replace(config, model=str(folder), served_model_name=config.model_names), {}

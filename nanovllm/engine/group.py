@@ -103,9 +103,8 @@ class DataParallelCore(WatchedProcesses[DataRank]):
                 if time.monotonic() > deadline:
                     self._fail(f"{late[0]} has not started after {START_SECONDS:g} seconds")
             if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
-                shutil.rmtree(
-                    self._folder
-                )  # all have met; but NCCL uses the file when two ranks first talk
+                # All have met; but NCCL uses the file when two ranks first talk.
+                shutil.rmtree(self._folder)
         except BaseException:
             self._end("the engines could not start")
             raise

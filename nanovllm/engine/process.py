@@ -116,9 +116,8 @@ class EngineLoop:
         self.commands = commands
         self.reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._report = (
-            Report()
-        )  # the next one; until it is sent, its statistics are those of the previous report
+        # The next one; until it is sent, its statistics are those of the previous report.
+        self._report = Report()
         self._has_news = False  # a report is due although no sequence has a new token
         self._sinks: dict[int, RecordSink] = {}  # by engine
         self._parent_sentinel = parent_sentinel

@@ -207,9 +207,8 @@ class RayExecutor(RemoteExecutor):
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
             return
         self.threads = max(1, torch.get_num_threads() // self.grid.world_size)
-        short = (
-            None if len(tempfile.gettempdir()) < 20 else "/tmp"
-        )  # Ray adds long names of sockets
+        # Ray adds long names of sockets.
+        short = None if len(tempfile.gettempdir()) < 20 else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
         self._lease.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._lease.callback(ray.shutdown)  # callbacks run in reverse order

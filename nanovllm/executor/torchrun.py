@@ -150,12 +150,10 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     card = Card(launch.rank, launch.local_rank, pid)
     connection = connect((host, port, key), socket.gethostname(), card)
     was_shut_down = False
-    with contextlib.suppress(
-        EOFError, OSError
-    ):  # rank 0 tells the user why; torchrun ends it once this process ends
-        setup = dataclasses.replace(
-            connection.recv(), folder=folder
-        )  # where this machine has the checkpoint
+    with contextlib.suppress(EOFError, OSError):
+        # Rank 0 tells the user why; torchrun ends it once this process ends.
+        # Where this machine has the checkpoint.
+        setup = dataclasses.replace(connection.recv(), folder=folder)
         was_shut_down = run_worker(setup, connection)
         while not was_shut_down:
             connection.recv_bytes()

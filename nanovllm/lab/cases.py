@@ -150,9 +150,8 @@ def error_in_cache(
 ) -> float:
     """The largest relative error of the rows that were to be written; infinite if the cache has
     other tokens than the sequences'."""
-    num_written = sum(
-        int(torch.count_nonzero(part == part)) for part in cache.split(4096)
-    )  # all others are NaN
+    # All others are NaN.
+    num_written = sum(int(torch.count_nonzero(part == part)) for part in cache.split(4096))
     if num_written != int(metadata.seq_lens.sum()) * wanted.shape[1:].numel():
         return float("inf")
     return relative_error(written, wanted)

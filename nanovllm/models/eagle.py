@@ -351,9 +351,8 @@ def load_draft_model(
         )
     with torch.device("meta"):
         model = Eagle3(config, target) if config.aux_layers else Eagle1(config, target)
-    if any(
-        name.endswith("_scale") for name in tensors
-    ):  # 8-bit weights, and inputs that are rounded to 8 bits, too
+    if any(name.endswith("_scale") for name in tensors):
+        # 8-bit weights, and inputs that are rounded to 8 bits, too.
         quantization = load(QUANTIZATION, "quantization")(
             "compressed-tensors", quantizes_inputs=True
         )

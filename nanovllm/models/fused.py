@@ -98,9 +98,8 @@ class FusedLayers:
         for layer, attention in zip(layers, attentions, strict=True):
             found = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
             row = [found.get(f"{name}.weight", 0) for name in NORMS]
-            row[0] *= isinstance(
-                layer, DecoderLayer
-            )  # a draft head's first norms are outside of its layer
+            # A draft head's first norms are outside of its layer.
+            row[0] *= isinstance(layer, DecoderLayer)
             for name in MATRICES:
                 row += [*_weight(layer, name), found.get(f"{name}.bias", 0)]
             # The addresses of the cache and of its functions are known when there is one.

@@ -114,9 +114,8 @@ class Experts(Packable):
         """
         num_tokens, top_k = slots.shape
         flat = slots.flatten()
-        order = flat.argsort(stable=True)[
-            num_absent:
-        ]  # pairs of token and expert, sorted by expert
+        # Pairs of token and expert, sorted by expert.
+        order = flat.argsort(stable=True)[num_absent:]
         counts = torch.zeros(len(self.w13) + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, flat + 1, torch.ones_like(flat))[1:]
         gated = ops.silu_and_mul(ops.grouped_linear(x[order // top_k], self.w13, counts))

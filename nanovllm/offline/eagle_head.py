@@ -53,9 +53,8 @@ class DraftHead:
         }
         self.weights: dict[str, Tensor] = {}
         for name, shape in shapes.items():
-            size = shape[-1] ** -0.5 * (
-                0.1 if name.endswith(("o_proj", "down_proj")) else 1
-            )  # these begin near zero
+            # These begin near zero.
+            size = shape[-1] ** -0.5 * (0.1 if name.endswith(("o_proj", "down_proj")) else 1)
             weight = (
                 torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-size, size)
             )

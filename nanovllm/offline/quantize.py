@@ -43,12 +43,8 @@ from nanovllm.offline.command import Recipe
 from nanovllm.offline.text import samples
 from nanovllm.ops.reference_quantized import pack
 
-COPIED = (
-    ".json",
-    ".jinja",
-    ".txt",
-    "tokenizer.model",
-)  # but for config.json, which is written anew
+# But for config.json, which is written anew.
+COPIED = (".json", ".jinja", ".txt", "tokenizer.model")
 W8 = Format(8, 0)
 # The norm before a layer's matrix, from whose outputs AWQ takes the factors of the layer's inputs:
 # the first that there is.
@@ -295,9 +291,8 @@ class Calibrator:
         block = self.model.get_submodule(block_path)
         children = dict(block.named_children())
         name = next(name for name in NORMS[kind] if name in children)
-        offset = float(
-            self.model.config.architecture == "Gemma2ForCausalLM"
-        )  # its norms multiply by 1 + weight
+        # Its norms multiply by 1 + weight.
+        offset = float(self.model.config.architecture == "Gemma2ForCausalLM")
         weight = self.changed[f"{block_path}.{name}.weight"] = getattr(block, name).weight
         weight.copy_((weight + offset) / factors - offset)
 
@@ -354,8 +349,7 @@ def settings_of(recipe: Recipe) -> JsonObject:
         "format": form,
         "quantization_status": "compressed",
     }
-    left = (
-        [] if recipe.quantize_head else ["lm_head"]
-    )  # beside what chooses experts, and what latent attention absorbs
+    # Beside what chooses experts, and what latent attention absorbs.
+    left = [] if recipe.quantize_head else ["lm_head"]
     ignore = ["re:.*\\.gate$", "re:.*kv_b_proj$", *left]
     return settings | {"ignore": ignore, "config_groups": groups}

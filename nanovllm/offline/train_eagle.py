@@ -75,9 +75,8 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
         raise UnsupportedModelError(
             f"a head can be trained for {kind}; it then serves the quantized model, too"
         )
-    work = (
-        out / "training"
-    )  # apart from the head, which is all of the safetensors files in its folder
+    # Apart from the head, which is all of the safetensors files in its folder.
+    work = out / "training"
     work.mkdir(parents=True, exist_ok=True)
     samples = load_samples(str(folder), work, recipe, device.type, begin + 0.4 * limit)
     target = load_model(folder, config, choose_dtype("auto", device), device, recipe.sample_length)

@@ -82,9 +82,8 @@ def attend_dense(
     grouped = (
         q.to(exact).view(query_len, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     )
-    scores = (
-        grouped @ keys.to(exact).transpose(1, 2) * scale
-    )  # [num_kv_heads, query_len * group, seq_len]
+    # [num_kv_heads, query_len * group, seq_len]
+    scores = grouped @ keys.to(exact).transpose(1, 2) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     query_positions = torch.arange(seq_len - query_len, seq_len, device=q.device)

@@ -82,9 +82,8 @@ def weight_memory(device: torch.device | str) -> Callable[[tuple[int, ...], torc
         nonlocal memory, used
         if not (count := math.prod(shape)):
             return torch.empty(shape, dtype=dtype)
-        if used + (size := count * dtype.itemsize) > len(
-            memory
-        ):  # what is never written takes no memory
+        if used + (size := count * dtype.itemsize) > len(memory):
+            # What is never written takes no memory.
             memory = mmap.mmap(-1, max(size, 1 << 30), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             used = 0
             if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux

@@ -37,9 +37,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     absmax = wide.abs().amax(-1, keepdim=True).clamp(min=TINY)
-    scaled = wide * (
-        torch.full_like(absmax, LARGEST[dtype]) / absmax
-    )  # a number / a tensor would be rounded twice
+    # A number / a tensor would be rounded twice.
+    scaled = wide * (torch.full_like(absmax, LARGEST[dtype]) / absmax)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), absmax / LARGEST[dtype]
 
 

@@ -78,9 +78,8 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     # A packed row is stored in words of 32 bits; all words of output o are column o of its group.
     words = weight.view(torch.int32)
     outputs = words.shape[3]
-    rows = words[
-        token_ids // outputs, :, :, token_ids % outputs
-    ]  # [tokens, steps, words of a step]
+    # [tokens, steps, words of a step]
+    rows = words[token_ids // outputs, :, :, token_ids % outputs]
     return rows.flatten(1).view(weight.dtype)
 
 

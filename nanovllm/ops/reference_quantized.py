@@ -122,9 +122,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    inverse = (
-        torch.full_like(largest, 127) / largest
-    )  # a number / a tensor would be a reciprocal, and rounded twice
+    # A number / a tensor would be a reciprocal, and rounded twice.
+    inverse = torch.full_like(largest, 127) / largest
     return (wide * inverse.masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
 
 

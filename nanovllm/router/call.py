@@ -90,9 +90,8 @@ class Call:
             "ignore_eos": True,
             "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
         }
-        headers = [
-            header for header in self.headers if header[0] != b"accept-encoding"
-        ]  # the router reads the answer
+        # The router reads the answer.
+        headers = [header for header in self.headers if header[0] != b"accept-encoding"]
         return replace(self, headers=headers, content=msgspec.json.encode(body))
 
     def with_transfer(self, params: JsonObject) -> Call:

@@ -175,9 +175,8 @@ class ServerProcess:
             logger.warning("[%s] does not exit: killing it", self.name)
             self.kill()
             await self.process.wait()
-        await asyncio.wait(
-            [self._relay], timeout=1
-        )  # the server's children may still hold the pipe open
+        # The server's children may still hold the pipe open.
+        await asyncio.wait([self._relay], timeout=1)
 
 
 def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
@@ -195,12 +194,10 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
         )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
-    resolve_model(
-        config.model, config.revision
-    )  # once for all servers, where the progress can be seen
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # until the router handles signals
+    # Once for all servers, where the progress can be seen.
+    resolve_model(config.model, config.revision)
+    # Until the router handles signals.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     asyncio.run(_run(config, arguments, listener, access))
     return 0
 
@@ -230,9 +227,8 @@ async def _run(
         await router.route(*(process.keep_alive() for process in fleet))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(
-                number, kill
-            )  # a second signal does not wait
+            # A second signal does not wait.
+            asyncio.get_running_loop().add_signal_handler(number, kill)
         await asyncio.gather(
             *(process.stop(access.shutdown_timeout + END_SECONDS) for process in fleet)
         )

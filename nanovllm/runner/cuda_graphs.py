@@ -170,9 +170,8 @@ def warm_up(runner: ModelRunner) -> None:
         inputs = runner.buffers.inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
         runner._run_model(*inputs, runner.blank(num_seqs))
     if runner.device.type == "cuda":
-        torch.cuda.synchronize(
-            runner.device
-        )  # wait for the uploads: the first batch overwrites their source
+        # Wait for the uploads: the first batch overwrites their source.
+        torch.cuda.synchronize(runner.device)
     logger.info(
         "warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start
     )

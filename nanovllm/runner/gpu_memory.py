@@ -129,9 +129,8 @@ def graph_memory(runner: ModelRunner) -> int:
     free = [_free_and_total(runner.device)[0]]
     graphs = DecodeGraphs(runner)
     largest_two = graphs.sizes[:-3:-1]
-    graphs.decode(
-        runner, largest_two[-1]
-    )  # so that compiled and loaded kernels do not count as a graph's memory
+    # So that compiled and loaded kernels do not count as a graph's memory.
+    graphs.decode(runner, largest_two[-1])
     for size in largest_two:
         graphs.capture(runner, size)
         free.append(_free_and_total(runner.device)[0])

@@ -154,9 +154,8 @@ class Scheduler:
             self.speculation.begin_step(
                 self.running, bool(self.waiting or self.swapped) and seats > 0, self.manager
             )
-        chunked = (
-            self.config.batching_policy == "chunked"
-        )  # otherwise, a step is all prefill or all decode
+        # Otherwise, a step is all prefill or all decode.
+        chunked = self.config.batching_policy == "chunked"
         if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
             plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)
         candidates = (
@@ -349,9 +348,8 @@ class Scheduler:
         computed = self.manager.get_computed_blocks(request)
         request.num_computed_tokens = len(computed) * self.manager.block_size
         num_external = 0
-        if (
-            request.sampling_params.prompt_logprobs is None
-        ):  # log-probabilities need the hidden states of the whole prompt
+        if request.sampling_params.prompt_logprobs is None:
+            # Log-probabilities need the hidden states of the whole prompt.
             num_external, _ = self.connector.get_num_new_matched_tokens(
                 request, request.num_computed_tokens
             )

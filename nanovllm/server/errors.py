@@ -125,9 +125,8 @@ MEDIA = re.compile(r"^(input_)?(image|audio|video|file)(_url|_embeds|_pil)?$")
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     """What is wrong with a request's body, from pydantic's list of reasons: (message, param)."""
     first = error.errors()[0]
-    if (
-        first["type"] == "json_invalid" and len(first["loc"]) == 2
-    ):  # not in a field that is JSON itself
+    if first["type"] == "json_invalid" and len(first["loc"]) == 2:
+        # Not in a field that is JSON itself.
         return (
             f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}",
             None,
@@ -146,9 +145,8 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     where = ".".join(
         str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)
     )
-    where = re.sub(
-        r"\.[^.]*[A-Z][^.]*", "", where
-    )  # without classes of ours, such as list[TextPart]
+    # Without classes of ours, such as list[TextPart]
+    where = re.sub(r"\.[^.]*[A-Z][^.]*", "", where)
     return f"{where}: {'; or: '.join(reasons)}", top
 
 

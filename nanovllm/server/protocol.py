@@ -111,9 +111,8 @@ class Body(Strict, extra="allow"):
     @property
     def warning(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""
-        fields = json.dumps(
-            "ignored fields: " + ", ".join(self._ignored)
-        )  # in quotes, and without line breaks
+        # In quotes, and without line breaks.
+        fields = json.dumps("ignored fields: " + ", ".join(self._ignored))
         return {"Warning": f"299 nanovllm {fields}"} if self._ignored else {}
 
 

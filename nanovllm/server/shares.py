@@ -99,9 +99,8 @@ async def render_chat(engine: AsyncEngine, arguments: JsonObject) -> str:
         ValueError: as `Tokenizer.apply_chat_template`.
     """
     chats = RENDERING.statistics()
-    if (
-        chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting
-    ):  # one is rendered, the rest wait
+    if chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting:
+        # One is rendered, the rest wait.
         raise too_many("chats are already waiting for the chat template", engine)
     return await run_sync(
         partial(engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING

@@ -137,9 +137,8 @@ class GuardedProtocol(H11Protocol):
 
     def _answer(self, error: APIError) -> None:
         """Send a response past the application, and close the connection."""
-        if (
-            self._awaited == "body"
-        ):  # the application reads no more, and its own response is dropped
+        if self._awaited == "body":
+            # The application reads no more, and its own response is dropped.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         response = error.response()

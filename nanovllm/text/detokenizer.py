@@ -183,9 +183,8 @@ def whole_characters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of a prompt with its special tokens, and without a character that it leaves
     incomplete."""
     tail, _ = incomplete_tail(tokenizer, token_ids)
-    if (
-        tail and not tokenizer.token_decoder.is_byte_level
-    ):  # each of these tokens is a byte of that character
+    if tail and not tokenizer.token_decoder.is_byte_level:
+        # Each of these tokens is a byte of that character.
         token_ids = token_ids[: -len(tail)]
     text = tokenizer.decode(token_ids, skip_special_tokens=False)
     return text.removesuffix("\ufffd") if tail and tokenizer.token_decoder.is_byte_level else text

@@ -61,9 +61,8 @@ class Tokenizer:
         """The tokenizer that the settings name, or else the model's."""
         if config.tokenizer is None:
             return cls.from_pretrained(resolve_model(config.model, config.revision))
-        return cls.from_pretrained(
-            resolve_model(config.tokenizer)
-        )  # the model's revision means nothing there
+        # The model's revision means nothing there.
+        return cls.from_pretrained(resolve_model(config.tokenizer))
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:

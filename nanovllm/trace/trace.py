@@ -91,9 +91,8 @@ class Trace:
                 reason,
             )
             self._file = None
-            with contextlib.suppress(
-                OSError
-            ):  # closing writes the rest of the buffer, and fails again
+            with contextlib.suppress(OSError):
+                # Closing writes the rest of the buffer, and fails again.
                 file.close()
 
     def __iter__(self) -> Iterator[StepRecord]:

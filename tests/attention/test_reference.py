@@ -95,9 +95,8 @@ def test_a_mixed_batch(options: dict[str, object]) -> None:
 
 def test_pages_behind_the_window_are_not_read() -> None:
     case = attention_case(2, [(1, 20), (4, 13)], block_size=4, sliding_window=5)
-    for table, first in zip(
-        case.metadata.block_tables, (16, 9), strict=True
-    ):  # the first positions that a row sees
+    for table, first in zip(case.metadata.block_tables, (16, 9), strict=True):
+        # The first positions that a row sees.
         case.kv_cache[table[: first // 4].long()] = float("nan")
     assert_right(
         case,

@@ -369,9 +369,8 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
         read_until(b"> ")
         os.write(terminal, b"hello\n")
         read_until(b"hello\r\n")
-        os.write(
-            terminal, b"\x03"
-        )  # the terminal makes a signal of this, for the engine's process too
+        # The terminal makes a signal of this, for the engine's process too.
+        os.write(terminal, b"\x03")
         read_until(b"\n> ")  # stopped, or over before that: the chat goes on either way
         # Python sleeps on in the line editor if the signal comes just before it falls asleep: press
         # again.

@@ -52,9 +52,8 @@ def exchanged() -> dict[str, Any]:
     ]
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.float8_e4m3fn):
-        x = (
-            torch.tensor(numbers).float().to(dtype)[:, None].expand(-1, 2)
-        )  # its columns lie on top of each other
+        # Its columns lie on top of each other.
+        x = torch.tensor(numbers).float().to(dtype)[:, None].expand(-1, 2)
         got = group.all_to_all(x, sent, received)
         found[str(dtype)] = got.dtype == dtype, got.float().tolist()
     flat = group.all_to_all(torch.tensor(numbers), sent, received)

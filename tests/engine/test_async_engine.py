@@ -312,9 +312,8 @@ async def test_requests_beyond_the_bound_have_no_room(tiny_model: pathlib.Path) 
         streams = [await engine.add_request("a", engine_faults.PATIENT_PROMPT, LONG)]
         await anext(streams[0])
         assert engine.has_room(2) and not engine.has_room(3)
-        streams.append(
-            await engine.add_request("b", "abc", LONG)
-        )  # on its way: the engine has not said so yet
+        # On its way: the engine has not said so yet.
+        streams.append(await engine.add_request("b", "abc", LONG))
         assert engine.has_room(1) and not engine.has_room(2)
         await until(lambda: engine.stats.num_waiting == 1)
         assert engine.has_room(1) and not engine.has_room(2)

@@ -789,11 +789,8 @@ def test_settings_that_contradict_each_other() -> None:
             12,
             "raise num_kv_blocks, or lower max_model_len to 192",
         ),
-        (
-            {},
-            1,
-            "one request of 17 tokens needs 2 KV blocks",
-        ),  # a prompt of one token, and 16 by default
+        # A prompt of one token, and 16 by default.
+        ({}, 1, "one request of 17 tokens needs 2 KV blocks"),
         ({"block_size": 4}, 4, "needs 5 KV blocks"),
     ],
 )

@@ -200,9 +200,8 @@ def test_bodies_that_are_no_json_object_are_counted_too() -> None:
     for body in (b"[" * 10**6, b'"' * 10**6, LISTS):
         with pytest.raises(APIError, match="strings, lists and objects"):
             check_contents(body)
-    with pytest.raises(
-        APIError, match="UTF-8"
-    ):  # in which a byte that looks like a quote may be none
+    with pytest.raises(APIError, match="UTF-8"):
+        # Here a byte that looks like a quote may be none.
         check_contents(body_of("∢" * MAX_NODES).decode().encode("utf-16"))
 
 

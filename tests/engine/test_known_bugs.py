@@ -139,9 +139,8 @@ def test_long_prompt_does_not_stall_running_requests(checkpoint: str) -> None:
     llm.engine.add_request("decoding", prompt(5), params)
     llm.engine.step()
     llm.engine.add_request("long", prompt(100, 50), params)
-    for _ in range(
-        7
-    ):  # the long prompt takes seven steps, and in each of them the other one gets its token
+    for _ in range(7):
+        # The long prompt takes seven steps, and in each of them the other one gets its token.
         assert next(o.request_id for o in llm.engine.step() if o.outputs[0].token_ids) == "decoding"
 
 

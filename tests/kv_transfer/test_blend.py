@@ -364,9 +364,8 @@ def test_blend_against_transformers(behind: int, ratio: float, checkpoint) -> No
     setting = make_setting(folder)
     out = setting.blend(PROMPT, documents(setting, prefix), ratio)
     hidden, selected = DenseBlend(folder).run(PLACES, prefix, ratio, check=1)
-    torch.testing.assert_close(
-        out.hidden, hidden, atol=1e-4, rtol=1e-4
-    )  # transformers' rotary table is float32
+    # transformers' rotary table is float32.
+    torch.testing.assert_close(out.hidden, hidden, atol=1e-4, rtol=1e-4)
     assert out.selected == selected
     assert out.num_rows == [89, 89, 12 + math.ceil(77 * ratio)]
 

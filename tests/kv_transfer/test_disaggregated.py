@@ -148,9 +148,8 @@ def test_alone(
     assert stats.num_external_hit_tokens == stats.num_external_queried_tokens - len(prompts())
     cached = [fleet.finished(f"r{i}").num_cached_tokens for i in range(len(prompts()))]
     fetched = [len(prompt) - 1 for prompt in prompts()]
-    if (
-        feature in PREEMPTING
-    ):  # a request that loses its blocks before its first step finds fewer of them when it returns
+    if feature in PREEMPTING:
+        # A request that loses its blocks before its first step finds fewer of them when it returns.
         assert all(here <= there for here, there in zip(cached, fetched, strict=True))
     else:
         assert cached == fetched
@@ -423,9 +422,8 @@ class Onlooker:
             self.truths[-1] = copy.deepcopy(self.truths[-1])
             return record
 
-        self.truths.append(
-            ({}, [0] * core.manager.pool.num_blocks)
-        )  # the snapshot with which it begins
+        # The snapshot with which it begins.
+        self.truths.append(({}, [0] * core.manager.pool.num_blocks))
         monkeypatch.setattr(core.recorder, "begin", noted)
 
     def check_now(self) -> None:
@@ -459,9 +457,8 @@ def test_the_picture_shows_what_transfers_hold(
     monkeypatch.setattr(fleet, "step", watched_step)
     for round_number in range(2):  # the second time, some of it is in the caches
         for i, prompt in enumerate(prompts()):
-            send(
-                fleet, way, f"{round_number} {i}", prompt, max_tokens=40 if i == 3 else 5
-            )  # 3 is aborted while it runs
+            # 3 is aborted while it runs.
+            send(fleet, way, f"{round_number} {i}", prompt, max_tokens=40 if i == 3 else 5)
         fleet.engines[1].abort_request(f"{round_number} 3")
         for i in range(len(prompts())):
             if i != 3:

@@ -485,12 +485,10 @@ def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], ga
     consumer = engines("kv_consumer", policy)
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
-    fleet.run_until(
-        lambda: opened.entered.wait(0.1)
-    )  # the pushing thread gets there before many more steps are made
-    ask(
-        producer, "urgent", OTHER, 50, priority=-1
-    )  # alone: there is no other request to preempt instead
+    # The pushing thread gets there before many more steps are made.
+    fleet.run_until(lambda: opened.entered.wait(0.1))
+    # alone: there is no other request to preempt instead.
+    ask(producer, "urgent", OTHER, 50, priority=-1)
     fleet.run_until(lambda: not producer.connector.orders)
     opened.open()
     assert fleet.complete("urgent") == reference_tokens(consumer.config.model, OTHER, 50)
@@ -575,9 +573,8 @@ def test_nobody_there(policy: str, engines: Any, expected: list[int]) -> None:
         port = server.getsockname()[1]
     ask(fleet.engines[0], "r", PROMPT, params=decode_first(["127.0.0.1", port], "pull"))
     check(fleet, policy, expected)
-    ask(
-        fleet.engines[0], "s", PROMPT[::-1], params=decode_first(["a..b" * 20, 80], "push")
-    )  # is no name
+    # No name.
+    ask(fleet.engines[0], "s", PROMPT[::-1], params=decode_first(["a..b" * 20, 80], "push"))
     fleet.complete("s")
     fleet.settle()
 

@@ -106,9 +106,8 @@ def test_who_has_another_secret_is_not(listener, wrong, caplog):
     with pytest.raises(HandshakeError, match="secret"):
         connect(*listener.address, Credentials(wrong, SAME))
     assert works(listener)
-    wait_until(
-        lambda: "does not know the secret" in caplog.text
-    )  # the listener's thread may say it later
+    # The listener's thread may say it later.
+    wait_until(lambda: "does not know the secret" in caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +198,8 @@ def test_garbage_and_silence_end_within_the_deadline_and_hurt_nobody(listener, d
     assert is_closed(guest)
     guest.close()
     assert works(listener)
-    wait_until(
-        lambda: "a connection was rejected" in caplog.text
-    )  # it is said after the connection is closed
+    # It is said after the connection is closed.
+    wait_until(lambda: "a connection was rejected" in caplog.text)
 
 
 def test_a_byte_now_and_then_gains_no_time(listener):

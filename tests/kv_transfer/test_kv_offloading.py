@@ -35,9 +35,8 @@ from tests.stand_ins import set_constants, set_failure
 
 GIB = 1 << 30
 BLOCK = 4  # tokens
-ENTRY = (
-    3 * 2 * 2 * BLOCK * 16 * 4
-)  # bytes of a block of the tiny model: layers, K and V, heads, tokens, width, float32
+# Bytes of a block of the tiny model: layers, K and V, heads, tokens, width, float32.
+ENTRY = 3 * 2 * 2 * BLOCK * 16 * 4
 
 
 @contextmanager

@@ -162,10 +162,8 @@ def table(dtype: torch.dtype) -> Tensor:
 
 
 def test_keys_are_those_of_the_other_position() -> None:
-    keys, cos_sin = (
-        torch.randn(2, 5, 4, 6, dtype=torch.float64),
-        table(torch.float64),
-    )  # 5 tokens, 4 heads
+    # 5 tokens, 4 heads.
+    keys, cos_sin = (torch.randn(2, 5, 4, 6, dtype=torch.float64), table(torch.float64))
     here, there = torch.tensor([7, 8, 9, 10, 11]), torch.tensor([50, 51, 52, 2, 11])
     old = rotated(keys, here, cos_sin)
     before = old.clone()

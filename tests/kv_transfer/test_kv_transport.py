@@ -515,9 +515,8 @@ def test_the_writer_dies_in_the_middle(engines, kind):
     target.all("expect", "push", source.addresses, [1, 2])
     source.all("push_layer", "push", target.addresses, 0, [3, 4], [1, 2])
     source.all("push_layer", "push", target.addresses, 1, [3], [1])
-    source.all(
-        "read", "after", target.addresses, [1], [1]
-    )  # by the same thread: when it has come, so have those
+    # By the same thread: when it has come, so have those.
+    source.all("read", "after", target.addresses, [1], [1])
     assert ended_well(source.all("wait"))
     assert target.all("poll") == [[]]
     source.signal(signal.SIGKILL)
@@ -634,9 +633,8 @@ def test_a_push_that_loses_its_answers_fails_at_both_ends(kind, position):
     with proxy((address["host"], address["port"]), cut(position)) as port:
         source.push("push", [{**address, "port": port}], [3, 4], [1, 2])
         here = only(source.wait())
-        if not (
-            ended := target.transport.poll(0.3)
-        ):  # the target has not heard of the source: its engine gives it up
+        if not (ended := target.transport.poll(0.3)):
+            # The target has not heard of the source: its engine gives it up.
             target.transport.cancel("push")
             ended = target.wait()
         there = only(ended)
@@ -684,9 +682,8 @@ def test_who_writes_cancels(pair):
     assert only(source.wait()).error == "cancelled"
     end = only(target.wait())
     assert end.error == "the peer has aborted the transfer: cancelled"
-    source.transport.push(
-        "push", [target.transport.address], 1, [3, 4], [1, 2]
-    )  # in the same step: no harm
+    # In the same step: no harm.
+    source.transport.push("push", [target.transport.address], 1, [3, 4], [1, 2])
     source.finish_push("push", [target.transport.address])
     assert source.transport.poll() == [] and target.transport.poll() == []
 

@@ -145,11 +145,8 @@ def consumer() -> Any:
     return side
 
 
-FIRST = {
-    "do_remote_prefill": True,
-    "remote_request_id": "x",
-    "remote_block_ids": [8, 9, 10],
-}  # prefill first
+# Prefill first.
+FIRST = {"do_remote_prefill": True, "remote_request_id": "x", "remote_block_ids": [8, 9, 10]}
 THERE = {"do_remote_prefill": True, "prefill_addresses": [("there", 2)]}  # decode first
 
 

@@ -274,9 +274,8 @@ def test_each_rank_reads_only_its_slices(
     file_bytes = sum(tensor.nbytes for _, tensor in checkpoint_tensors(pathlib.Path(folder)))
     read = [load_share(folder, rank, tp, monkeypatch)[1] for rank in range(tp)]
     norms = sum(t.nbytes for n, t in checkpoint_tensors(pathlib.Path(folder)) if "norm" in n)
-    copies = (
-        tp * num_kv_heads_of_rank(config.num_kv_heads, tp) // config.num_kv_heads
-    )  # of each KV head
+    # Of each KV head.
+    copies = tp * num_kv_heads_of_rank(config.num_kv_heads, tp) // config.num_kv_heads
     kv = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.hidden_size
     assert sum(read) == file_bytes + (tp - 1) * norms + (copies - 1) * kv
     # Within a row of the vocabulary's padding all read the same.

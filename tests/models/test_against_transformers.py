@@ -65,9 +65,8 @@ def test_course_model() -> None:
     count = examples(48) + 8
     ours = greedy(llm, prompts, count)
     assert ours == greedy_choices(folder, prompts, ours, count)
-    for prompt, tokens in list(zip(prompts, ours, strict=True))[
-        5::14
-    ]:  # with transformers' own loop and cache
+    for prompt, tokens in list(zip(prompts, ours, strict=True))[5::14]:
+        # With transformers' own loop and cache.
         assert tokens == reference_tokens(folder, prompt, count)
 
 

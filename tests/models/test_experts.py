@@ -494,9 +494,8 @@ def test_balancing_properties(case: tuple[list[int], int, int]) -> None:
     packs = pack_replicas(loads, counts, ranks)
     assert all(len(pack) == old.num_slots for pack in packs)
     assert Counter(expert for pack in packs for expert in pack) == dict(enumerate(counts))
-    new = settle(
-        packs, old
-    )  # whose constructor checks that all experts are there, on each rank once
+    # The constructor checks that all experts are there, on each rank once.
+    new = settle(packs, old)
     assert sorted(map(sorted, new.slots)) == sorted(map(sorted, packs))
     assert sum(new.rank_loads(loads)) == pytest.approx(sum(loads))
     best = balance(loads, old)
@@ -848,9 +847,8 @@ def test_tokens_do_not_change_while_experts_move(grid: Grid, tmp_path: pathlib.P
     first_numbers = generate(folder, {})["held"]
     for layer, slots in enumerate(results[0]["slots"]):
         assert slots != initial and all(result["slots"][layer] == slots for result in results)
-        for rank, result in enumerate(
-            results
-        ):  # each slot holds the weights of the expert it should
+        for rank, result in enumerate(results):
+            # Each slot holds the weights of the expert it should.
             assert result["held"][layer] == [first_numbers[layer][expert] for expert in slots[rank]]
 
 

@@ -511,11 +511,8 @@ def test_gptq_and_awq_are_nearer_to_the_original_on_text_that_they_have_not_seen
 # of it is an error, better ones too, since then a layer was left alone. Its weights have been in 4
 # bits before, with another grid. GPTQ and AWQ see documentation of other topics.
 RANGES = {
-    "w8a16": (
-        {"scheme": "w8a8"},
-        -0.5,
-        1,
-    ),  # as good as nothing: what W8A8 costs is the rounding of its inputs
+    # As good as nothing: what W8A8 costs is the rounding of its inputs.
+    "w8a16": ({"scheme": "w8a8"}, -0.5, 1),
     "w8a8": ({"scheme": "w8a8"}, 1, 5),
     "rtn": ({"method": "rtn"}, 25, 50),
     "gptq": ({"method": "gptq"}, 15, 30),

@@ -106,9 +106,8 @@ def test_linear(program, tokens, inner, outputs, dtype):
     ],
 )
 def test_quantized_weights(program, tokens, inner, outputs, groups, dtype, monkeypatch):
-    monkeypatch.setattr(
-        native_quantized, "_library", lambda: "the program"
-    )  # packing is torch's code, also without kernels
+    # Packing is torch's code, also without kernels.
+    monkeypatch.setattr(native_quantized, "_library", lambda: "the program")
     torch.manual_seed(0)
     x, scales = torch.randn(tokens, inner).to(dtype), (torch.rand(outputs, groups) / 100).to(dtype)
     nibbles = torch.randint(-(2**31), 2**31, (outputs, inner // 8)).int()

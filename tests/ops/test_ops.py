@@ -23,10 +23,8 @@ from nanovllm.ops.native_library import find_compiler
 from tests.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 2**-7,
-}  # of float32 sums, and one bfloat16 rounding
+# Of float32 sums, and one bfloat16 rounding.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 EPS = 1e-5
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason="no compiled kernels here")
@@ -272,9 +270,8 @@ def test_argmax_takes_the_first_of_the_largest():
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "outputs", [512, 503]
-)  # 503 is no multiple of a group: it cannot be packed
+# 503 is no multiple of a group: it cannot be packed.
+@pytest.mark.parametrize("outputs", [512, 503])
 def test_a_tokens_projection_does_not_depend_on_the_batch_or_the_threads(outputs, dtype):
     x, weight = (
         random(600, 576, dtype=dtype),

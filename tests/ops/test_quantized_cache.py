@@ -98,13 +98,8 @@ def test_every_number_of_the_format_survives(kind: torch.dtype) -> None:
 
 
 SEQUENCES = [(1, 300), (1, 4), (40, 60), (200, 0), (3, 510), (1, 0)]
-HEADS = [
-    (64, 9, 3),
-    (128, 8, 2),
-    (80, 4, 4),
-    (8, 2, 1),
-    (256, 4, 2),
-]  # head_dim, query heads, KV heads
+# head_dim, query heads, KV heads.
+HEADS = [(64, 9, 3), (128, 8, 2), (80, 4, 4), (8, 2, 1), (256, 4, 2)]
 
 
 class Case(Problem):
@@ -191,16 +186,14 @@ def test_the_kernel_writes_the_same_bytes(
     head_dim, _, num_kv_heads = heads
     generator = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 70, 2 * num_kv_heads, head_dim, generator=generator)[:, :, ::2]
-    k = (
-        k * 10 ** torch.linspace(-38, 37, 70)[:, None, None]
-    )  # some rows are below the smallest scale
+    # Some rows are below the smallest scale.
+    k = k * 10 ** torch.linspace(-38, 37, 70)[:, None, None]
     k[3], v[5], v[6, :, 1:] = 0, -0.0, 0
     k, v = (x.to(dtype).contiguous() for x in (k, v))
     grid = torch.from_numpy(e4m3_numbers()).float()
     halves = torch.cat([(grid[1:] + grid[:-1]) / 2, torch.arange(126.0) + 0.5])
-    for first, last in zip(
-        range(20, 70), range(0, len(halves), head_dim - 1), strict=False
-    ):  # ties, at a scale of 1
+    for first, last in zip(range(20, 70), range(0, len(halves), head_dim - 1), strict=False):
+        # Ties, at a scale of 1.
         some = halves[last : last + head_dim - 1]
         v[first, :, 0], v[first, :, 1 : len(some) + 1] = LARGEST[kind], some.to(dtype)
     slots = torch.randperm(96, generator=generator)[:70]

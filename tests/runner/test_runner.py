@@ -409,9 +409,8 @@ def test_only_last_rows_become_logits(folder, monkeypatch) -> None:
 def test_bytes_per_block_are_the_bytes_that_are_held() -> None:
     runner = bare_runner(num_blocks=10)
     assert sum(cache.nbytes for cache in runner.kv_caches) == 10 * runner.bytes_per_block
-    assert (
-        runner.bytes_per_block == 2 * 3 * 2 * 16 * 4 * 4
-    )  # K and V, layers, KV heads, channels, tokens, bytes
+    # K and V, layers, KV heads, channels, tokens, bytes.
+    assert runner.bytes_per_block == 2 * 3 * 2 * 16 * 4 * 4
 
 
 def test_number_of_blocks_as_told() -> None:
@@ -542,11 +541,8 @@ class NoGraph:
     ("options", "tokens", "rows"),
     [
         ({"max_num_seqs": 3, "max_num_batched_tokens": 16}, 16, 3),  # 6, 5 and 5
-        (
-            {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 4},
-            12,
-            3,
-        ),  # no longer than allowed
+        # No longer than allowed.
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 4}, 12, 3),
         ({"max_num_seqs": 1, "max_num_batched_tokens": 999}, 256, 1),
         ({"max_num_seqs": 2, "enable_chunked_prefill": False, "max_model_len": 100}, 200, 2),
     ],

@@ -254,10 +254,8 @@ def test_order_of_the_vocabulary_does_not_matter(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            {"repetition_penalty": 2.0},
-            [1.0, -2.0, 3.0, -4.0],
-        ),  # tokens 0 and 1 were seen: 2 / 2 and -1 * 2
+        # Tokens 0 and 1 were seen: 2 / 2 and -1 * 2.
+        ({"repetition_penalty": 2.0}, [1.0, -2.0, 3.0, -4.0]),
         ({"repetition_penalty": 0.5}, [4.0, -0.5, 3.0, -4.0]),
         ({"presence_penalty": 1.5}, [2.0, -2.5, 3.0, -4.0]),  # only token 1 is in the output
         ({"frequency_penalty": 0.5}, [2.0, -2.0, 3.0, -4.0]),  # twice
@@ -271,18 +269,12 @@ def test_order_of_the_vocabulary_does_not_matter(
         ({"min_tokens": 2}, [2.0, -1.0, 3.0, -4.0]),  # two tokens are out already
         ({"bad_words_token_ids": [[0]]}, [-INF, -1.0, 3.0, -4.0]),
         ({"bad_words_token_ids": [[1, 2], [1, 1, 3], [2, 0]]}, [2.0, -1.0, -INF, -INF]),
-        (
-            {"bad_words_token_ids": [[0, 1, 1, 2]]},
-            [2.0, -1.0, 3.0, -4.0],
-        ),  # it would begin in the prompt
-        (
-            {"bad_words_token_ids": [[0], [1], [2], [3]]},
-            [2.0, -1.0, 3.0, -4.0],
-        ),  # nothing would be left
-        (
-            {"bad_words_token_ids": [[0], [1], [3]], "min_tokens": 3},
-            [2.0, -1.0, 3.0, -4.0],
-        ),  # the same
+        # It would begin in the prompt.
+        ({"bad_words_token_ids": [[0, 1, 1, 2]]}, [2.0, -1.0, 3.0, -4.0]),
+        # Nothing would be left.
+        ({"bad_words_token_ids": [[0], [1], [2], [3]]}, [2.0, -1.0, 3.0, -4.0]),
+        # The same.
+        ({"bad_words_token_ids": [[0], [1], [3]], "min_tokens": 3}, [2.0, -1.0, 3.0, -4.0]),
         ({"bad_words_token_ids": [[3], [7]], "logit_bias": {3: 100}}, [2.0, -1.0, 3.0, -INF]),
     ],
 )

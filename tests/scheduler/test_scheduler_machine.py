@@ -226,9 +226,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = any(not request.in_prefill for request in self.scheduler.running)
         plan = self.scheduler.schedule()
         if not self.scheduler.has_unfinished:
-            assert (
-                plan.empty
-            )  # and is not run: what the runner has to drop must come with a later one
+            # And is not run: what the runner has to drop must come with a later one.
+            assert plan.empty
             return self.take_results()
         if plan.empty and self.under_way:
             event("waits for results")

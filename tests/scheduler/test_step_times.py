@@ -49,9 +49,8 @@ def learned(base: float, slope: float, sizes: list[int], noise: list[float] = [1
 def test_the_largest_step_that_fits_is_found(
     base: float, slope: float, sizes: list[int], room: float
 ) -> None:
-    sizes = [
-        max(size, int(base / slope) + 1) for size in sizes
-    ]  # the prompt is at least half of each step
+    # The prompt is at least half of each step.
+    sizes = [max(size, int(base / slope) + 1) for size in sizes]
     tokens = learned(base, slope, sizes).prefill_tokens(base + room)
     assert tokens >= CHUNK and tokens % CHUNK == 0
     assert tokens == CHUNK or slope * tokens <= room * 1.001, "the step would take too long"
@@ -74,9 +73,8 @@ def test_steps_that_were_disturbed_change_nothing_while_they_are_fewer(
     prompts: list[int],
     wrong: list[float],
 ) -> None:
-    sizes = [
-        max(size, int(base / slope) + 1) for size in sizes
-    ]  # the prompt is at least half of each step
+    # The prompt is at least half of each step.
+    sizes = [max(size, int(base / slope) + 1) for size in sizes]
     expected, times = learned(base, slope, sizes), StepTimes()
     for i in decodes:  # 15 of 31 took some other time
         times.add(step(0), wrong[i] if i < 15 else base)
@@ -102,9 +100,8 @@ def test_steps_that_were_disturbed_change_nothing_while_they_are_fewer(
 def test_a_limit_holds_roughly_on_a_noisy_machine(
     base: float, slope: float, sizes: list[int], noise: list[float], room: float
 ) -> None:
-    sizes = [
-        max(size, int(base / slope) + 1) for size in sizes
-    ]  # the prompt is at least half of each step
+    # The prompt is at least half of each step.
+    sizes = [max(size, int(base / slope) + 1) for size in sizes]
     tokens, limit = learned(base, slope, sizes, noise).prefill_tokens(base + room), base + room
     assert tokens == CHUNK or base + slope * tokens <= 1.5 * limit
 

@@ -31,11 +31,8 @@ from tests.scheduler.test_scheduler import scheduler_of
 def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
     scheduler = scheduler_of(4, 6, 3)
     r0, r1, r2 = (scheduler.requests[f"r{i}"] for i in range(3))
-    r0.num_computed_tokens, r1.num_computed_tokens, r2.num_computed_tokens = (
-        4,
-        5,
-        4,
-    )  # with this step
+    # With this step.
+    r0.num_computed_tokens, r1.num_computed_tokens, r2.num_computed_tokens = (4, 5, 4)
     r2.num_pending_tokens = 1
     plan = SchedulerOutput()
     plan.add(ScheduledRequest("r0", 0, 4, [], [], samples=True))

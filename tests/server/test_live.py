@@ -125,9 +125,8 @@ async def open_engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None:
     viewer = Viewer(engine)
-    await viewer.read_until(
-        lambda step: step.snapshot is not None
-    )  # at once, although nothing happens
+    # At once, although nothing happens.
+    await viewer.read_until(lambda step: step.snapshot is not None)
     assert viewer.trace.settings["live"] is True and viewer.trace.settings["num_blocks"] == 64
     text = await answer(engine, "a secret of mine", "seen")
     await viewer.read_until(ends("seen"))
@@ -178,9 +177,8 @@ async def test_nothing_is_recorded_unless_somebody_looks(
     assert not any(map(ends("still"), viewers[0].trace.steps))
     viewers[1].stream.close()
     assert not engine.broadcasts[0].streams
-    await answer(
-        engine, "unseen", "last"
-    )  # the order to stop is carried out before this one is taken
+    # The order to stop is carried out before this one is taken.
+    await answer(engine, "unseen", "last")
     await answer(engine, "unseen", "very last")
     del reports[:]
     await answer(engine, "unseen", "alone again")

@@ -427,9 +427,8 @@ def test_a_reader_who_looks_back_gets_no_picture_for_every_batch(page: Any, trac
           const draw = player._draw;
           player._draw = (now) => { draws += 1; draw.call(player, now); player.drawingTime = 1e6; };
         }""")
-    page.evaluate(
-        "player.drawingTime = 1e6"
-    )  # so slow that a picture a second is all there is time for
+    # So slow that a picture a second is all there is time for.
+    page.evaluate("player.drawingTime = 1e6")
     for _ in range(15):
         page.evaluate("history_.append(whole.record(history_.length)); player.changed()")
         page.clock.run_for(50)
@@ -495,9 +494,8 @@ def test_themes_follow_the_page(page: Any, trace: Trace) -> None:
     page.emulate_media(color_scheme="light")
     page.wait_for_function(f"{theme} === 'light'")
     assert picture(page, "pool") != dark
-    page.evaluate(
-        "document.body.dataset.jpThemeLight = 'false'"
-    )  # JupyterLab's word goes before the system's
+    # JupyterLab's word goes before the system's.
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
     page.wait_for_function(f"{theme} === 'dark'")
     assert picture(page, "pool") == dark
 

@@ -537,9 +537,8 @@ def test_the_pool_of_a_simulation_can_be_rebuilt(
         with monkeypatch.context() as patch:
             witness = Witness(patch)
             trace = crowd(seed, **options)
-        for number, record in enumerate(
-            r for r in trace if r.requests
-        ):  # idle steps are counted, not scheduled
+        for number, record in enumerate(r for r in trace if r.requests):
+            # Idle steps are counted, not scheduled.
             record.step = number
         witness.check(trace)
         middle = trace.steps[len(trace) // 2]
@@ -643,9 +642,8 @@ class Session:
         params = SamplingParams(
             max_tokens=draw.randint(1, 25), seed=draw.randint(0, 99), stop_token_ids=stops
         )
-        if (
-            self.core.config.speculative is not None
-        ):  # answers that n-grams can foresee, some of the time
+        if self.core.config.speculative is not None:
+            # Answers that n-grams can foresee, some of the time.
             params.logit_bias = dict.fromkeys((5, 6, 7), 100.0)
         self.core.add_request(EngineRequest(name, prompt, params))
 

@@ -496,9 +496,8 @@ def test_who_ended_before_the_oldest_record_may_still_stand_in_it(site):
     share, common = TracedRequest, {"token_budget": 16, "num_blocks": 12, "duration": 1.0}
     trace = Trace(settings={"block_size": 4, "num_blocks": 12, "token_budget": 16})
     for step in range(140):
-        number = (
-            step // 8
-        )  # of who runs: ends with the 8th step, and still holds its blocks in the step after it
+        # Of who runs: ends with the 8th step, and still holds its blocks in the step after it.
+        number = step // 8
         now, first = f"r{number}", step % 8 == 0
         mine = (
             share(now, 0, 3, 3, [number % 12], [5])

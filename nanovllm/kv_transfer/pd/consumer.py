@@ -294,9 +294,8 @@ class ConsumerSide(Side):
         del self.fetches[fetch.transfer_id]
         self._output.finished_recving.add(fetch.request_id)
         if fetch.error:
-            fetch.producer.tell(
-                Release(fetch.remote_id)
-            )  # the producer can drop the order, or free the blocks
+            # The producer can drop the order, or free the blocks.
+            fetch.producer.tell(Release(fetch.remote_id))
             self._output.invalid_block_ids[fetch.request_id] = set(fetch.local_block_ids)
             if not fetch.is_given_up:
                 self._output.reasons[fetch.request_id] = fetch.error

@@ -405,9 +405,10 @@ class Side(KVConnectorScheduler):
 
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Ranks) -> None:
         super().__init__(config, identity, ranks)
+        # Checks that these settings are numbers, and that there are no others.
         self.kv_transfer.extras(
             lease_seconds=0.0, min_remote_tokens=0, prefill_timeout=0.0, timeout=0.0
-        )  # checks them
+        )
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
         self.ranks = ranks

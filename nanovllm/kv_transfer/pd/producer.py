@@ -71,9 +71,8 @@ class ProducerSide(Side):
             self._output.aborts += [
                 key for key, order in self.orders.items() if order.consumer is consumer
             ]
-        elif (
-            isinstance(message, Released) and not message.was_held
-        ):  # the consumer has cancelled an order, running or finished
+        elif isinstance(message, Released) and not message.was_held:
+            # The consumer has cancelled an order, running or finished.
             self._output.aborts += {message.request_id} & self.orders.keys()
             self.leases.release(message.request_id, consumer.connection)
         elif isinstance(message, Prefill):
@@ -140,9 +139,8 @@ class ProducerSide(Side):
         size = self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))
-        is_lost = (
-            order.num_pushed > 0 and share.request_id not in self._in_flight
-        )  # an error has stopped the push
+        # An error has stopped the push.
+        is_lost = order.num_pushed > 0 and share.request_id not in self._in_flight
         if message.push is None or end <= start or is_lost:
             return
         blocks = slice(start // size, -(-end // size))

@@ -131,9 +131,8 @@ class FolderStore(SealedStore):
                 if os.writev(file.fileno(), [header, buffer]) != size:
                     raise OSError("the disk is full")
                 _touch(file.fileno())
-            os.rename(
-                temporary, self._file(key)
-            )  # no fsync: damage by a power failure is found when the entry is read
+            # No fsync: damage by a power failure is found when the entry is read.
+            os.rename(temporary, self._file(key))
             self._total += size
         return 1
 

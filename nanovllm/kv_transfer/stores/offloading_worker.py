@@ -143,9 +143,8 @@ class OffloadingWorker(KVConnectorWorker):
         saves: Blocks = self.metadata.saves
         num_waiting = sum(not write.done() for write in self._writes.values())
         num_dropped = max(0, len(saves) + num_waiting - BACKLOG_BYTES // self.entry_bytes)
-        for keys, block_ids in self._pieces(
-            saves, num_dropped
-        ):  # the beginnings of prompts come last
+        for keys, block_ids in self._pieces(saves, num_dropped):
+            # The beginnings of prompts come last.
             write = self.writer.submit(
                 self._save, keys, self._gather(block_ids), self._record_event()
             )
@@ -169,9 +168,8 @@ class OffloadingWorker(KVConnectorWorker):
             if event is not None:
                 event.synchronize()
             rows = [memoryview(row) for row in entries.numpy()]
-            self.store.put(
-                self._names(keys)[::-1], rows[::-1]
-            )  # a store counts the first key as used last
+            # A store counts the first key as used last.
+            self.store.put(self._names(keys)[::-1], rows[::-1])
         except Exception:
             logger.exception("KV blocks could not be saved")
 

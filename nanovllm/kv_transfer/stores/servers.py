@@ -60,9 +60,8 @@ class RedisStore(SealedStore):
             url, socket_timeout=timeout, socket_connect_timeout=timeout
         )
         options = self._client.get_connection_kwargs()
-        address = (
-            options.get("path") or f"{options.get('host')}:{options.get('port')}"
-        )  # without the password
+        # Without the password.
+        address = options.get("path") or f"{options.get('host')}:{options.get('port')}"
         self.place = f"the Redis server at {address}"
         self._namespace = namespace.encode()
         memory = self._ask(self._client.info, "memory")
@@ -164,9 +163,8 @@ class MooncakeStore(SealedStore):
         self._lock = threading.Lock()  # of the slots
 
     def _find(self, keys: Sequence[bytes]) -> list[bool]:
-        return [
-            code == 1 for code in self._call(self._store.batch_is_exist, keys)
-        ]  # a look-up counts as a use
+        # A look-up counts as a use.
+        return [code == 1 for code in self._call(self._store.batch_is_exist, keys)]
 
     def _send(self, pairs: Sequence[Pair]) -> int:
         with self._lock:

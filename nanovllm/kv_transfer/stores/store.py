@@ -164,9 +164,8 @@ class HostStore(KVStore):
                 if self._touch([key]) or not self._make_room():
                     continue
                 slot = self._free.pop()
-                self._memory[slot] = np.frombuffer(
-                    buffer, np.uint8
-                )  # no other thread knows this slot yet
+                # No other thread knows this slot yet.
+                self._memory[slot] = np.frombuffer(buffer, np.uint8)
                 with self._lock:
                     self.slots[key] = slot
                 self.stats.stored += 1

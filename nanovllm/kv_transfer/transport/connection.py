@@ -19,9 +19,8 @@ MAX_MESSAGE = 16 << 20  # bytes
 _MAGIC = b"nvkv"
 _HEADER = struct.Struct("<4sIQ")  # magic, bytes of the message and of the payload
 _CHECKSUM_BYTES = 8
-_STEP_BYTES = (
-    1 << 20
-)  # of payload that are sent and checked at a time: they are still in the processor's cache
+# Of payload that are sent and checked at a time: they are still in the processor's cache.
+_STEP_BYTES = 1 << 20
 # Half a minute after a host has vanished silently its connections count as lost, even if nothing is
 # being sent.
 _TCP_OPTIONS = {

@@ -252,9 +252,8 @@ class Listener:
         """End all connections."""
         for connection, thread in list(self._connections.items()):
             connection.close()
-            if (
-                thread.is_alive()
-            ):  # else it has ended, or begins now and finds the connection closed
+            if thread.is_alive():
+                # Otherwise it has ended, or begins now and finds the connection closed.
                 thread.join(self._credentials.patience)
 
     def close(self) -> None:

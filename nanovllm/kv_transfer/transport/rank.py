@@ -133,9 +133,8 @@ class Rank:
     def close(self) -> None:
         """End the thread. A running job fails, and queued jobs are dropped."""
         self.error = self.error or "this end is closed"
-        if (
-            connection := self._connection
-        ):  # a thread that still connects will find the object closed, and run no job
+        if connection := self._connection:
+            # A thread that still connects will find the object closed, and run no job.
             connection.close()
             self._jobs.put(lambda: None)
             self._thread.join(_JOIN)

@@ -229,9 +229,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit code: 1 if a part or a test failed."""
-    previous = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # engines have sessions of their own
+    # Engines have sessions of their own.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         measure: Callable[[argparse.Namespace], int] = arguments.measure
         return measure(arguments)
@@ -343,9 +342,8 @@ def _measure_gpu(arguments: argparse.Namespace) -> int:
     if dry_run:
         environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     elif torch.cuda.is_available():
-        environment = {
-            "NANOVLLM_NATIVE": "0"
-        }  # the CPU is only a reference, and its C++ kernels need not be compiled
+        # The CPU is only a reference, and its C++ kernels need not be compiled.
+        environment = {"NANOVLLM_NATIVE": "0"}
     else:
         torch_is = (
             f"{torch.__version__}, built "

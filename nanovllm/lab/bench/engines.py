@@ -273,9 +273,8 @@ class EngineProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        psutil.wait_procs(
-            tree, STOP_SECONDS
-        )  # a process that is still ending would disturb the next engine
+        # A process that is still ending would disturb the next engine.
+        psutil.wait_procs(tree, STOP_SECONDS)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -379,9 +378,8 @@ class Server(EngineProcess):
                 time.sleep(0.05)
             name = self.settings.name
             self.fields: dict[str, Any] = {"model": http.get("/v1/models").json()["data"][0]["id"]}
-            self.fields |= (
-                {"timings_per_token": True} if name == "llamacpp" else {}
-            )  # they count the tokens
+            # They count the tokens.
+            self.fields |= {"timings_per_token": True} if name == "llamacpp" else {}
             body = self.fields | {"prompt": [3, 4, 5, 6], "max_tokens": 1, "temperature": 0}
             answer = http.post("/v1/completions", json=body)
             if answer.status_code != 200:

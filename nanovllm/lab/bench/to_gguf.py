@@ -46,9 +46,8 @@ def gguf_of(
     path = nanovllm_home() / "models" / f"{folder.name}-{digest}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        run_ranks(
-            write_gguf, Grid(), folder, path.with_suffix(".part"), *kinds
-        )  # torch's threads end with the process
+        # torch's threads end with the process.
+        run_ranks(write_gguf, Grid(), folder, path.with_suffix(".part"), *kinds)
         path.with_suffix(".part").rename(path)
     return path
 
@@ -77,9 +76,8 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, matrices: str, head: st
     )
     for name, tensor in stored_tensors(config, folder):
         place = names.get_name(name, (".weight", ".bias")) or f"unknown: {name}"
-        if num_heads := rotated.get(
-            place.split(".")[-2]
-        ):  # it rotates neighbouring channels, not halves of a head
+        if num_heads := rotated.get(place.split(".")[-2]):
+            # It rotates neighbouring channels, not halves of a head.
             tensor = tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if tensor.ndim == 1:
             writer.add_tensor(place, tensor.float().numpy())

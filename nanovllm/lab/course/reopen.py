@@ -41,9 +41,8 @@ def extend(cls: Class) -> Class:
     members = {name: value for name, value in vars(cls).items() if name not in _BOOKKEEPING}
     if members.get("__doc__") is None:
         members.pop("__doc__", None)
-    if members.pop(
-        "__slots__", ()
-    ):  # those of a `msgspec.Struct` are empty if it only repeats fields
+    if members.pop("__slots__", ()):
+        # Those of a `msgspec.Struct` are empty if it only repeats fields.
         raise TypeError(f"{name}: __slots__ cannot be added to a class that exists")
     known = (
         [field.name for field in dataclasses.fields(original)]

@@ -150,9 +150,8 @@ def _complaint(folder: str, name: str, tests: str) -> str:
         *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout),
         done.stdout + done.stderr,
     ]
-    lines = said.rstrip().split(
-        "\n"
-    )  # the test and the learner's code are at the beginning, the error at the end
+    # The test and the learner's code are at the beginning, the error at the end.
+    lines = said.rstrip().split("\n")
     return "\n".join(["wrong", *lines[:15], *lines[15:][-12:]])
 
 

@@ -261,9 +261,8 @@ class _PoolReplay:
         self.held: dict[str, list[int]] = {}
         # Blocks that were full when a request left them, and that no request has taken since.
         self.full: set[int] = set()
-        self.ended: set[str] = (
-            set()
-        )  # requests that ended in an earlier record and may still hold their blocks
+        # Requests that ended in an earlier record and may still hold their blocks.
+        self.ended: set[str] = set()
 
     def state(self) -> PoolState:
         """A copy of the present state."""
@@ -311,9 +310,8 @@ class _PoolReplay:
             for each in record.requests
             if each.num_drafts and each.request_id not in self.ended
         ):
-            self.num_tokens[share.request_id] -= (
-                share.num_drafts - share.num_accepted
-            )  # rejected ones do not count
+            # Rejected ones do not count.
+            self.num_tokens[share.request_id] -= share.num_drafts - share.num_accepted
         self.ended.update(r for r in record.finished if r in self.tables)
 
     def _release(self, request_id: str) -> None:

@@ -192,10 +192,8 @@ def gif_bytes(pictures: Sequence[Image.Image], seconds: Sequence[float], comment
         images.append(Image.fromarray(pixels))
         images[-1].putpalette(palette.astype(np.uint8).tobytes())
     first, *others = images
-    look: dict[str, Any] = {
-        "transparency": _UNCHANGED,
-        "disposal": 1,
-    }  # each frame is drawn over the one before
+    # Each frame is drawn over the one before.
+    look: dict[str, Any] = {"transparency": _UNCHANGED, "disposal": 1}
     look |= {"duration": [round(1000 * each) for each in seconds], "loop": 0, "comment": comment}
     first.save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=others, **look)
     return buffer.getvalue()

@@ -271,10 +271,8 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
 
 def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
     curve = f"arc3,rad={0.06 if end[1] > start[1] else -0.06}"
-    for line_color, width in (
-        (BACKGROUND, 3.6),
-        (color, 1.6),
-    ):  # a white rim keeps crossing arrows apart
+    for line_color, width in ((BACKGROUND, 3.6), (color, 1.6)):
+        # A white rim keeps crossing arrows apart.
         look: dict[str, Any] = {
             "color": line_color,
             "linewidth": width,

@@ -55,9 +55,8 @@ def draw_roofline(
         ylabel="GFLOP/s",
         title="Reading is the limit on the slope, computing on the flat part",
     )
-    axes.set_ylim(
-        0.4e-9 * min(rate for _, rate in found), 1.6e-9 * flops_per_second
-    )  # room for the names
+    # Room for the names.
+    axes.set_ylim(0.4e-9 * min(rate for _, rate in found), 1.6e-9 * flops_per_second)
     axes.legend(loc="lower right")
     axes.grid(True)
     return figure

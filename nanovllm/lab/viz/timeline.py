@@ -121,9 +121,8 @@ def _draw_span(
         height = height - part
     look = style.mark_style(span.kind, color)
     ax.add_patch(Rectangle((span.begin, top), width, height, linewidth=0.8, zorder=2, **look))
-    if (
-        span.kind == "prefill" and not joined
-    ):  # without a gap the chunks of a prompt would look like one
+    if span.kind == "prefill" and not joined:
+        # Without a gap the chunks of a prompt would look like one.
         ax.vlines(span.end, top, top + height, color=style.BACKGROUND, linewidth=1.2, zorder=3)
 
 

@@ -155,9 +155,8 @@ def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
 def test_rows_are_quantized_as_the_reference_does(width: int, dtype: torch.dtype) -> None:
     x = activations(5, width, dtype)
     x[1], x[2, 0] = 0, 127
-    x[2, 1:7] = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5])[
-        : width - 1
-    ]  # with a scale of 1: halves
+    # With a scale of 1: halves.
+    x[2, 1:7] = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5])[: width - 1]
     x[2, 7:] = 0
     expected = reference_quantized.quantize_rows(x)
     assert all(map(torch.equal, ours.quantize_rows(x), expected))

@@ -202,9 +202,8 @@ def test_the_cost_of_a_model_is_counted_right(variant: str, tmp_path: pathlib.Pa
         model(torch.tensor([[5]]))
     counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
     layers = sum(n for name, n in counts.items() if re.fullmatch(r"\w+\.model\.layers\.\d+", name))
-    assert (
-        layers == cost.layer_flops + cost.attention_flops
-    )  # which sees itself, and nothing before it
+    # It sees itself, and nothing before it.
+    assert layers == cost.layer_flops + cost.attention_flops
     assert counts[f"{type(model).__name__}.lm_head"] == cost.head_flops
 
     runner = LLM(str(folder), dtype="float32", num_kv_blocks=3, block_size=8).engine.core.runner
@@ -248,9 +247,8 @@ def test_a_batch_shares_its_steps_and_concurrency_bounds_that() -> None:
     requests = [BenchRequest([1], 10)] * 8
     assert least_work(cost, requests).num_bytes == 10 * 1000
     assert least_work(cost, requests, max_concurrency=4).num_bytes == 20 * 1000
-    assert (
-        least_work(cost, requests, max_concurrency=3).num_bytes == 27 * 1000
-    )  # 80 tokens, 3 a step
+    # 80 tokens, 3 a step.
+    assert least_work(cost, requests, max_concurrency=3).num_bytes == 27 * 1000
 
 
 def test_a_cached_prefix_is_not_computed() -> None:
@@ -307,9 +305,8 @@ def test_a_process_and_its_children_are_watched() -> None:
         peak, found = peak_memory(process.pid), NoiseMeter(process.pid).read()
         process.stdin.close()
     assert peak > 2**26
-    assert (
-        0 <= found.steal <= 1.001 and 0 <= found.others <= 1.001 and found.cores >= 0
-    )  # shares of clock ticks
+    # Shares of clock ticks.
+    assert 0 <= found.steal <= 1.001 and 0 <= found.others <= 1.001 and found.cores >= 0
     assert process_tree(process.pid) == []
 
 

@@ -420,9 +420,8 @@ def test_a_wrong_divided_engine_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(folder: str, requests: Any, **options: Any) -> list[list[int]]:
-        for _ in range(
-            2
-        ):  # ranks write to the file descriptor: they know nothing of this process's sys.stderr
+        for _ in range(2):
+            # Ranks write to the file descriptor: they know nothing of this process's sys.stderr.
             os.write(2, f"balancedness of experts: 0.50, now 0.90; {moved} bytes moved\n".encode())
         return tokens
 

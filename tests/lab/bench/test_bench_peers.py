@@ -70,9 +70,8 @@ def test_slots_compute_every_request_whatever_shares_its_batches(slots: worker.L
     assert [len(line) for line in timelines] == [request["max_tokens"] for request in requests]
     for line in timelines:
         assert [count for _, count in line] == [1] * len(line) and line == sorted(line)
-    assert (
-        max(slots.context.sizes) == 8
-    )  # prompts are computed in parts, beside tokens of other requests
+    # Prompts are computed in parts, beside tokens of other requests.
+    assert max(slots.context.sizes) == 8
     held = [tokens for tokens in slots.context.sequences if tokens]
     assert len(held) == 3 and held == [tokens for tokens in slots.cached if tokens]
     for tokens in held:  # all but the last one, which no further token needs

@@ -37,15 +37,14 @@ SOURCE = re.compile(
     r"|\bLlama|\bDeepSeek|\bQwen|\bMixtral|\bSmolLM|\bGemma"
 )
 TERM = r"[−-]?\(?\d[\d.,]*[π%)]*(?: ?[A-Za-zµ/]{1,8})?\)?"
+# A reader can check it.
 CALCULATION = re.compile(
     rf"(?:\bln |{TERM} ?[-×·*/+−–^] ?(?:{TERM} ?[-×·*/+−–^] ?)*){TERM} ?[=≈] ?\**{TERM}"
-)  # a reader can check it
-SENTENCE = re.compile(
-    r"(?<=[.!?])[)*\"”]*\s+(?=[^a-z])|\n(?=[-*\d<])|\n\n"
-)  # a table is one sentence
-END = re.compile(
-    r"^#+ .*[Tt]he same (?:idea|house) in vLLM", re.MULTILINE
-)  # from here on, it is about another project
+)
+# A table is one sentence.
+SENTENCE = re.compile(r"(?<=[.!?])[)*\"”]*\s+(?=[^a-z])|\n(?=[-*\d<])|\n\n")
+# From here on, it is about another project.
+END = re.compile(r"^#+ .*[Tt]he same (?:idea|house) in vLLM", re.MULTILINE)
 
 
 def numbers_in(text: str) -> set[float]:
@@ -62,9 +61,8 @@ def unbacked(cells: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
         if cell["cell_type"] == "code":
             source = "".join(cell["source"])
             backed |= numbers_in(source)
-            if (
-                "NBVAL_IGNORE_OUTPUT" not in source
-            ):  # what that one prints is another number elsewhere
+            if "NBVAL_IGNORE_OUTPUT" not in source:
+                # What that one prints is another number elsewhere.
                 for output in cell["outputs"]:
                     backed |= numbers_in("".join(output.get("text", "")))
         else:

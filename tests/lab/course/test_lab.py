@@ -40,9 +40,8 @@ what_if(requests, num_kv_blocks=24, block_size=4, max_num_batched_tokens=32, vie
 """
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "@jupyterlab/notebook-extension/tracker": {
-        "windowingMode": "none"
-    },  # else cells out of sight are not in the page
+    # Otherwise cells out of sight are not in the page.
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
 }
 START_SECONDS = 60
 
@@ -64,9 +63,8 @@ class Lab:
         (self.project / "notebooks").mkdir(parents=True)
         shutil.copy(NOTEBOOKS.parent / ".gitignore", self.project)
         self.git("init", "--quiet")
-        shutil.copytree(
-            NOTEBOOKS.parent / "figures", self.project / "figures"
-        )  # that lectures show
+        # That lectures show.
+        shutil.copytree(NOTEBOOKS.parent / "figures", self.project / "figures")
         for name, values in SETTINGS.items():
             path = folder / "settings" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -207,9 +207,8 @@ def prefill(setting: Setting) -> Iterator[Row]:
             ("SDPA flash", SDPBackend.FLASH_ATTENTION),
             ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION),
         ):
-            if (
-                name != "SDPA cuDNN" or context == 0
-            ):  # which aligns its causal mask at the first key
+            if name != "SDPA cuDNN" or context == 0:
+                # This aligns its causal mask at the first key.
                 yield measured(name, prompt, functools.partial(_sdpa, *prompt, device, backend))
     # Last, because each length has to be compiled; the one that has a goal first.
     for prompt in sorted(prompts, key=lambda p: (p != (8192, 0), p[1] == 0, -p[0])):

@@ -41,9 +41,8 @@ def main() -> int:
     if missing:
         print(f"{python} lacks {' '.join(missing)}: installing them", file=sys.stderr)
         try:
-            if (
-                sys.prefix == sys.base_prefix
-            ):  # not a virtual environment: make one that sees what is there
+            if sys.prefix == sys.base_prefix:
+                # Not a virtual environment: make one that sees what is there.
                 folder = ROOT / ".venv"
                 _run(python, "-m", "venv", "--system-site-packages", str(folder))
                 python = str(folder / "bin" / "python")

@@ -64,9 +64,8 @@ def _server(module: str, *words: str) -> Iterator[tuple[int, psutil.Process]]:
     """A server in a process of its own, once it answers: its port and the process."""
     port = free_port()
     command = [sys.executable, "-m", module, *words, "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(
-        command, env=python_environment(), stdout=subprocess.DEVNULL
-    )  # without its banner
+    # Without its banner.
+    process = subprocess.Popen(command, env=python_environment(), stdout=subprocess.DEVNULL)
     try:
         # It tries to connect again after half a second, a second, two, ...
         patient = httpx.HTTPTransport(retries=RETRIES)

@@ -118,9 +118,8 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
             core.runner.link.flush()
             if turn:  # the first round is to warm up
                 found.append(Passage(begin, end, computing))
-            for plan in (
-                plans
-            ):  # ended with the same token on every stage; only the last one knows the right one
+            for plan in plans:
+                # Ended with the same token on every stage; only the last one knows the right one.
                 core.scheduler.update_from_output(
                     plan, ModelRunnerOutput({r.request_id: SampledToken(0) for r in plan.requests})
                 )
