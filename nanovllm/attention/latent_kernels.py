@@ -111,7 +111,7 @@ def latent_attention_kernel(
             sums_high = tl.dot(
                 weights.to(low.dtype), high, sums_high * shrink[:, None], input_precision="ieee"
             )
-        # Of a sequence of no length; the largest score has the weight 1.
+        # The largest score has the weight 1. A sequence of no length has a sum of 0.
         total = tl.maximum(total, 1.0)
         part_row = (row if NUM_SPLITS == 1 else seq * NUM_SPLITS + split) * NUM_HEADS
         channel = tl.arange(0, HALF)[None, :]

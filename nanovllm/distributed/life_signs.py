@@ -331,7 +331,7 @@ class Peer:
             heard_activities.update(message)
 
     def fileno(self) -> int:
-        """Of the connection, to wait for messages."""
+        """The connection's file descriptor, to wait for messages."""
         return self.connection.fileno()
 
     def drain(self) -> None:

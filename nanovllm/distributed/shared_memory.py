@@ -230,7 +230,7 @@ class MessageQueue:
         self._num_readers = segment.handle.num_members - 1
         self._ring = (segment.address, segment.payload, len(segment.data) - segment.payload)
         self._buffer = ctypes.create_string_buffer(1 << 16)  # of a reader
-        # Of a reader: length of the message (-1: unknown), bytes read.
+        # A reader's message: its length (-1: unknown), and how many bytes of it are read.
         self._progress = (ctypes.c_int64 * 2)(-1, 0)
 
     @classmethod

@@ -51,10 +51,11 @@ OWN_RAY = {
 
 
 class RankActor:
-    """An actor that is a rank."""
+    """Runs one rank in a process of Ray's."""
 
     def open_meeting_place(self) -> str:
-        """On rank 0: the address where the ranks meet. It listens on one address only."""
+        """On rank 0: start the store at which the ranks meet, and return its address. The store
+        listens on this node's address only."""
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
@@ -104,7 +105,7 @@ def start_ray(num_cpus: int, folder: str) -> None:
         ExecutorError: Ray does not start.
     """
     os.environ.update(OWN_RAY | os.environ)
-    # The same as the variable says, which this process has read already when it imported Ray.
+    # Ray has read the variable when this process imported it, so the constant is set, too.
     ray_constants.ENABLE_RAY_CLUSTER = False
     for is_last in (False, True):
         try:
@@ -158,10 +159,14 @@ def find_room(num_ranks: int, with_gpu: bool) -> PlacementGroup:
 
 
 class RayExecutor(RemoteExecutor):
-    """Starts an actor for each rank, in a placement group; also Ray itself, unless the program has,
-    or RAY_ADDRESS names a cluster."""
+    """Starts an actor for each rank, in a placement group. Starts Ray, too, unless the program has
+    started it already or RAY_ADDRESS names a cluster.
 
-    # Of a Ray that this program has started, and of torch on each rank; 0 leaves them as they are.
+    Attributes:
+        folder: the files of the Ray that this program has started; "" if it has started none.
+        threads: torch's threads on each rank; 0 leaves torch's default.
+    """
+
     folder = ""
     threads = 0
 

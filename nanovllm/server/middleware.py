@@ -28,8 +28,8 @@ DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def protect(app: Starlette, access: Access) -> None:
-    """Put the middleware in front of an application that has all its routes. The last one that is
-    added is asked first."""
+    """Put the middleware in front of an application that has all its routes. Starlette asks
+    the middleware that was added last first, so CORS comes before `Guard`."""
     posts = [r.path for r in app.routes if isinstance(r, Route) and "POST" in (r.methods or ())]
     app.add_middleware(Guard, access=access, paths=frozenset(posts))
     if access.allowed_origins:
@@ -56,8 +56,8 @@ class Guard:
 
     - Those that a browser sends for a foreign web page: under a foreign host name (DNS rebinding),
       or with a foreign origin. Programs other than browsers send no Origin and no Sec-Fetch-Site.
-    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. Of several keys,
-      each has its share of the waiting places.
+    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. If there are
+      several keys, each may use only its share of the queue (see `shares`).
     - Those whose body is too large, or would take long to parse, or for which all bodies together
       are too large. Only the bodies of POST requests to `paths` are read; the application does not
       use others.
@@ -94,7 +94,8 @@ class Guard:
         chunks: list[bytes] = []
         try:
             await self._read(scope, receive, chunks, refusal)
-            chunks[:] = [body := b"".join(chunks)]
+            body = b"".join(chunks)
+            chunks[:] = [body]  # `finally` counts what is in `chunks`
             check_contents(body)
             unread.append({"type": "http.request", "body": body, "more_body": False})
             await self.app(scope, receive_again, send)
@@ -157,10 +158,10 @@ class Guard:
     async def _read(
         self, scope: Scope, receive: Receive, chunks: list[bytes], refusal: APIError | None
     ) -> None:
-        """Read a body to its end, into `chunks`, which count as held from now on. Of a refused
-        request drop the body: most clients listen only after they have sent everything, and would
-        lose the answer if the connection closed with data unread. The deadline for a body ends
-        those that go on.
+        """Read a body to its end, into `chunks`, which count as held from now on. Drop the
+        body of a refused request: most clients listen only after they have sent everything, and
+        would lose the answer if the connection closed with data unread. The deadline for a body
+        closes connections that never stop sending.
 
         Raises:
             APIError: the request is refused already, or the body is too large, or all bodies

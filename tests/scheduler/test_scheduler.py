@@ -64,6 +64,7 @@ def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, Schedule
     victim, plan = scheduler.running[1], scheduler.schedule()
     scheduler.check_invariants()
     assert [share.request_id for share in plan.requests] == ["r0"]
+    assert plan.blocked_by == "preemption", "a request admitted now would be the next victim"
     assert victim.num_preemptions == scheduler.num_preemptions == 1, (
         "the request and the scheduler count it"
     )
