@@ -1,12 +1,13 @@
-"""An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of
-several."""
+"""An engine in a process of its own that its parent watches through heartbeats: the engine of a
+server, or one of several."""
 
 import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import IO
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import life_signs
@@ -20,13 +21,19 @@ class DataRank(Peer, EngineClient):
     one.
 
     Args:
-        config, environment: see `EngineClient`.
+        config, environment, wrapper, log: see `EngineClient`.
     """
 
     process: subprocess.Popen[bytes]
 
-    def __init__(self, config: EngineConfig, environment: dict[str, str]) -> None:
-        EngineClient.__init__(self, config, environment)
+    def __init__(
+        self,
+        config: EngineConfig,
+        environment: dict[str, str],
+        wrapper: Sequence[str] = (),
+        log: IO[bytes] | IO[str] | None = None,
+    ) -> None:
+        EngineClient.__init__(self, config, environment, wrapper, log)
         self.rank = config.data_parallel_rank or 0
         name = (
             "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"

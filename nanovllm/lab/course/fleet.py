@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import zmq
 
@@ -30,7 +30,7 @@ class EngineProcess(DataRank):
 
     Args:
         record: its steps.
-        process: wrapper and log, see `EngineClient`.
+        wrapper, log: see `EngineClient`.
 
     Attributes:
         trace: its steps, if they are recorded.
@@ -41,9 +41,14 @@ class EngineProcess(DataRank):
     program = "from nanovllm.lab.course.fleet import run_quietly; run_quietly()"
 
     def __init__(
-        self, config: EngineConfig, threads: int = 1, record: bool = False, *process: Any
+        self,
+        config: EngineConfig,
+        threads: int = 1,
+        record: bool = False,
+        wrapper: Sequence[str] = (),
+        log: IO[bytes] | IO[str] | None = None,
     ) -> None:
-        super().__init__(config, {"OMP_NUM_THREADS": str(threads)}, *process)
+        super().__init__(config, {"OMP_NUM_THREADS": str(threads)}, wrapper, log)
         weakref.finalize(self, end_processes, [self.process], self.folder)
         self.trace = Trace()
         self.began = float("inf")

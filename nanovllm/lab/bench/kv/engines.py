@@ -93,7 +93,7 @@ class Engines:
                 self.wait(lambda: self._num_starting < len(usable_cores()), START_SECONDS)
                 with (self._folder / str(len(self._engines))).open("w") as log:
                     engine = EngineProcess(
-                        EngineConfig(**spec.options), spec.threads, False, spec.wrapper, log
+                        EngineConfig(**spec.options), spec.threads, wrapper=spec.wrapper, log=log
                     )
                 at_the_end.callback(engine.shutdown, STOP_SECONDS)
                 self._engines[name], engine.name = engine, f"engine {name!r}"
