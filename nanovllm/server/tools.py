@@ -94,18 +94,17 @@ def described(messages: list[Message], body: ChatBody, templates: dict[str, str]
                     where,
                 )
             message["name"] = names[message["tool_call_id"]]
-    tools = []
-    for function in (tool.function for tool in body.tools or ()):
-        tools.append(
-            {
-                "type": "function",
-                "function": {
-                    "name": function.name,
-                    "description": function.description or "",
-                    "parameters": function.parameters or NO_PARAMETERS,
-                },
-            }
-        )
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.function.name,
+                "description": tool.function.description or "",
+                "parameters": tool.function.parameters or NO_PARAMETERS,
+            },
+        }
+        for tool in body.tools or ()
+    ]
     name = body.chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
     if ASKS_FOR_FORM in templates.get(name, "") and USES_TOOLS.search(templates[name]):
         return {"messages": messages, "tools": tools or None, "chat_template": name}
