@@ -46,9 +46,8 @@ class ContentRunner:
         self.host: dict[tuple[int, int], bytes] = {}
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
-        self.sampled: dict[
-            str, int
-        ] = {}  # request id -> its last token, which may be needed before it is sent
+        # Request id -> its last token, which may be needed before it is sent.
+        self.sampled: dict[str, int] = {}
         self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
         self.drafts: dict[str, list[int]] = {}  # request id -> those of the step
         self.random = random.Random(0)  # draws which drafts are right

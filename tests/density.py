@@ -132,7 +132,7 @@ def _in_module(path: str, source: str) -> Iterator[tuple[str, int, str]]:
     for number, line in enumerate(lines, start=1):
         if re.search(r"# fmt: (skip|off)", line):
             yield "fmt: skip", number, line
-        if re.match(r"\s*[])}]+[,:]?\s+# (?!type: ignore|noqa)", line):
+        if re.match(r"\s*[])}][^#]*\s# (?!type: ignore|noqa)", line):
             # The comment is about what stands above; a formatter pushed it there.
             yield "comments behind closing brackets", number, line
     tree = ast.parse(source)

@@ -74,10 +74,8 @@ def _download_from_hub(name: str, revision: str | None) -> Path:
         folder = snapshot_download(
             name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_FILES
         )
-    except (
-        HFValidationError,
-        OSError,
-    ) as error:  # no such model or revision, no access, no network, a full disk
+    except (HFValidationError, OSError) as error:
+        # No such model or revision, no access, no network, a full disk.
         raise ModelNotFoundError(
             f"the model {name!r} could not be downloaded: {str(error).rstrip('.')}; check the name "
             "(https://huggingface.co/models), the network and HF_HUB_OFFLINE, or use "

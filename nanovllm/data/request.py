@@ -67,12 +67,10 @@ class Request:
         self.token_ids = list(source.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
-        self.draft_token_ids: list[
-            int
-        ] = []  # to be verified by the next step (lecture 42); no part of token_ids
-        self.num_sent_tokens = (
-            0  # how many of token_ids the runner knows; 0: it does not know the request
-        )
+        # To be verified by the next step (lecture 42); no part of token_ids.
+        self.draft_token_ids: list[int] = []
+        # How many of token_ids the runner knows; 0: it does not know the request.
+        self.num_sent_tokens = 0
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_num_tokens = 0  # prompt and output, at most; the scheduler sets it
         self.num_cached_tokens = -1  # -1: not admitted yet
@@ -92,12 +90,10 @@ class Request:
         # Requests run, wait and are preempted in the order of this key.
         self.order = (source.priority, arrival_index)
         self.status = RequestStatus.WAITING
-        self.num_exact_tokens: int | None = (
-            None  # keys and values behind them are approximate; None: all are exact
-        )
-        self.num_external_tokens = (
-            0  # tokens behind the cached prefix whose keys and values the connector brings
-        )
+        # Keys and values behind them are approximate; None: all are exact.
+        self.num_exact_tokens: int | None = None
+        # Tokens behind the cached prefix whose keys and values the connector brings.
+        self.num_external_tokens = 0
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         self.stop_reason: int | None = None

@@ -138,9 +138,8 @@ class HangDetector:
         self._clock = time.pthread_getcpuclockid(self._thread) if sys.platform == "linux" else None
         self._state: tuple[float, ...] = ()  # when the thread last made progress
         self._used = self._used_by_all = self._moved = self._looked = 0.0
-        self._run_delay: RunDelay | None = (
-            None  # of this process, while the thread makes no progress
-        )
+        # Of this process, while the thread makes no progress.
+        self._run_delay: RunDelay | None = None
 
     def look(self) -> str:
         """How long the thread has hung, and where; "" if it does not. Another thread calls this

@@ -149,10 +149,8 @@ class AsyncEngine(FrontEnd):
         self.output_processor.add(request_id, text, requests)
         try:
             self.client.send(Command(add=requests))
-        except (
-            OverflowError,
-            UnicodeEncodeError,
-        ) as error:  # a number over 64 bits; half of a surrogate pair
+        except (OverflowError, UnicodeEncodeError) as error:
+            # A number over 64 bits; half of a surrogate pair.
             self.output_processor.remove(request_id)
             what = (
                 "stop, cache_salt, structured_outputs and kv_transfer_params must be Unicode and "

@@ -211,10 +211,8 @@ class DataParallelCore(WatchedProcesses[DataRank]):
             EngineOutput(key, finish_reason="error", error=reason)
             for key, reason in report.refused.items()
         ]
-        for (
-            request_id,
-            reason,
-        ) in report.refused.items():  # its id was in use, or its kv_transfer_params are invalid
+        for request_id, reason in report.refused.items():
+            # Its id was in use, or its kv_transfer_params are invalid.
             logger.error("%s has rejected request %s: %s", rank.name, request_id, reason)
         if self.first_scheduled is not None:
             self.first_scheduled |= report.first_scheduled

@@ -33,9 +33,8 @@ class Packable(nn.Module):
 class Layer(Packable):
     """A layer with weights of its own: mostly one, and perhaps a bias."""
 
-    parts: tuple[
-        str, ...
-    ] = ()  # names of the checkpoint's layers whose matrices are stacked in this one
+    # Names of the checkpoint's layers whose matrices are stacked in this one.
+    parts: tuple[str, ...] = ()
     weight: nn.Parameter
     packable = False
 

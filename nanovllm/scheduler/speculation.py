@@ -40,9 +40,8 @@ class NgramProposer:
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.lengths = range(longest, shortest - 1, -1)
-        self._following: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram → the position after its first occurrence
+        # N-gram → the position after its first occurrence.
+        self._following: dict[tuple[int, ...], int] = {}
         self._num_noted = 0
 
     def propose(self, token_ids: list[int], count: int) -> list[int]:

@@ -180,9 +180,8 @@ class Generation:
                 yield self._event([choice], usage)
             if options.include_usage:
                 yield self._event([], self.usage())
-        except (
-            Exception
-        ) as error:  # the status was sent long ago, so the error is a part of the stream
+        except Exception as error:
+            # The status was sent long ago, so the error is a part of the stream.
             api_error = as_api_error(error)
             if api_error.status_code == 500:
                 logger.exception("a stream failed")

@@ -294,9 +294,8 @@ class ToolCallReader:
         self._is_named = is_named
         self._held = ""
         self._num_calls = 0
-        self._end = (
-            OPEN  # of what is being read: text, then a name, then arguments, then text again
-        )
+        # Of what is being read: text, then a name, then arguments, then text again.
+        self._end = OPEN
 
     def append(self, text: str) -> list[Delta]:
         """Take the next piece; returns what has become certain."""

@@ -89,9 +89,8 @@ class LimitedProcess(Generic[Answer]):
                     self._await_answer(process, connection)
                     reply: tuple[Answer, str] = connection.recv()
                     break
-                except (
-                    BaseException
-                ) as failure:  # after Ctrl-C, too: the next question would receive this answer
+                except BaseException as failure:
+                    # After Ctrl-C, too: the next question would receive this answer.
                     self._running = None
                     connection.close()
                     if not isinstance(failure, EOFError | OSError):

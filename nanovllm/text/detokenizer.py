@@ -47,9 +47,8 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: list[int] = []  # tokens whose text is not final, unless tokens are bytes
         self._context: list[int] = []  # tokens before them
-        self._prompt: Sequence[
-            int
-        ] = ()  # until the first token: a prompt that ends inside a character
+        # Until the first token: a prompt that ends inside a character.
+        self._prompt: Sequence[int] = ()
         self._num_known = 0  # characters of the pending text that the prompt has already
         if prompt_token_ids is not None:
             self._continue(prompt_token_ids)

@@ -58,9 +58,8 @@ class KeyReader:
     def __init__(self, begins: str = "") -> None:
         self._begins = begins.encode()
         self._before = b""
-        self._keys: list[
-            set[str] | None
-        ] = []  # of each open bracket: the keys so far, None for an array
+        # Of each open bracket: the keys so far, None for an array.
+        self._keys: list[set[str] | None] = []
         self._string: bytearray | None = None  # the string that is open
         self._is_escaped = False
         self._expects_key = False
@@ -183,9 +182,8 @@ class Guide:
         self._longest_end = LONGEST_END_OF_JSON if "json" in form.grammar else LONGEST_END
         self._end: list[int] | None = None  # tokens that complete the output
         self._last_end: list[int] = []  # tokens that completed it when the guide last looked
-        self._ends: dict[
-            int, list[int]
-        ] = {}  # the same, after each token that `fitting` has returned
+        # The same, after each token that `fitting` has returned.
+        self._ends: dict[int, list[int]] = {}
 
     # ---------------------------------------------------------------- as a matcher
 

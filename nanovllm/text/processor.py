@@ -272,9 +272,8 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
         self._owners: dict[str, str] = {}  # sequence id -> request id
-        self._given: dict[
-            str, str
-        ] = {}  # id of a sequence that got another one -> the one that it was given
+        # Id of a sequence that got another one -> the one that it was given.
+        self._given: dict[str, str] = {}
         # Given id -> how many sequences of that id the front end has ended, the latest ids last.
         self._num_ended_early: dict[str, int] = {}
 

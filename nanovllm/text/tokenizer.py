@@ -194,9 +194,8 @@ class Tokenizer:
             return PROCESS.ask(template, plain_messages, variables)
         except HelperProcessError:  # no fault of the template
             raise
-        except (
-            Exception
-        ) as error:  # including a variable of a type that cannot be sent to the process
+        except Exception as error:
+            # Including a variable of a type that cannot be sent to the process.
             raise ValueError(f"the chat template failed: {error}") from error
 
     def _choose_template(self, wanted: str | None, has_tools: bool) -> str:

@@ -185,9 +185,8 @@ def test_acceptance_follows_a_request_and_begins_with_that_of_all() -> None:
     assert speculation.stats.num_accepted_tokens_per_pos[:3] == [60, 60, 0]
 
 
-NEVER = (
-    '{"method": "ngram", "num_speculative_tokens_per_batch_size": []}'  # it drafts nothing itself
-)
+# It drafts nothing itself.
+NEVER = '{"method": "ngram", "num_speculative_tokens_per_batch_size": []}'
 
 
 def make_scheduler(num_blocks: int = 40, **options: Any) -> Scheduler:

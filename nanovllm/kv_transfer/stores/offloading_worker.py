@@ -51,9 +51,8 @@ class OffloadingWorker(KVConnectorWorker):
         self.writer = ThreadPoolExecutor(1, "kv-writer")
         self._reader = ThreadPoolExecutor(1, "kv-reader")
         self._writes: dict[bytes, Future[None]] = {}  # by key
-        self._reads: dict[
-            str, Future[set[int]]
-        ] = {}  # by request id; the result is the blocks that were not filled
+        # By request id; the result is the blocks that were not filled.
+        self._reads: dict[str, Future[set[int]]] = {}
         # Of each layer [num_blocks, bytes of a block].
         self._rows = [cache.view(len(cache), -1).view(torch.uint8) for cache in kv_caches.values()]
         self._stream = torch.cuda.Stream(self._rows[0].device) if self._rows[0].is_cuda else None

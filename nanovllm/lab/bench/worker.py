@@ -132,9 +132,8 @@ class LlamaSlots:
         """Run requests, each in the first slot that is free."""
         waiting = list(enumerate(requests))[::-1]
         timelines = [list[tuple[float, int]]() for _ in requests]
-        running: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # slot -> the request's number and its tokens
+        # Slot -> the request's number and its tokens.
+        running: dict[int, tuple[int, list[int]]] = {}
         start = time.perf_counter()
         while waiting or running:
             for slot in [slot for slot in range(len(self.cached)) if slot not in running][
@@ -248,9 +247,8 @@ def vllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], num_bl
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import core
 
-    def call(
-        function: Callable[..., Any], **options: Any
-    ) -> Any:  # with the options that this version has
+    def call(function: Callable[..., Any], **options: Any) -> Any:
+        # With the options that this version has.
         return function(
             **{
                 name: options[name]

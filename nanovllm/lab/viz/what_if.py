@@ -156,10 +156,8 @@ class WhatIf(widgets.VBox):
     def _turned(self, change: object) -> None:
         try:
             trace = self._run()
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # raised by `simulate` for settings that cannot work
+        except (ValueError, RuntimeError) as error:
+            # Raised by `simulate` for settings that cannot work.
             self.error = str(error)
         else:
             self.error = ""

@@ -58,9 +58,8 @@ def prove(setting: Setting, file: str, share: str = "0/1") -> Iterator[Row]:
     ]
     words += ["--share", share, str(FOLDER / file)]
     found: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-    with ThreadPoolExecutor(
-        1
-    ) as thread:  # each row is passed on at once, in case this process is killed
+    with ThreadPoolExecutor(1) as thread:
+        # Each row is passed on at once, in case this process is killed.
         code = thread.submit(pytest.main, words, [_Reporter(found)])
         code.add_done_callback(lambda _: found.put(None))
         yield from iter(found.get, None)
