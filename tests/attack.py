@@ -669,6 +669,8 @@ def what_is_wrong(attack: Attack, answer: Answer) -> str:
         return "an error without OpenAI's fields"
     named = error["param"] == attack.field or attack.field in error["message"]
     if "not valid JSON" in error["message"]:
+        if b"Transfer-Encoding: chunked" in attack.data:
+            return ""  # what follows the headers are chunks: the body is in them
         # The router takes none of Python's additions, such as NaN.
         with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
             msgspec.json.decode(attack.data.partition(b"\r\n\r\n")[2])

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 
+import httpx
 import psutil
 
 from tests.forking import children
@@ -89,8 +90,12 @@ class KVFleet(RouterProcess):
         return [root, *children(root, recursive=True)]
 
     def all_blocks_are_back(self) -> bool:
-        """Whether no server has a request, or a block for one."""
-        return all(self.is_idle(self.server_url(name)) for name in self.names)
+        """Whether all servers answer, and none has a request, or a block for one. The router may
+        not have noticed yet that a server was killed."""
+        try:
+            return all(self.is_idle(self.server_url(name)) for name in self.names)
+        except httpx.ConnectError:
+            return False
 
     def wait_until_ready(self) -> None:
         """Until the router sends requests to all servers."""
