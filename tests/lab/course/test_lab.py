@@ -61,9 +61,12 @@ class Lab:
         self.output = folder / "lab.log"
         self.project = folder / "project"
         (self.project / "notebooks").mkdir(parents=True)
-        shutil.copy(NOTEBOOKS.parent / ".gitignore", self.project)
+        for name in (".gitignore", "pyproject.toml"):
+            shutil.copy(NOTEBOOKS.parent / name, self.project)
         self.git("init", "--quiet")
-        # That lectures show.
+        # What lectures import, and show.
+        for script in NOTEBOOKS.glob("*.py"):
+            shutil.copy(script, self.project / "notebooks")
         shutil.copytree(NOTEBOOKS.parent / "figures", self.project / "figures")
         for name, values in SETTINGS.items():
             path = folder / "settings" / f"{name}.jupyterlab-settings"
@@ -278,11 +281,7 @@ def test_a_lecture_as_a_whole(page: Any, lab: Lab, lecture: str) -> None:
     run_all(page, lab.add(nbformat.read(NOTEBOOKS / f"{lecture}.ipynb", as_version=4), lecture))
     page.locator(".nv-player").first.wait_for(timeout=300_000)
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=300_000)
-    assert (
-        page.locator(
-            ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']"
-        ).count()
-        == 0
-    )
+    errors = page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+    assert errors.all_inner_texts() == []
     for player in page.locator(".nv-player").all():
         check_player(page, player)
