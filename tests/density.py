@@ -40,6 +40,11 @@ PLATFORM_PACKAGES = {"psutil", "torch"}
 # Variadic functions from outside. Those of the package are found.
 VARIADIC = {"create_subprocess_exec", "debug", "error", "exception", "info", "warning"}
 
+# `tests/stand_ins.py` patches in one place what tests would patch in many: its uses count apart.
+STAND_INS = set(
+    re.findall(r"^def (\w+)", (TESTS / "stand_ins.py").read_text("utf-8"), re.MULTILINE)
+)
+
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
 # `lab`. The stored count of statements was raised once, from 17,968, by issue 33: base classes,
 # records with names, and a module per format of quantized checkpoints are more statements; and once
@@ -47,6 +52,7 @@ VARIADIC = {"create_subprocess_exec", "debug", "error", "exception", "info", "wa
 # was raised from 6,549 by the directives for reading order, and by functions split and records.
 BOUNDS = {
     "Any, engine": 120,
+    "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
     "calls with a splatted tuple or six positions": 10,
     "comments behind closing brackets": 0,
     "fmt: skip": 0,
@@ -56,6 +62,7 @@ BOUNDS = {
     "monkeypatches in tests": 107,
     "nested conditional expressions": 0,
     "private names in tests": 135,
+    "stand-ins in tests": 0,
     "statements, engine": 16_800,
     "statements, lab": 6_500,
     "tuple assignments of unrelated values": 60,
@@ -140,8 +147,8 @@ def _in_module(path: str, source: str) -> Iterator[tuple[str, int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not _is_docstring(node):
             yield f"statements, {'lab' if is_lab else 'engine'}", node.lineno, ""
-        if isinstance(node, ast.Name) and node.id == "Any" and not is_lab:
-            yield "Any, engine", node.lineno, lines[node.lineno - 1].strip()
+        if isinstance(node, ast.Name) and node.id in ("Any", "JsonObject") and not is_lab:
+            yield f"{node.id}, engine", node.lineno, lines[node.lineno - 1].strip()
         kind = _kind_of(node)
         if kind is not None and node not in passed_over:
             yield kind, node.lineno, ast.unparse(node).split("\n")[0]  # type: ignore[attr-defined]
@@ -156,6 +163,8 @@ def _in_tests(source: str) -> Iterator[tuple[str, int, str]]:
                 is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
                 if not is_own:
                     yield "private names in tests", node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Name(id=name)) if name in STAND_INS:
+                yield "stand-ins in tests", node.lineno, ast.unparse(node).split("\n")[0]
             case ast.Call(func=ast.Attribute(attr="setattr" | "delattr")):
                 yield "monkeypatches in tests", node.lineno, ast.unparse(node).split("\n")[0]
 

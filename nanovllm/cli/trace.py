@@ -216,7 +216,7 @@ def _share_of(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a trace says of its requests.
+    """Counts of the requests in a trace.
 
     Attributes:
         num_outputs: request id to the tokens that it has got.

@@ -178,8 +178,8 @@ class RouterApp:
         return response
 
     async def _first_of(self, servers: Sequence[Backend], call: Call, ask: Ask[Result]) -> Result:
-        """Try up to `MAX_ATTEMPTS` servers in turn, and return the first answer with a status below
-        500. If there is none, return the last answer.
+        """Try up to `MAX_ATTEMPTS` servers one after another, and return the first answer with a
+        status below 500. If there is none, return the last answer.
 
         Args:
             ask: returns the status and the result of a server's answer, or raises one of

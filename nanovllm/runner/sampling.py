@@ -414,7 +414,7 @@ class Sampler:
             truncation, but among the tokens that a grammar allows, as in vLLM.
         """
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        # A copy.
+        # `index_select` copies: `choose` changes the logits.
         raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None
         tokens = self.choose(logits, rows)
         tokens_arrive = start_fetch(tokens)

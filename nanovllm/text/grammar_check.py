@@ -64,8 +64,8 @@ def subschemas(schema: object, path: str = "") -> Iterator[tuple[str, JsonObject
 
 
 def find_fault(grammar: str, trie: LLTokenizer) -> tuple[str, str]:
-    """What is wrong with a grammar, and where: the innermost part of its schema that has this fault
-    by itself. Two times "" if nothing is."""
+    """Return what is wrong with a grammar, and the innermost part of its schema that alone has this
+    fault; "" and "" if nothing is wrong."""
     reason = fault(grammar, trie)
     # What is not JSON is Lark, and has no parts.
     schema = (
@@ -247,11 +247,13 @@ class GrammarProcess(LimitedProcess[Finding]):
 
 
 class GrammarChecker:
-    """Checks the grammars of requests before an engine gets them, in a process of its own. The
-    arguments are those of `ends`.
+    """Checks the grammars of requests in a separate process, before an engine gets them.
+
+    Args:
+        tokenizer, vocab_size, eos_token_ids: see `ends`.
 
     Attributes:
-        process: which is started again when it has died.
+        process: the checking process, which is started again if it has died.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class Link:
 
         Raises:
             Refused: the other rank has rejected the request.
-            OSError, ValueError, msgspec.MsgspecError: it is gone, or violates the protocol.
+            OSError, ValueError, msgspec.MsgspecError: it has disconnected, or breaks the protocol.
         """
 
     def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:

@@ -40,7 +40,7 @@ _INTO = "into=__init__"
 
 
 class CourseError(Exception):
-    """A lecture that cannot be built, run or pulled; the message says where and why."""
+    """A lecture that cannot be built, run or pulled; the message names the cell and the reason."""
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ storage       base class of the checkpoint formats
 awq, gptq, compressed_tensors
               the tensors of each format
 
-A layer's `Place` says where a matrix of the checkpoint belongs. The places of the tensors that
+A layer's `Place` specifies where a matrix of the checkpoint belongs. The places of the tensors that
 store the quantized matrix follow from it."""
 
 from __future__ import annotations
