@@ -140,7 +140,8 @@ quick: $(VENV)/installed  ## tests without processes, servers and browser
 
 ifdef PACKAGE
 test: browser servers
-	$(TESTS) $$($(BIN)/python -m tests.selection packages $(PACKAGE))
+	@paths="$$($(BIN)/python -m tests.selection packages $(PACKAGE))" || exit; \
+	echo "Tests in $$paths"; $(TESTS) $$paths
 else
 test: browser servers  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="kv scheduler": tests of these and what uses them)
 	$(MAKE) -j 2 --output-sync=target lint compiled
@@ -160,7 +161,7 @@ compiled: $(VENV)/installed
 # EVERY=--all, which nightly sets: also lectures that have passed here and did not change since, nor the modules they import.
 EVERY ?=
 lectures: $(VENV)/installed  ## run lectures, and compare their outputs; those that have passed unchanged only with EVERY=--all
-	@lectures="$$($(BIN)/python -m tests.selection lectures $(EVERY))"; \
+	@lectures="$$($(BIN)/python -m tests.selection lectures $(EVERY))" || exit; \
 	if [ -n "$$lectures" ]; then $(LECTURES_TEST) -n 2 --dist loadfile $$lectures; \
 	else echo "All lectures have passed, and nothing that they use has changed. To run them: make lectures EVERY=--all"; fi
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import pathlib
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import selection
-from tests.house import ROOMS
+from tests.house import ROOMS, ROOT
 from tests.stand_ins import set_constants
 
 
@@ -52,6 +54,15 @@ def test_packages_above_a_package() -> None:
     assert "tests/ops" not in selection.test_paths(["scheduler"])
     with pytest.raises(SystemExit, match="no package 'schedular'"):
         selection.packages_above(["schedular"])
+
+
+def test_make_runs_nothing_if_a_package_is_unknown() -> None:
+    """Without paths, pytest would run all tests."""
+    program = f"BIN={pathlib.Path(sys.executable).parent}"
+    command = ["make", "-o", "browser", "-o", "servers", program, "test", "PACKAGE=schedular"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0 and "there is no package 'schedular'" in run.stderr
+    assert "Tests in" not in run.stdout
 
 
 def test_a_lecture_that_passed_is_left_out_until_something_changes(
