@@ -13,6 +13,7 @@ from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.layers.quantization import QuantizedWeight
 from nanovllm.ops import quantized, reference_quantized, triton_quantized
 from nanovllm.ops import triton as operators
+from tests.examples import by_night
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.quantized import quantize_checkpoint
 from tests.stand_ins import refuse_reference, set_hardware, set_kernels
@@ -122,7 +123,12 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["w4a16", "w8a8", "asymmetric 4 bits, groups of 0", "gptq 8 bits, groups of 0, version 2"],
+    [
+        "w8a8",
+        "asymmetric 4 bits, groups of 0",
+        "gptq 8 bits, groups of 0, version 2",
+        *by_night(["w4a16"]),
+    ],
 )
 def test_quantized_weights_give_the_tokens_of_plain_torch(
     kind, tmp_path, triton_operators, monkeypatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from nanovllm.attention.latent_kernels import (
 )
 from nanovllm.attention.triton import MAX_SPLITS, Hardware
 from nanovllm.lab.cases import LatentCase, latent_case
-from tests.examples import examples
+from tests.examples import by_night, examples
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_cases
 from tests.stand_ins import set_hardware
@@ -39,20 +41,26 @@ def check(case: LatentCase, hardware: Hardware = SMALL) -> None:
     assert cache_error == 0
 
 
-def cases(num_heads: list[int], block_sizes: list[int]) -> list:
-    """Each pair that matters, in one case or another."""
+def cases(
+    num_heads: list[int], block_sizes: list[int], pairs: Collection[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Return cases in which each value and each of these pairs of values occur."""
     choices = {
         "sequences": [DECODES, MIXED, [(70, 0)], [(3, 200)]],
         "dtype": DTYPES,
         "num_heads": num_heads,
         "block_size": block_sizes,
     }
-    return covering_cases(choices, [("sequences", "dtype"), ("sequences", "block_size")])
+    return covering_cases(choices, pairs)
 
 
-# Less than a tile of rows, a tile that is not full, and several tiles.
-CASES = cases([3, 20, 65], [1, 16, 256])
-CASES += [pytest.param(case, marks=pytest.mark.nightly) for case in cases([1, 16, 64], [3, 64])]
+PAIRS = [("sequences", "dtype"), ("sequences", "block_size")]
+# Less than a tile of rows, a tile that is not full, and several tiles; at night each pair.
+CASES = [
+    *cases([3, 20, 65], [1, 16, 256], []),
+    *by_night(cases([3, 20, 65], [1, 16, 256], PAIRS)),
+    *by_night(cases([1, 16, 64], [3, 64], PAIRS)),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -68,7 +76,7 @@ def test_sizes(sizes) -> None:
     check(latent_case(3, [(1, 75), (3, 20)], 2, rank, rope, nope, v, dtype=torch.bfloat16))
 
 
-@settings(max_examples=examples(9), derandomize=True)
+@settings(max_examples=examples(9, by_day=2), derandomize=True)
 @given(
     sequences=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5

@@ -15,6 +15,7 @@ from nanovllm.attention.triton_quantized import QuantizedTritonBackend, write_kv
 from nanovllm.lab.cases import TOLERANCES, Problem, relative_error
 from nanovllm.ops import quantized_cache
 from nanovllm.ops.quantized_cache import LARGEST, SCALE_BYTES
+from tests.examples import by_night
 from tests.oracle import greedy, make_checkpoint
 from tests.pairwise import covering_cases
 from tests.stand_ins import set_hardware
@@ -24,24 +25,25 @@ DECODES = [(1, 127), (1, 0), (1, 300)]
 MIXED = [(40, 0), (17, 48), (0, 5), (1, 290), (1, 0)]
 SMALL = Hardware(8, 227 * 1024)
 
-CASES = covering_cases(
-    {
-        "kind": KINDS,
-        "sequences": [DECODES, MIXED],
-        "dtype": [torch.float32, torch.float16, torch.bfloat16],
-        "head_dim": [64, 80, 128],
-        "heads": [(4, 2), (9, 3), (4, 4)],
-        "block_size": [1, 16, 24, 128],
-        "options": [(), (24,), (0, 5.0)],
-    },
-    [
-        ("kind", "dtype"),
-        ("kind", "sequences"),
-        ("kind", "block_size"),
-        ("kind", "head_dim"),
-        ("sequences", "options"),
-    ],
-)
+VALUES = {
+    "kind": KINDS,
+    "sequences": [DECODES, MIXED],
+    "dtype": [torch.float32, torch.float16, torch.bfloat16],
+    "head_dim": [64, 80, 128],
+    "heads": [(4, 2), (9, 3), (4, 4)],
+    "block_size": [1, 16, 24, 128],
+    "options": [(), (24,), (0, 5.0)],
+}
+PAIRS = [
+    ("kind", "dtype"),
+    ("kind", "sequences"),
+    ("kind", "block_size"),
+    ("kind", "head_dim"),
+    ("sequences", "options"),
+]
+# By day each value, and each kind with each sort of sequences; at night each pair.
+BY_DAY = covering_cases(VALUES, [("kind", "sequences")])
+CASES = [*BY_DAY, *by_night(covering_cases(VALUES, PAIRS))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -92,7 +94,7 @@ def test_every_rounding(kind: torch.dtype) -> None:
     assert torch.equal(*(cache.view(torch.int8) for cache in caches))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", *by_night(["fp8"])])
 def test_tokens_of_plain_torch(kind: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_hardware(monkeypatch, Hardware(1, 227 * 1024))
     checkpoint, prompts = (
