@@ -130,10 +130,10 @@ NO_AMX := -mno-amx-tile -mno-amx-bf16
 AS_AVX512 := CXXFLAGS="-mno-avx512bf16 $(NO_AMX)" ONEDNN_MAX_CPU_ISA=AVX512_CORE
 AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-# Without tests that choose the instructions themselves. These wait for no processes, and each worker imports torch first: two of them.
-# By night all tests run so (as-AVX2, as-PLAIN).
-NUMERICS := -n 2 -m "not slow and not nightly" -k "not building and not older_machines and not test_emulated" \
-	$(addprefix tests/,ops layers attention)
+# Without tests that choose the instructions themselves, those of threads and of the scheduler's features, and kernels in Triton's interpreter,
+# which numpy computes. These wait for no processes, and each worker imports torch first: two of them. By night all tests run so (as-AVX2, as-PLAIN).
+NUMERICS := -n 2 -m "not slow and not nightly" $(addprefix tests/,ops layers attention) \
+	-k "not building and not older_machines and not test_emulated and not loops_of_several and not interpreted and not course_model and not features_change"
 
 quick: $(VENV)/installed  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)

@@ -12,6 +12,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint
+from tests.pairwise import in_turn
 
 pytestmark = pytest.mark.skipif(
     not native.is_available(), reason="torch's products depend on the number of rows"
@@ -81,7 +82,7 @@ def checkpoint(tmp_path_factory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("long"), "llama-long"))
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module")
 def alone(request, checkpoint) -> tuple[str, dict[int, Any]]:
     """What each prompt yields in an engine that has computed nothing else."""
     values: dict[int, Any] = {}
@@ -90,7 +91,10 @@ def alone(request, checkpoint) -> tuple[str, dict[int, Any]]:
     return request.param, values
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+# By day each scenario with one of the dtypes, in turn.
+@pytest.mark.parametrize(
+    ("scenario", "alone"), in_turn(SCENARIOS, ["bfloat16", "float32"]), indirect=["alone"]
+)
 def test_values_are_those_of_a_request_alone(
     scenario: str, checkpoint: str, alone: tuple[str, dict[int, Any]]
 ) -> None:

@@ -20,7 +20,7 @@ from tests.engine.test_batch_invariance import prompts as long_prompts
 from tests.engine.test_features import prompts
 from tests.ops.test_quantized_cache import nearest
 from tests.oracle import greedy, make_checkpoint, reference_model
-from tests.pairwise import half_by_day
+from tests.pairwise import half_by_day, in_turn
 
 COUNT = 14
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
@@ -91,8 +91,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 NAMES = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3"}  # vLLM's
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
+# By day each engine with one of the kinds, in turn.
+@pytest.mark.parametrize(("engine", "kind"), in_turn(ENGINES, KINDS))
 def test_tokens(
     engine: str, kind: str, tiny_model: pathlib.Path, expected: dict[str, list[list[int]]]
 ) -> None:

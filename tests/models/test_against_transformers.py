@@ -26,6 +26,7 @@ from tests.oracle import (
     reference_model,
     reference_tokens,
 )
+from tests.pairwise import in_turn
 
 TOPICS = [
     "the capital of France",
@@ -70,8 +71,8 @@ def test_course_model() -> None:
         assert tokens == reference_tokens(folder, prompt, count)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("variant", VARIANTS)
+# By day each architecture with one of the backends, in turn.
+@pytest.mark.parametrize(("variant", "backend"), in_turn(VARIANTS, ["torch", "cpu"]))
 def test_architectures(variant: str, backend: str, tmp_path) -> None:
     folder = make_checkpoint(tmp_path, variant)
     draw = random.Random(variant)

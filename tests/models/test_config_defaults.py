@@ -16,6 +16,7 @@ from nanovllm import LLM
 from nanovllm.checkpoint.files import CONFIG_FIELDS
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModelError
 from nanovllm.models.defaults import DEFAULTS, NUM_EXPERTS, Defaults
+from tests.examples import by_night
 from tests.oracle import TINY, VARIANTS, greedy, make_checkpoint, reference_tokens
 
 PROMPTS = [[5, 9, 100, 22, 7, 8, 200, 31], [12], [66, 67, 68] * 7, list(range(3, 80))]
@@ -359,7 +360,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama") / "model")
 
 
-@pytest.mark.parametrize("keys", ROTARY[:16], ids=str)
+@pytest.mark.parametrize("keys", [*ROTARY[:16:2], *by_night(ROTARY[1:16:2])], ids=str)
 def test_folders_with_rotary_parameters(
     llama: pathlib.Path, tmp_path: pathlib.Path, keys: dict[str, Any]
 ) -> None:
@@ -398,7 +399,7 @@ YARN = {
     ],
     ids=str,
 )
-@pytest.mark.parametrize("variant", ["deepseek-v2-dense", "deepseek-v3-dense"])
+@pytest.mark.parametrize("variant", ["deepseek-v3-dense", *by_night(["deepseek-v2-dense"])])
 def test_folders_with_yarn(tmp_path: pathlib.Path, variant: str, keys: dict[str, Any]) -> None:
     check_changed(make_checkpoint(tmp_path / "model", variant), ("rope_parameters",), keys)
 

@@ -22,7 +22,9 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.offline.command import Recipe
 from nanovllm.offline.quantize import quantize
+from tests.examples import by_night
 from tests.oracle import greedy, make_checkpoint, reference_tokens
+from tests.pairwise import in_turn
 from tests.quantized import FORMATS, quantize_checkpoint
 
 PROMPTS = [[5, 9, 100, 22, 7, 8, 200, 31], [12], [66, 67, 68] * 7, list(range(3, 60))]
@@ -102,9 +104,11 @@ def late_difference(tensors: Tensors) -> Tensors:
     return tensors | {"lm_head.weight": head}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+# By day each change in one of the divisions, in turn.
 @pytest.mark.parametrize(
-    "change", [dict, same_head, head_alone, late_difference], ids=lambda each: each.__name__
+    ("change", "ranks"),
+    in_turn([dict, same_head, head_alone, late_difference], RANKS),
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_tied_configuration_with_a_head_in_the_file(
     originals: Any, tmp_path: pathlib.Path, change: Change, ranks: str
@@ -227,7 +231,9 @@ def old_text_part(tensors: Tensors) -> Tensors:
 NAMES: list[Change] = [without_prefix, text_part, old_text_part]
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-mha-tied", "gemma2", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "variant", ["llama-mha-tied", "deepseek-v3", *by_night(["llama", "gemma2", "mixtral"])]
+)
 @pytest.mark.parametrize("change", NAMES, ids=lambda each: each.__name__)
 def test_names_with_another_prefix(
     originals: Any, tmp_path: pathlib.Path, change: Change, variant: str
@@ -339,15 +345,18 @@ def test_experts_in_one_tensor(originals: Any, tmp_path: pathlib.Path, variant: 
     ]
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "deepseek-v3"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-        {"pipeline_parallel_size": 2},
-    ],
-    ids=["slices of experts", "whole experts", "stages"],
+    ("variant", "options"),
+    in_turn(
+        ["mixtral", "deepseek-v3"],
+        [
+            {"tensor_parallel_size": 2},
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"pipeline_parallel_size": 2},
+        ],
+        one_in=2,
+    ),
+    ids=str,
 )
 def test_experts_in_one_tensor_are_divided(
     originals: Any, tmp_path: pathlib.Path, variant: str, options: dict[str, Any]
@@ -407,8 +416,7 @@ def wrong_weights(folder: pathlib.Path) -> Tensors:
     return {name: tensor + 1 for name, tensor in load_file(folder / WHOLE).items()}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("names", ["of a model", "of something else"])
+@pytest.mark.parametrize(("name", "names"), in_turn(OTHERS, ["of a model", "of something else"]))
 def test_other_files_beside_the_weights(
     originals: Any, tmp_path: pathlib.Path, name: str, names: str
 ) -> None:

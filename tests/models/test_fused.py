@@ -16,7 +16,7 @@ from nanovllm.layers import quantization
 from nanovllm.models import llama
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint
-from tests.pairwise import half_by_day
+from tests.pairwise import half_by_day, in_turn
 from tests.quantized import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -45,18 +45,21 @@ def generate(folder: pathlib.Path, dtype: str, **options: Any) -> tuple[bool, li
     return fused, [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+# By day each architecture with one of the dtypes, in turn.
 @pytest.mark.parametrize(
-    "variant",
-    [
-        "llama",
-        "llama-mha-tied",
-        "llama-biased",
-        "llama-head-dim",
-        "qwen2-window",
-        "qwen3",
-        "mistral-window",
-    ],
+    ("variant", "dtype"),
+    in_turn(
+        [
+            "llama",
+            "llama-mha-tied",
+            "llama-biased",
+            "llama-head-dim",
+            "qwen2-window",
+            "qwen3",
+            "mistral-window",
+        ],
+        ["bfloat16", "float32"],
+    ),
 )
 def test_the_bits_are_those_of_layers_one_by_one(
     variant: str, dtype: str, tmp_path: pathlib.Path

@@ -21,6 +21,7 @@ from nanovllm.attention.base import kv_cache_shape
 from nanovllm.lab.cases import TOLERANCES, Problem, oracle, relative_error
 from nanovllm.ops import native, native_quantized_cache, quantized_cache
 from nanovllm.ops.quantized_cache import LARGEST, SCALE_BYTES
+from tests.pairwise import in_turn
 from tests.stand_ins import refuse_reference
 
 KINDS = list(LARGEST)
@@ -146,9 +147,11 @@ class Case(Problem):
 @pytest.mark.parametrize(
     "operators", OPERATORS, ids=lambda module: module.__name__.rpartition(".")[2]
 )
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "heads", "dtype"),
+    in_turn(KINDS, [(heads,) for heads in HEADS], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_attention(
     operators: ModuleType, kind: torch.dtype, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> None:

@@ -25,7 +25,7 @@ from nanovllm.data.outputs import CompletionOutput
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.sampling import SamplingRow
 from nanovllm.runner.structured_output import Matchers, StructuredOutputManager
-from tests.examples import examples
+from tests.examples import by_night, examples
 from tests.oracle import make_tokenizer, reference_model, reference_tokens
 
 EOS = 2
@@ -281,7 +281,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# At night also those that are parts of others.
+BY_NIGHT = ["plain", "chunks of 5", "one at a time"]
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in VARIANTS if name not in BY_NIGHT), *by_night(BY_NIGHT)]
+)
 def test_no_option_changes_a_token(name: str, tiny_model: pathlib.Path) -> None:
     options = dict(VARIANTS[name])
     n = options.pop("n", 1)
@@ -327,7 +333,7 @@ def test_logprobs_are_those_of_the_allowed_tokens(llm: LLM) -> None:
 # ---------------------------------------------------------------- what comes out
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7, 1.5, 100])
+@pytest.mark.parametrize("temperature", [0, 1.5, *by_night([0.7, 100])])
 def test_json_is_valid_whatever_the_seed_and_temperature(temperature: float, llm: LLM) -> None:
     options: dict[str, Any] = {
         "temperature": temperature,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from tests.examples import by_night
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHAT = (ROOT / "nanovllm/server/web/chat.js").read_text(encoding="utf-8")
@@ -74,7 +75,20 @@ def test_suggestions_are_greedy_short_and_known() -> None:
     assert readme_question() in RIGHT
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# By day each setting once, alone or with others.
+BY_DAY = [
+    "default",
+    "w8a8, quantize-head, kv int8",
+    "w4a8, quantize-head",
+    "w4a16",
+    "eagle3",
+    "ngram",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*BY_DAY, *by_night(name for name in SETTINGS if name not in BY_DAY)]
+)
 def test_every_setting_answers_right(name: str) -> None:
     llm = LLM("smollm2-135m", max_model_len=256, num_kv_blocks=64, **SETTINGS[name])
     for question in suggestions():

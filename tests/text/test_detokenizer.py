@@ -203,7 +203,7 @@ def check_detokenizer(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(400, by_day=40))
 @given(token_ids=IDS, sizes=SIZES, skip=st.booleans())
 def test_pieces_are_the_text_for_any_ids(
     name: str, token_ids: list[int], sizes: list[int], skip: bool
@@ -221,7 +221,7 @@ def test_what_can_be_streamed() -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(200, by_day=20))
 @given(before=IDS, token=st.sampled_from(TELLING_IDS), after=IDS)
 def test_bytes_of_a_token_are_what_it_adds_to_a_text(
     name: str, before: list[int], token: int, after: list[int]

@@ -533,7 +533,7 @@ class Witness:
 def test_the_pool_of_a_simulation_can_be_rebuilt(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(examples(9)):
+    for seed in range(examples(9, by_day=1)):
         with monkeypatch.context() as patch:
             witness = Witness(patch)
             trace = crowd(seed, **options)
@@ -690,7 +690,7 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     core = EngineCore(config, trace)
 
     readers = []
-    for seed in range(examples(9)):
+    for seed in range(examples(9, by_day=2)):
         session = Session(core, seed)
         for action in session.draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=80):
             session.do(action)

@@ -121,7 +121,7 @@ def test_the_captions_stay_in_their_box(page: Any) -> None:
             assert fits, words
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", films.FILMS)
 def test_the_texts_of_drawn_films_stay_on_the_picture_and_in_their_box(
     name: str, every: int
