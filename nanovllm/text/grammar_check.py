@@ -146,7 +146,11 @@ class Examiner:
         return found
 
     def _examine_prepared(
-        self, params: StructuredOutputsParams, schema: JsonObject, lenient: bool, nesting: int | None
+        self,
+        params: StructuredOutputsParams,
+        schema: JsonObject,
+        lenient: bool,
+        nesting: int | None,
     ) -> Finding:
         """Prepare a schema, and check what was made of it. `nesting`: as in `Preparation`."""
         prepared = Preparation(schema, self._is_known, self._words_of, lenient, nesting).result()
