@@ -33,7 +33,7 @@ from nanovllm.text.grammars import (
     whitespace_of,
 )
 from nanovllm.text.schema_sizes import Sizes, examples_of_patterns, has_open_objects, without_parts
-from nanovllm.text.schemas import MAX_WORDS, Preparation
+from nanovllm.text.schemas import MAX_WORDS, Preparation, Schema
 from nanovllm.text.tokenizer import Tokenizer
 
 # Characters of a grammar. OpenAI's limit of a schema is about the same.
@@ -146,11 +146,7 @@ class Examiner:
         return found
 
     def _examine_prepared(
-        self,
-        params: StructuredOutputsParams,
-        schema: JsonObject,
-        lenient: bool,
-        nesting: int | None,
+        self, params: StructuredOutputsParams, schema: Schema, lenient: bool, nesting: int | None
     ) -> Finding:
         """Prepare a schema, and check what was made of it. `nesting`: as in `Preparation`."""
         prepared = Preparation(schema, self._is_known, self._words_of, lenient, nesting).result()
