@@ -9,10 +9,7 @@ from tests.scheduler.workloads import NUM_WORKLOADS, differences, stored
 
 @pytest.mark.parametrize(
     "seeds",
-    [
-        range(100),
-        pytest.param(range(100, NUM_WORKLOADS), marks=pytest.mark.nightly),
-    ],
+    [range(100), pytest.param(range(100, NUM_WORKLOADS), marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_plans_are_the_stored_ones(seeds: range) -> None:
