@@ -39,8 +39,8 @@ COMMANDS = {
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of an answer, under the names that servers know. Those that are left out are up to
-    the server or the model."""
+    """Options of an answer, under the names that servers know. The server or the model chooses
+    those that are missing."""
 
     model: str
     temperature: float

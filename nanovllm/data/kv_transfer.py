@@ -1,5 +1,5 @@
-"""What engines that share KV say of themselves and of a request's KV. Clients and routers get both
-as JSON."""
+"""Records of engines that share KV, and of a request's KV. Clients and routers get both as
+JSON."""
 
 from typing import NotRequired, TypedDict
 

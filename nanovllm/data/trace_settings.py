@@ -1,4 +1,4 @@
-"""What the first line of a trace says of the engine whose steps it has."""
+"""The settings in the first line of a trace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sizes and policies of an engine, and how a page is to show its trace.
 
-    A field with its default is not stated: the file leaves it out, and so does `|`. A new setting
-    is a new field here and, if the engine's configuration has it, a line in
+    A field with its default is not stated: it is not in the file, and `|` does not copy it. A new
+    setting is a new field here and, if it comes from the engine's configuration, a line in
     `EngineConfig.trace_settings`.
 
     Attributes:

@@ -342,7 +342,7 @@ class QuantizedGroup(TypedDict):
 
     Attributes:
         targets: their kind, or a pattern of their names.
-        input_activations: left out if inputs are not quantized.
+        input_activations: missing if inputs are not quantized.
     """
 
     format: str

@@ -45,7 +45,7 @@ def share_key(share: str, key: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class RankStore:
-    """What the scheduler's half must know of a rank.
+    """A rank's part of each block, and its host memory, as the scheduler's half sees them.
 
     Attributes:
         share: names the part of a block that the rank has. Ranks with equal parts have equal names.
