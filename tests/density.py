@@ -46,10 +46,9 @@ STAND_INS = set(
 )
 
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
-# `lab`. The stored count of statements was raised once, from 17,968, by issue 33: base classes,
-# records with names, and a module per format of quantized checkpoints are more statements; and once
-# more, from 18,313, by Protocols and records in place of `Any` and tables. That of the lab
-# was raised from 6,549 by the directives for reading order, and by functions split and records.
+# `lab`. Statements have the allowance that was planned for records with names, base classes and
+# hooks (1,430 and 350), on top of what the engine and the lab had before: 17,968 and 6,549. A new
+# feature brings its own number.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -63,8 +62,8 @@ BOUNDS = {
     "nested conditional expressions": 0,
     "private names in tests": 135,
     "stand-ins in tests": 0,
-    "statements, engine": 16_800,
-    "statements, lab": 6_500,
+    "statements, engine": 19_400,
+    "statements, lab": 6_900,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from msgspec import Raw
 from torch import Tensor
 
 from nanovllm.kv_transfer.layout import KVLayout
@@ -154,7 +155,7 @@ class Engine:
 
     def open(
         self, kind: str, layouts: list[KVLayout], salt: int, options: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    ) -> list[Raw]:
         """Make the ranks anew; returns their addresses."""
         self.close()
         self.ranks = [Rank(kind, layout, salt, **options) for layout in layouts]
@@ -199,7 +200,7 @@ class RemoteEngine:
         self.process = CONTEXT.Process(target=_serve, args=(other,), daemon=True)
         self.process.start()
         other.close()
-        self.addresses: list[dict[str, Any]] = []
+        self.addresses: list[Raw] = []
 
     def open(self, kind: str, layouts: list[KVLayout], salt: int, **options: Any) -> None:
         """Make its ranks anew."""

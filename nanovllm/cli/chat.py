@@ -13,14 +13,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import httpx
 
 from nanovllm.data.checks import Amount, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import Flags, ServerError, UsageError
-from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server.access import api_keys
@@ -37,6 +36,16 @@ COMMANDS = {
     "/reset": "forgets the conversation",
     "/exit": "ends the chat",
 }
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of an answer, under the names that servers know. The server or the model chooses
+    those that are missing."""
+
+    model: str
+    temperature: float
+    max_tokens: int
+    chat_template: str
 
 
 @dataclass
@@ -59,6 +68,17 @@ class ChatFlags(Flags):
     chat_template: str | None = None
     temperature: Amount | None = None
     max_tokens: Positive | None = None
+
+    def options(self) -> ChatOptions:
+        """Return the options that the user has set."""
+        options: ChatOptions = {}
+        if self.temperature is not None:
+            options["temperature"] = self.temperature
+        if self.max_tokens is not None:
+            options["max_tokens"] = self.max_tokens
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
+        return options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,14 +103,15 @@ def check_template(engine: AsyncEngine, name: str | None) -> None:
 
 
 async def engine_answer(
-    engine: AsyncEngine, options: JsonObject, chat: list[Message]
+    engine: AsyncEngine, options: ChatOptions, chat: list[Message]
 ) -> AsyncIterator[str]:
     """Answer with an engine of this process."""
-    fields = dict(options)
-    template = fields.pop("chat_template", None)
-    params = SamplingParams(**engine.limits.generation_defaults | {"max_tokens": None} | fields)
+    settings = engine.limits.generation_defaults | {"max_tokens": options.get("max_tokens")}
+    if "temperature" in options:
+        settings["temperature"] = options["temperature"]
+    params = SamplingParams(**settings)
     text = engine.tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, chat_template=template
+        chat, add_generation_prompt=True, chat_template=options.get("chat_template")
     )
     prompt = {"prompt_token_ids": engine.tokenizer.encode(text, add_special_tokens=False)}
     async for output in engine.generate(prompt, params, f"chat-{len(chat)}"):
@@ -109,14 +130,14 @@ def reaching(client: httpx.AsyncClient) -> Iterator[None]:
         ) from error
 
 
-async def choose_model(client: httpx.AsyncClient, options: JsonObject) -> None:
+async def choose_model(client: httpx.AsyncClient, options: ChatOptions) -> None:
     """Check that the server can be reached; without a model's name, its first model answers."""
     with reaching(client):
         options.setdefault("model", _checked(await client.get("/v1/models"))["data"][0]["id"])
 
 
 async def server_answer(
-    client: httpx.AsyncClient, options: JsonObject, chat: list[Message]
+    client: httpx.AsyncClient, options: ChatOptions, chat: list[Message]
 ) -> AsyncIterator[str]:
     """Answer through a server that speaks OpenAI's API."""
     body = {"messages": chat, "stream": True, **options}
@@ -167,8 +188,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if url is not None and not re.fullmatch(URL, url):
         raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
-    names = ("temperature", "max_tokens", "chat_template")
-    options = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    options = flags.options()
     start = [{"role": "system", "content": prompt}] if prompt else []
     # The event loop runs only during an answer: Ctrl-C then cancels this answer, and nothing else.
     with asyncio.Runner() as runner:

@@ -5,6 +5,7 @@ import argparse
 import asyncio
 
 from nanovllm.cli.trace import add_file_arguments, mistakes
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.server.access import Access, url_of
 from nanovllm.trace.format import header_line, require_sizes
 from nanovllm.trace.trace import read_trace
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer
 
-    app = create_replay(header_line(settings | {"live": False}), lines, access)
+    app = create_replay(header_line(settings | TraceSettings(live=False)), lines, access)
     what = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "a record without steps"
     server = SignalledServer(
         app,

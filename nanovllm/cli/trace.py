@@ -164,7 +164,7 @@ def summary(trace: Trace) -> dict[str, str]:
     """A trace in numbers, each with its unit: steps, requests, tokens, speed, waiting times,
     memory."""
     steps = [record for record in trace if record.requests]
-    unit = trace.settings.get("time_unit", "s")
+    unit = trace.settings.time_unit
     begin = trace.steps[0].start if trace.steps else 0.0
     duration = max((record.start + record.duration for record in trace), default=0.0) - begin
     counted = _count(trace)
@@ -190,7 +190,7 @@ def summary(trace: Trace) -> dict[str, str]:
         for p, i in ranks.items()
     }
     return {
-        "model": str(trace.settings.get("model", "?")),
+        "model": trace.settings.model or "?",
         "steps": f"{numbers} ({len(steps):,} compute)",
         "requests": f"{len(counted.num_outputs):,}",
         "ended": ", ".join(

@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
 from nanovllm.data.flags import Flags, Tokens, token_count
-from nanovllm.data.json import JsonObject
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsConfig
+from nanovllm.data.trace_settings import TraceSettings
 
 if TYPE_CHECKING:
     from nanovllm.data.kv_transfer_config import KVTransferConfig
@@ -398,12 +398,16 @@ class EngineConfig(Flags):
             )
         return num_host_blocks
 
-    def trace_settings(self, num_blocks: int) -> JsonObject:
-        """What the header of a trace says of the engine whose steps it has: sizes and policies."""
-        names = ("token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
-        return {"block_size": self.block_size, "num_blocks": num_blocks} | {
-            name: getattr(self, name) for name in names
-        }
+    def trace_settings(self, num_blocks: int) -> TraceSettings:
+        """Return what the header of a trace says of the engine whose steps it has."""
+        return TraceSettings(
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            token_budget=self.token_budget,
+            max_num_seqs=self.max_num_seqs,
+            batching_policy=self.batching_policy,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
 
     @property
     def model_names(self) -> list[str]:

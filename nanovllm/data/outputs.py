@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import msgspec
 
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.structured_outputs import GrammarError
 
@@ -84,7 +84,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
-    kv_transfer_params: JsonObject | None = None
+    kv_transfer_params: RemoteKV | None = None
     error: RequestFailedError | GrammarError | None = None
 
     @overload

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.sampling_params import SamplingParams
 
 BlockCopies = list[tuple[int, int]]  # (from block, to block)
@@ -97,6 +98,8 @@ class Request:
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         self.stop_reason: int | None = None
+        # Once it has ended, where the engine that continues it finds its keys and values.
+        self.remote_kv: RemoteKV | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +158,7 @@ class EngineOutput(msgspec.Struct, gc=False):
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     engine: int = 0
-    kv_transfer_params: JsonObject | None = None
+    kv_transfer_params: RemoteKV | None = None
     error: str = ""
     grammar_error: str = ""
 

@@ -22,9 +22,9 @@ import psutil
 import zmq
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.processes import how_it_ended, kill_tree, start_process
 from nanovllm.engine.process import STOP_STARTING, Command, Report, run_engine
 from nanovllm.text.prompts import EngineLimits
@@ -61,7 +61,7 @@ class EngineClient:
     program = "from nanovllm.engine.client import main; main()"
     is_ready = False
     limits: EngineLimits
-    trace_settings: JsonObject
+    trace_settings: TraceSettings
     last_words: Report | None = None
 
     def __init__(

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, cast
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.engine.start_log import log_start
 from nanovllm.executor.base import create_executor, read_model_config
@@ -74,7 +74,7 @@ class EngineCore:
             self.executor.close()
             raise
         self._reset(num_blocks, num_host_blocks)
-        settings = {"model": config.model_names[0]} | self.trace_settings
+        settings = TraceSettings(model=config.model_names[0]) | self.trace_settings
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
         self.trace = trace
@@ -188,16 +188,15 @@ class EngineCore:
         return stats
 
     @property
-    def trace_settings(self) -> JsonObject:
+    def trace_settings(self) -> TraceSettings:
         """The header of the engine's trace: sizes and policies, and which of several engines this
         is."""
         config = self.config
-        several = {
-            "data_rank": config.data_parallel_rank,
-            "data_parallel_size": config.data_parallel_size,
-        }
-        return config.trace_settings(self.manager.pool.num_blocks) | (
-            several if config.data_parallel_size > 1 else {}
+        settings = config.trace_settings(self.manager.pool.num_blocks)
+        if config.data_parallel_size == 1:
+            return settings
+        return settings | TraceSettings(
+            data_rank=config.data_parallel_rank, data_parallel_size=config.data_parallel_size
         )
 
     @property

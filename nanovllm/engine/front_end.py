@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats, RequestOutput
 from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import LOOK_SECONDS
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.process import Command, Report
@@ -54,7 +54,7 @@ class FrontEnd:
         self.observer = EngineObserver()
         self.died = asyncio.Event()
         self.error: str | None = None
-        self.trace_settings: list[JsonObject] = []
+        self.trace_settings: list[TraceSettings] = []
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
@@ -152,17 +152,16 @@ class FrontEnd:
 
     # ---------------------------------------------------------------- the trace
 
-    def _show_trace(self, settings: list[JsonObject], show_text: bool) -> None:
+    def _show_trace(self, settings: list[TraceSettings], show_text: bool) -> None:
         """Open a broadcast of each engine's steps, if that part is there."""
         self.trace_settings = settings
         if show_text:
             self._texts = load("nanovllm.trace.stream:RequestTexts", "show_text")(self.tokenizer)
         with contextlib.suppress(MissingPartError):
             create = load("nanovllm.trace.stream:StepBroadcast", WATCHING)
+            shown = TraceSettings(model=self.name, live=True)
             self.broadcasts = [
-                create(
-                    each | {"model": self.name, "live": True}, partial(self._order, i), self._texts
-                )
+                create(each | shown, partial(self._order, i), self._texts)
                 for i, each in enumerate(settings)
             ]
 

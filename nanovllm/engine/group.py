@@ -20,6 +20,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import LOOK_SECONDS
 from nanovllm.distributed.processes import end_processes, uninterrupted
 from nanovllm.engine.data_rank import DataRank, rank_environments
@@ -80,11 +81,12 @@ class DataParallelCore(WatchedProcesses[DataRank]):
         self._start(
             dataclasses.replace(config, model=str(folder), served_model_name=config.model_names)
         )
-        blocks = min(rank.trace_settings["num_blocks"] for rank in self.ranks)
+        blocks = min(rank.trace_settings.num_blocks for rank in self.ranks)
         capacity = blocks if config.enable_prefix_caching else 0
         self.router = Router(len(self.ranks), config.block_size, capacity)
         if trace is not None:
-            trace.settings |= self.ranks[0].trace_settings | {"model": config.model_names[0]}
+            settings = self.ranks[0].trace_settings
+            trace.settings |= settings | TraceSettings(model=config.model_names[0])
             self.ranks[0].watch(trace.record)
 
     def _start(self, config: EngineConfig) -> None:

@@ -25,9 +25,9 @@ import zmq
 
 from nanovllm.data.checks import users_mistake
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
 from nanovllm.text.prompts import EngineLimits
 
@@ -89,7 +89,7 @@ class Report:
     refused: dict[str, str] = field(default_factory=dict)
     steps: dict[int, list[msgspec.Raw]] = field(default_factory=dict)
     limits: EngineLimits | None = None
-    trace_settings: list[JsonObject] = field(default_factory=list)
+    trace_settings: list[TraceSettings] = field(default_factory=list)
     fatal: str = ""
     user_error: bool = False
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import ConnectorInformation, RemoteKV
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
@@ -82,11 +82,12 @@ class KVConnectorScheduler:
         return None
 
     @property
-    def information(self) -> JsonObject:
+    def information(self) -> ConnectorInformation:
         """Properties of this engine that clients and routers need."""
         return {
-            name: getattr(self.kv_transfer, name)
-            for name in ("engine_id", "kv_connector", "kv_role")
+            "engine_id": self.kv_transfer.engine_id,
+            "kv_connector": self.kv_transfer.kv_connector,
+            "kv_role": self.kv_transfer.kv_role,
         }
 
     # ---------------------------------------------------------- a request's KV comes from elsewhere
@@ -155,7 +156,7 @@ class KVConnectorScheduler:
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, JsonObject | None]:
+    ) -> tuple[bool, RemoteKV | None]:
         """Decide what happens to the blocks of a request that ends.
 
         Args:

@@ -1,6 +1,6 @@
 """The connector of an engine that shares no KV with other engines or stores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nanovllm.data.request import Request
 
@@ -9,8 +9,13 @@ class NoConnector:
     """A KV connector that finds no KV elsewhere, and moves none.
 
     The scheduler and each rank have a connector. Lecture 31 builds those that move KV;
-    `kv.connector` describes their methods."""
+    `kv.connector` describes their methods.
 
+    Attributes:
+        notify: never called, since no transfer ever ends.
+    """
+
+    notify: Callable[[], None]
     sources: Sequence[int] = ()
     has_work = has_news = False
     idle_seconds: float | None = None

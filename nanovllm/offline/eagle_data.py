@@ -25,7 +25,6 @@ from nanovllm.attention.base import (
     kv_cache_shape,
 )
 from nanovllm.checkpoint.weights import save_tensors
-from nanovllm.data.json import JsonObject
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.llm import LLM
 from nanovllm.models.llama import LlamaForCausalLM
@@ -117,12 +116,15 @@ def make_samples(model: str, recipe: TrainingRecipe, device: str, deadline: floa
     length = recipe.sample_length
     seqs = SEQS[device]
     blocks = seqs * (length // BLOCK_SIZE + 2)
-    options: JsonObject = {
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": TOKENS[device],
-        "block_size": BLOCK_SIZE,
-    }
-    llm = LLM(model, device=device, max_model_len=length, num_kv_blocks=blocks, **options)
+    llm = LLM(
+        model,
+        device=device,
+        max_model_len=length,
+        num_kv_blocks=blocks,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=TOKENS[device],
+        block_size=BLOCK_SIZE,
+    )
     tokenizer = llm.get_tokenizer()
     text = Path(recipe.data).read_text("utf-8", "replace") if recipe.data else ""
     if recipe.data is None:

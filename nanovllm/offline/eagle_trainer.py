@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.data.json import JsonObject
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import Samples, target_states
@@ -90,12 +89,13 @@ class Trainer:
         with torch.no_grad():  # the target's own head, with smaller logits for the start
             self.head.weights["lm_head.weight"].copy_(self.target_head)
             self.head.weights["norm.weight"].copy_(0.3 * target.model.norm.weight)
-        settings: JsonObject = {
-            "lr": recipe.learning_rate,
-            "betas": (0.9, 0.95),
-            "weight_decay": 0.01,
-        }
-        self.optimizer = torch.optim.AdamW(self.head.weights.values(), **settings, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.head.weights.values(),
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            fused=True,
+        )
         mixed = self.target_head.dtype == torch.bfloat16
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=mixed)
 
@@ -246,7 +246,7 @@ class Trainer:
         self.scale = state["scale"]
 
     @torch.no_grad()
-    def evaluate(self) -> JsonObject:
+    def evaluate(self) -> dict[str, dict[str, list[float]]]:
         """Draft for held-out samples.
 
         Returns:
@@ -254,7 +254,7 @@ class Trainer:
             accepted with all tokens before them; and by length of the draft, the tokens per step
             of the target.
         """
-        found: JsonObject = {}
+        found: dict[str, dict[str, list[float]]] = {}
         for name, greedy in (("temperature 0", True), ("temperature 0.7", False)):
             numbers = self.held_out[self.samples.greedy[self.held_out] == greedy]
             runs = list[Tensor]()

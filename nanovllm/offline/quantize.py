@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -319,37 +320,104 @@ def stored(layer: str, matrix: Quantized, form: Format) -> dict[str, Tensor]:
     return {f"{layer}.{kind}": tensor for kind, tensor in tensors.items()}
 
 
-def settings_of(recipe: Recipe) -> JsonObject:
-    """The `quantization_config` that describes the files."""
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights, inputs = (
-        common | {"strategy": by, "dynamic": by == "token"} for by in ("channel", "token")
-    )
-    rows = {
+class QuantizedNumbers(TypedDict):
+    """How the numbers of weights or of inputs are quantized, in compressed-tensors' words.
+
+    Attributes:
+        strategy: what shares a scale: a "channel" (row) or "group" of weights, a "token" of inputs.
+        dynamic: the scales are computed in each step.
+        group_size: inputs per group of weights, if the strategy is "group".
+    """
+
+    num_bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    dynamic: bool
+    group_size: NotRequired[int]
+
+
+class QuantizedGroup(TypedDict):
+    """Matrices that are quantized alike.
+
+    Attributes:
+        targets: their kind, or a pattern of their names.
+        input_activations: missing if inputs are not quantized.
+    """
+
+    format: str
+    targets: list[str]
+    weights: QuantizedNumbers
+    input_activations: NotRequired[QuantizedNumbers]
+
+
+class QuantizationSettings(TypedDict):
+    """`quantization_config` of a config.json in the format of compressed-tensors.
+
+    Attributes:
+        format: that of all groups, or "mixed-precision".
+        ignore: patterns of the names of matrices that are not quantized.
+        config_groups: the groups by name.
+    """
+
+    quant_method: str
+    format: str
+    quantization_status: str
+    ignore: list[str]
+    config_groups: dict[str, QuantizedGroup]
+
+
+def _w8a8_group(target: str) -> QuantizedGroup:
+    """Weights in 8 bits with a scale per row, and inputs in 8 bits with a scale per token."""
+    return {
         "format": "int-quantized",
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": inputs,
+        "targets": [target],
+        "weights": {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        },
+        "input_activations": {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        },
     }
-    groups: JsonObject = {"group_0": rows}
+
+
+def _w4a16_group(recipe: Recipe) -> QuantizedGroup:
+    """Weights in 4 bits with a scale per row or group."""
+    weights: QuantizedNumbers = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": not recipe.asymmetric,
+        "strategy": "channel",
+        "dynamic": False,
+    }
+    size = recipe.group_size or -1
+    if size != -1:
+        weights["strategy"] = "group"
+        weights["group_size"] = size
+    return {"format": "pack-quantized", "targets": ["Linear"], "weights": weights}
+
+
+def settings_of(recipe: Recipe) -> QuantizationSettings:
+    """The `quantization_config` that describes the files."""
+    groups = {"group_0": _w8a8_group("Linear")}
     if recipe.scheme == "w4a16":
-        weights = weights | {"num_bits": 4, "symmetric": not recipe.asymmetric}
-        weights |= (
-            {}
-            if recipe.group_size == -1
-            else {"strategy": "group", "group_size": recipe.group_size}
-        )
-        groups = {
-            "group_0": {"format": "pack-quantized", "targets": ["Linear"], "weights": weights}
-        }
-        groups |= {"group_1": rows | {"targets": ["re:.*lm_head$"]}} if recipe.quantize_head else {}
-    form = "mixed-precision" if len(groups) > 1 else groups["group_0"]["format"]
-    settings = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-    }
+        groups = {"group_0": _w4a16_group(recipe)}
+        if recipe.quantize_head:
+            groups["group_1"] = _w8a8_group("re:.*lm_head$")
     # Beside what chooses experts, and what latent attention absorbs.
     left = [] if recipe.quantize_head else ["lm_head"]
-    ignore = ["re:.*\\.gate$", "re:.*kv_b_proj$", *left]
-    return settings | {"ignore": ignore, "config_groups": groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if len(groups) > 1 else groups["group_0"]["format"],
+        "quantization_status": "compressed",
+        "ignore": ["re:.*\\.gate$", "re:.*kv_b_proj$", *left],
+        "config_groups": groups,
+    }

@@ -89,12 +89,13 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     raw = head_config(folder, config, len(trainer.draft_to_target))
     found = trainer.evaluate()
     command = " ".join(["nanovllm train-eagle", name_or_folder, *recipe.words()])
-    origin: JsonObject = {
+    raw["trained"] = {
         "command": command,
         "date": str(date.today()),
         "answer_tokens": len(samples.answers),
+        "batches": trainer.done,
+        "held_out": found,
     }
-    raw |= {"trained": origin | {"batches": trainer.done, "held_out": found}}
     metadata = {"format": "pt", "config": json.dumps(raw)}
     save_tensors(trainer.tensors(), out / "model.safetensors", metadata)
     (out / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")

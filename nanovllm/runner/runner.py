@@ -99,9 +99,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None  # once they are recorded
 
     @cached_property
-    def connector(self) -> KVConnectorWorker:
+    def connector(self) -> KVConnectorWorker | NoConnector:
         """This rank's half of the KV connector; without KV transfer, one that moves nothing."""
-        return cast("KVConnectorWorker", NoConnector())
+        return NoConnector()
 
     @cached_property
     def structured_output(self) -> StructuredOutputManager:
@@ -330,6 +330,7 @@ class ModelRunner:
         """
         if schedule.connector_metadata is None:
             return self._launch(schedule)
+        assert not isinstance(self.connector, NoConnector)
         with self.connector.transfers(schedule.connector_metadata, schedule.empty) as output:
             wait = self._launch(schedule) if not schedule.empty else ModelRunnerOutput
         return lambda: replace(wait(), connector_output=output)
@@ -394,7 +395,7 @@ class ModelRunner:
         # The caches of a draft model come last; `zip` ends before them.
         caches = dict(zip(self.layers, self.kv_caches, strict=False))
         # The model calls the connector after each layer.
-        connector = self.connector if self.config.kv_transfer is not None else None
+        connector = None if isinstance(self.connector, NoConnector) else self.connector
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             hidden: Tensor = self.model(input_ids, positions, received)
             return hidden

@@ -122,7 +122,7 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         table = self.manager.tables.get(request.request_id, [])
-        in_use, request.kv_transfer_params = self.connector.request_finished(request, table)
+        in_use, request.remote_kv = self.connector.request_finished(request, table)
         if in_use or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.manager.hold(request, request.request_id)
         else:
@@ -500,7 +500,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 output.finish_reason = request.finish_reason
                 output.stop_reason = request.stop_reason
-                output.kv_transfer_params = request.kv_transfer_params
+                output.kv_transfer_params = request.remote_kv
         return output
 
     def _append_token(self, request: Request, token_id: int) -> None:

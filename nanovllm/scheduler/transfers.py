@@ -45,13 +45,13 @@ def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> lis
     Returns:
         The outputs of requests that fail because their KV did not arrive.
     """
-    for name in ended.finished_sending | ended.finished_recving:
+    for name in sorted(ended.finished_sending | ended.finished_recving):
         if name in scheduler.manager.held:
             scheduler.manager.let_go(name)
         elif name in ended.finished_recving:
             take_over(scheduler, scheduler.requests[name], ended.invalid_block_ids.get(name, set()))
     failed = []
-    for request_id in ended.reasons.keys() & scheduler.requests.keys():
+    for request_id in sorted(ended.reasons.keys() & scheduler.requests.keys()):
         scheduler.finish(scheduler.requests[request_id], "error")
         error = f"the KV from another engine or store did not arrive: {ended.reasons[request_id]}"
         failed.append(EngineOutput(request_id, finish_reason="error", error=error))

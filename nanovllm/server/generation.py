@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
 from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import Logprob, OutputCollector, PositionLogprobs, RequestOutput
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.streams: list[RequestStream] = []
-        self.kv_transfer_params: JsonObject | UnsetType = UNSET
+        self.kv_transfer_params: RemoteKV | UnsetType = UNSET
         self._num_completion_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
 

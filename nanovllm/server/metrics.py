@@ -261,10 +261,10 @@ class Metrics(MetricSet, EngineObserver):
             metric.add_metric(
                 [
                     *values,
-                    str(settings["block_size"]),
-                    str(settings["num_blocks"]),
+                    str(settings.block_size),
+                    str(settings.num_blocks),
                     self.engine.config.kv_cache_dtype,
-                    str(settings["enable_prefix_caching"]),
+                    str(settings.enable_prefix_caching),
                 ],
                 1,
             )

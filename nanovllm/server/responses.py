@@ -9,6 +9,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import PositionLogprobs
 
 
@@ -101,7 +102,7 @@ class Answer(Struct, kw_only=True):
     created: int
     model: str
     usage: Usage | UnsetType | None = UNSET
-    kv_transfer_params: JsonObject | UnsetType = UNSET
+    kv_transfer_params: RemoteKV | UnsetType = UNSET
 
 
 class ChatCompletion(Answer, kw_only=True):

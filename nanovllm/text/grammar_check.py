@@ -33,7 +33,7 @@ from nanovllm.text.grammars import (
     whitespace_of,
 )
 from nanovllm.text.schema_sizes import Sizes, examples_of_patterns, has_open_objects, without_parts
-from nanovllm.text.schemas import MAX_WORDS, Preparation
+from nanovllm.text.schemas import MAX_WORDS, Preparation, Schema
 from nanovllm.text.tokenizer import Tokenizer
 
 # Characters of a grammar. OpenAI's limit of a schema is about the same.
@@ -45,6 +45,12 @@ PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 CHECK_SECONDS = 0.5
 CHECK_BYTES = 128 << 20
 MAX_CHECKED = 64
+
+# llguidance's words if two schemas describe the same value, and each refers to itself: it never
+# comes to the end of what both have in common. The schema of a free value is one, unless its arrays
+# and objects are nested only so deep.
+INTERSECTION = "intersection stack level exceeded"
+NESTING = 4
 
 # Result of a check: a checked grammar, or the place and the reason of a fault.
 Finding = tuple[Form | None, str, str]
@@ -134,7 +140,16 @@ class Examiner:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(schema, dict):
             raise ValueError("it must be an object")
-        prepared = Preparation(schema, self._is_known, self._words_of, lenient).result()
+        found = self._examine_prepared(params, schema, lenient, nesting=None)
+        if INTERSECTION in found[2]:
+            return self._examine_prepared(params, schema, lenient, nesting=NESTING)
+        return found
+
+    def _examine_prepared(
+        self, params: StructuredOutputsParams, schema: Schema, lenient: bool, nesting: int | None
+    ) -> Finding:
+        """Prepare a schema, and check what was made of it. `nesting`: as in `Preparation`."""
+        prepared = Preparation(schema, self._is_known, self._words_of, lenient, nesting).result()
         whitespace = whitespace_of(params)
         sizes = Sizes(prepared)
         endless = {

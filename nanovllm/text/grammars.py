@@ -129,7 +129,7 @@ def of_schema(schema: str | JsonObject, lenient: bool = False, whitespace: str =
     Args:
         whitespace: a regular expression of the white space between the parts; "": there is none.
     """
-    options: JsonObject = {
+    options = {
         "lenient": lenient,
         "coerce_one_of": False,
         "whitespace_flexible": bool(whitespace),

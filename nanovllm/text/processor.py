@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import (
     CompletionOutput,
     PositionLogprobs,
@@ -30,9 +29,9 @@ from nanovllm.text.prompts import (
     Prompt,
     check_request,
     encode_bad_words,
-    form_settings,
     logprob_dictionary,
     read_prompt,
+    with_form,
 )
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -88,9 +87,7 @@ class InputProcessor:
         """
         text, token_ids, fields = read_prompt(prompt, self.tokenizer)
         check_request(token_ids, params, priority, self.limits)
-        params = params.clone(
-            **form_settings(params, self.limits, self.grammars, self.tokenizer.all_special_ids)
-        )
+        params = with_form(params, self.limits, self.grammars, self.tokenizer.all_special_ids)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
@@ -98,18 +95,20 @@ class InputProcessor:
         # too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
-        own: JsonObject = {
-            "n": 1,
-            "max_tokens": max_tokens,
-            "min_tokens": min(params.min_tokens, max_tokens),
-        }
+        bad_words = params.bad_words_token_ids
         if params.bad_words:
-            words = encode_bad_words(params.bad_words, self.tokenizer)
-            own["bad_words_token_ids"] = params.bad_words_token_ids + words
+            bad_words = bad_words + encode_bad_words(params.bad_words, self.tokenizer)
         requests = []
         for index in range(params.n):
             own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits
-            own_params = params.clone(**own, seed=own_seed, stop_token_ids=stop_token_ids)
+            own_params = params.clone(
+                n=1,
+                max_tokens=max_tokens,
+                min_tokens=min(params.min_tokens, max_tokens),
+                bad_words_token_ids=bad_words,
+                seed=own_seed,
+                stop_token_ids=stop_token_ids,
+            )
             sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
             requests.append(
                 EngineRequest(

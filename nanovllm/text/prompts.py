@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import ConnectorInformation
 from nanovllm.data.outputs import Logprob
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
@@ -40,7 +41,7 @@ class EngineLimits:
     vocab_size: int
     eos_token_ids: list[int] = field(default_factory=list)
     generation_defaults: JsonObject = field(default_factory=dict)
-    kv_transfer: list[JsonObject] = field(default_factory=list)
+    kv_transfer: list[ConnectorInformation] = field(default_factory=list)
     scheduling_policy: str = "fcfs"
     disable_any_whitespace: bool = False
 
@@ -97,14 +98,14 @@ def check_request(
             )
 
 
-def form_settings(
+def with_form(
     params: SamplingParams,
     limits: EngineLimits,
     grammars: Callable[[], GrammarChecker],
     special_ids: Collection[int],
-) -> JsonObject:
-    """Return the sampling parameters that change because the output has a form: none if it has
-    none.
+) -> SamplingParams:
+    """Return the sampling parameters of an output with a form; without a form, they stay as they
+    are.
 
     The grammar is checked and prepared. No stop string and no token of the form's text ends the
     output; text before a form may end with a stop string or a special token.
@@ -118,13 +119,13 @@ def form_settings(
     """
     wanted = params.structured_outputs
     if wanted is None:
-        return {}
+        return params
     if limits.disable_any_whitespace:
         wanted = replace(wanted, disable_any_whitespace=True, whitespace_pattern=None)
     wanted = replace(wanted, form=grammars().check(wanted))
     stop = params.stop if wanted.free_text_before else []
     stop_token_ids = [token for token in params.stop_token_ids if token in special_ids]
-    return {"structured_outputs": wanted, "stop": stop, "stop_token_ids": stop_token_ids}
+    return params.clone(structured_outputs=wanted, stop=stop, stop_token_ids=stop_token_ids)
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -70,8 +70,13 @@ JSON_TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_WORDS = 32
 
 
-def any_value() -> Schema:
-    """A schema of any JSON value whose numbers are bounded."""
+def any_value(inner: Schema | bool = ANY_REFERENCE) -> Schema:
+    """A schema of any JSON value whose numbers are bounded.
+
+    Args:
+        inner: the schema of the elements of its arrays, and of the values of its objects. False:
+            they are empty.
+    """
     number = {
         "type": "number",
         "minimum": -LARGEST_NUMBER,
@@ -84,8 +89,8 @@ def any_value() -> Schema:
             {"type": "boolean"},
             {"type": "string"},
             number,
-            {"type": "array", "items": ANY_REFERENCE},
-            {"type": "object", "additionalProperties": ANY_REFERENCE},
+            {"type": "array", "items": inner},
+            {"type": "object", "additionalProperties": inner},
         ]
     }
 
@@ -124,6 +129,8 @@ class Preparation:
         knows_pattern: whether the regex engine can parse a pattern.
         words_of: all strings that match a pattern, if there are at most `MAX_WORDS`; else None.
         lenient: ignore patterns that the regex engine cannot parse.
+        nesting: how deep the arrays and objects of a value may be nested about which the schema
+            says nothing. None: as deep as they like, by a definition that refers to itself.
     """
 
     def __init__(
@@ -132,11 +139,13 @@ class Preparation:
         knows_pattern: Callable[[str], bool],
         words_of: Callable[[str], list[str] | None],
         lenient: bool = False,
+        nesting: int | None = None,
     ) -> None:
         self.root = root
         self._knows_pattern = knows_pattern
         self._words_of = words_of
         self._lenient = lenient
+        self._nesting = nesting
         # A schema with an identifier begins a new document, in which references mean something
         # else.
         self._any: Schema | bool = True if has_identifiers(root) else ANY_REFERENCE
@@ -148,10 +157,22 @@ class Preparation:
         prepared = self._prepare(self.root, closes=True)
         assert isinstance(prepared, dict)
         if f"#/$defs/{ANY}" in json.dumps([prepared, self._definitions]):
-            self._definitions[ANY] = any_value()
+            self._define_any_value()
         if self._definitions and isinstance(prepared.get("$defs", {}), dict):
             prepared["$defs"] = {**prepared.get("$defs", {}), **self._definitions}
         return prepared
+
+    def _define_any_value(self) -> None:
+        """Define what `ANY_REFERENCE` means."""
+        if self._nesting is None:
+            self._definitions[ANY] = any_value()
+            return
+        inner: Schema | bool = False
+        for depth in range(1, self._nesting):
+            name = f"{ANY}-{depth}"
+            self._definitions[name] = any_value(inner)
+            inner = {"$ref": f"#/$defs/{name}"}
+        self._definitions[ANY] = any_value(inner)
 
     def _prepare(self, schema: object, closes: bool) -> object:
         """Prepare a part.

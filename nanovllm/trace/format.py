@@ -12,13 +12,14 @@ there are any; or, for a decode step's single token without a new block, [number
 id]."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from nanovllm.data.flags import UsageError
 from nanovllm.data.json import JsonObject
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.trace.record import StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
@@ -50,18 +51,19 @@ class TraceError(UsageError):
 
 
 class Header(msgspec.Struct):
-    """The first line."""
+    """The first line, whose settings are decoded once the version is known."""
 
     nanovllm_trace: int
-    settings: JsonObject = {}
+    settings: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-def header_line(settings: Mapping[str, object]) -> bytes:
+def header_line(settings: TraceSettings) -> bytes:
     """The first line of a trace, with its end."""
-    return msgspec.json.encode(Header(FORMAT_VERSION, dict(settings))) + b"\n"
+    encoded = msgspec.Raw(msgspec.json.encode(settings))
+    return msgspec.json.encode(Header(FORMAT_VERSION, encoded)) + b"\n"
 
 
-def parse_header(line: bytes, source: object) -> JsonObject:
+def parse_header(line: bytes, source: object) -> TraceSettings:
     """The settings in the first line of a trace.
 
     Args:
@@ -70,36 +72,37 @@ def parse_header(line: bytes, source: object) -> JsonObject:
     Raises:
         TraceError: no trace, or one of another version.
     """
+    foreign = f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}"
     try:
         header = msgspec.json.decode(line, type=Header)
     except ValueError as error:
-        raise TraceError(
-            f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}"
-        ) from error
+        raise TraceError(foreign) from error
     version = header.nanovllm_trace
-    settings = header.settings
     if version != FORMAT_VERSION:
         raise TraceError(
             f"{source} has version {version}, but this nanovllm reads version {FORMAT_VERSION}: "
             "record it again"
         )
-    for name in SIZES:
-        value = settings.get(name, 1)
-        if type(value) is not int or value < 1:
-            raise TraceError(
-                f"{source}: its {name} must be an integer of at least 1, got {value!r}"
-            )
-    return settings
+    try:
+        return msgspec.json.decode(header.settings, type=TraceSettings)
+    except msgspec.ValidationError as error:
+        for name in SIZES:
+            if str(error).endswith(f"`$.{name}`"):
+                raise TraceError(
+                    f"{source}: its {name} must be an integer of at least 1 ({error})"
+                ) from error
+        raise TraceError(f"{foreign} ({error})") from error
 
 
-def require_sizes(settings: Mapping[str, object], source: object) -> None:
+def require_sizes(settings: TraceSettings, source: object) -> None:
     """Check that a trace can be drawn.
 
     Raises:
         TraceError: its header does not say how large the pool is.
     """
-    for name in ("block_size", "num_blocks"):
-        if name not in settings:
+    sizes = {"block_size": settings.block_size, "num_blocks": settings.num_blocks}
+    for name, size in sizes.items():
+        if size == 0:
             raise TraceError(f"{source} cannot be drawn: its first line does not say {name}")
 
 
@@ -115,12 +118,12 @@ class TraceEncoder:
         known: by request id, its number and the length of its prompt.
     """
 
-    def __init__(self, settings: Mapping[str, object], hide_tokens: bool = False) -> None:
+    def __init__(self, settings: TraceSettings, hide_tokens: bool = False) -> None:
         self.hide_tokens = hide_tokens
         self._encoder = msgspec.json.Encoder()
         self.known: dict[str, tuple[int, int]] = {}
         self._numbers = itertools.count()
-        self._before: dict[str, object] = dict(settings)
+        self._before: dict[str, object] = msgspec.to_builtins(settings)
         self._named: list[tuple[int, str, int]] = []
 
     def encode(self, record: StepRecord) -> bytes:
@@ -202,9 +205,12 @@ class TraceDecoder:
         settings: those of the header.
     """
 
-    def __init__(self, settings: Mapping[str, object]) -> None:
+    def __init__(self, settings: TraceSettings) -> None:
         self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
-        self._before = SAME_AS_BEFORE | {name: settings[name] for name in SIZES if name in settings}
+        self._before = SAME_AS_BEFORE | {
+            "num_blocks": settings.num_blocks,
+            "token_budget": settings.token_budget,
+        }
 
     def decode(self, line: bytes) -> StepRecord:
         """The record of a line.

@@ -4,15 +4,15 @@ lines."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import RequestOutput
 from nanovllm.data.request import EngineRequest
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.trace.format import TraceEncoder, header_line
 from nanovllm.trace.record import StepRecord, decode_record
@@ -38,10 +38,7 @@ class StepStream:
     at a new snapshot."""
 
     def __init__(
-        self,
-        settings: Mapping[str, object],
-        hide_tokens: bool,
-        on_close: Callable[[StepStream], None],
+        self, settings: TraceSettings, hide_tokens: bool, on_close: Callable[[StepStream], None]
     ) -> None:
         self._on_close = on_close
         self._header = header_line(settings)
@@ -125,11 +122,11 @@ class StepBroadcast:
     """
 
     def __init__(
-        self, settings: JsonObject, order: Order, texts: RequestTexts | None = None
+        self, settings: TraceSettings, order: Order, texts: RequestTexts | None = None
     ) -> None:
         self.settings = settings
         self.texts = texts
-        self._engine: int = settings.get("data_rank", 0)
+        self._engine = settings.data_rank or 0
         self._order = order
         self.streams: list[StepStream] = []
         self._ended = False

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from nanovllm.data.disk import REMEDIES
-from nanovllm.data.json import JsonObject
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.trace.format import (
     FORMAT_VERSION,
@@ -47,9 +47,9 @@ class Trace:
         settings: what a reader needs to draw the steps (`block_size`, `num_blocks`, ...).
     """
 
-    def __init__(self, path: FilePath | None = None, settings: JsonObject | None = None) -> None:
+    def __init__(self, path: FilePath | None = None, settings: TraceSettings | None = None) -> None:
         self.steps: list[StepRecord] = []
-        self.settings = settings or {}
+        self.settings = settings or TraceSettings()
         self._path = path
         self._file = None
         if path is not None:
@@ -143,7 +143,7 @@ class Trace:
 
 def read_trace(
     path: FilePath, partial: bool = False
-) -> tuple[JsonObject, list[bytes], Iterator[StepRecord]]:
+) -> tuple[TraceSettings, list[bytes], Iterator[StepRecord]]:
     """The settings of a trace, its other lines, each without its end, and their records, which are
     read while they are asked for.
 

@@ -584,7 +584,7 @@ def test_dense_engines(
     )
     assert sampled == [output.token_ids for output in same[0].outputs]
     traces = [Trace.load(trace_path(str(path), rank)) for rank in range(2)]
-    assert [trace.settings["data_rank"] for trace in traces] == [0, 1]
+    assert [trace.settings.data_rank for trace in traces] == [0, 1]
     assert [len(trace.steps) for trace in traces] >= [stats.num_steps for stats in each]
     arrived = [{name for step in trace for name in step.arrived} for trace in traces]
     assert not arrived[0] & arrived[1] and len(arrived[0] | arrived[1]) == 2 * len(PROMPTS) + 3
@@ -678,7 +678,7 @@ def test_the_trace_of_the_first_engine(llm: Callable[..., LLM], tiny_model: path
     greedy(two, PROMPTS[:4], 5)
     first = {name for name in map(str, range(4)) if any(name in step.arrived for step in trace)}
     assert len(first) == 2, "half of the requests"
-    assert trace.settings["data_rank"] == 0 and trace.settings["data_parallel_size"] == 2
+    assert trace.settings.data_rank == 0 and trace.settings.data_parallel_size == 2
     first_engine.unwatch(trace.record)
     steps = len(trace.steps)
     greedy(two, PROMPTS[:4], 5)

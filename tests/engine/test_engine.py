@@ -21,6 +21,7 @@ from nanovllm.data.config import EngineConfig, parse_bytes
 from nanovllm.data.flags import token_count
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import RequestStatus
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.runner.runner import choose_dtype
 from nanovllm.text.processor import OutputProcessor
 from nanovllm.trace.trace import Trace, TraceError
@@ -613,7 +614,7 @@ def test_trace_round_trip(lively: Trace, tmp_path: pathlib.Path) -> None:
     lively.save(tmp_path / "trace.jsonl")
     loaded = Trace.load(tmp_path / "trace.jsonl")
     assert loaded.steps == lively.steps and loaded.settings == lively.settings
-    assert loaded.settings["num_blocks"] == 9 and len(loaded) == len(list(lively))
+    assert loaded.settings.num_blocks == 9 and len(loaded) == len(list(lively))
 
 
 def test_trace_file_is_written_step_by_step(checkpoint: str, tmp_path: pathlib.Path) -> None:
@@ -625,8 +626,8 @@ def test_trace_file_is_written_step_by_step(checkpoint: str, tmp_path: pathlib.P
     )
     llm.engine.core.close()
     empty = tmp_path / "empty.jsonl"
-    Trace(empty, {"block_size": 4}).close()
-    assert len(Trace.load(empty)) == 0 and Trace.load(empty).settings == {"block_size": 4}
+    Trace(empty, TraceSettings(block_size=4)).close()
+    assert len(Trace.load(empty)) == 0 and Trace.load(empty).settings == TraceSettings(block_size=4)
 
 
 def test_a_trace_may_be_any_path(checkpoint: str, tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.engine.core import EngineCore
 from nanovllm.lab.viz.data import pool_states
 from nanovllm.trace.format import TraceDecoder, TraceEncoder
@@ -412,7 +413,7 @@ class Onlooker:
     def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.core, self.truths = core, []
         self.trace = Trace(settings=core.trace_settings)
-        encoder, decoder = TraceEncoder({}), TraceDecoder({})
+        encoder, decoder = TraceEncoder(TraceSettings()), TraceDecoder(TraceSettings())
         core.watch(lambda record: self.trace.record(decoder.decode(encoder.encode(record))))
         begin = core.recorder.begin
 

@@ -9,10 +9,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import Raw, structs
 
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import link
@@ -27,6 +29,7 @@ from nanovllm.kv_transfer.transport.messages import (
     Push,
     Refused,
     decode,
+    decode_address,
     decode_hello,
     encode,
 )
@@ -226,6 +229,17 @@ def pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Ran
     close(*ranks)
 
 
+def changed(address: Raw, **fields: object) -> Raw:
+    """The address of a rank with other fields, which may be a lie."""
+    return Raw(encode(structs.replace(decode_address(address), **fields)))
+
+
+def place(address: Raw) -> tuple[str, int]:
+    """The host and port of a rank."""
+    found = decode_address(address)
+    return found.host, found.port
+
+
 def only(ended: list[Ended]) -> Ended:
     (end,) = ended
     return end
@@ -261,8 +275,9 @@ def test_what_the_caller_does_wrong_is_raised_at_once(pair):
 @pytest.mark.parametrize("peers", [[{}], [{"host": "127.0.0.1"}], ["nonsense"], []])
 def test_addresses_that_are_none(pair, peers):
     _, target = pair
-    target.transport.read("read", peers, [1], [1])
-    target.transport.expect("expect", peers, [2])
+    encoded = [Raw(encode(peer)) for peer in peers]
+    target.transport.read("read", encoded, [1], [1])
+    target.transport.expect("expect", encoded, [2])
     ends = target.wait(2)
     assert [end.transfer_id for end in ends] == ["expect", "read"] and all(
         end.error for end in ends
@@ -280,7 +295,7 @@ def test_another_model_or_block_size_is_refused(kind, field):
         in only(target.wait()).error
     )
     # The same at the handshake: what an address says may be a lie.
-    lie = {**source.transport.address, "layout": target.transport.address["layout"]}
+    lie = changed(source.transport.address, layout=target.layout)
     target.transport.read("lie", [lie], [1], [1])
     assert f"{name} is" in only(target.wait()).error
     close(source, target)
@@ -309,7 +324,7 @@ def test_a_restarted_peer_is_another_one(kind):
     source, target = two_ranks(kind, layouts()[0], layouts()[0])
     old = source.transport.address
     source.transport.close()
-    again = Rank(kind, layouts()[0], SOURCE, port=old["port"])
+    again = Rank(kind, layouts()[0], SOURCE, port=decode_address(old).port)
     target.transport.read("read", [old], [1], [1])
     assert "another rank" in only(target.wait()).error
     target.transport.read("again", [again.transport.address], [1], [3])
@@ -355,10 +370,10 @@ class Guest:
 
     def __init__(self, rank: Rank, id: str = "guest") -> None:
         transport = rank.transport
-        address = transport.address
+        address = decode_address(transport.address)
         hello = encode(Hello(id, rank.layout))
         credentials = Credentials(SECRET, transport.credentials.fingerprint, hello)
-        self.connection = connect(address["host"], address["port"], credentials)
+        self.connection = connect(address.host, address.port, credentials)
 
     def ask(self, message: Any) -> None:
         self.connection.send(encode(message))
@@ -541,7 +556,8 @@ def test_one_of_two_writers_dies(engines, kind):
     """The other one is told that nobody wants its blocks any more."""
     source, target = engines.open(kind, layouts())
     second = Rank(kind, layouts(tp=2)[1], SOURCE)
-    first = {**source.addresses[0], "layout": {**source.addresses[0]["layout"], "tp_size": 2}}
+    layout = decode_address(source.addresses[0]).layout
+    first = changed(source.addresses[0], layout=replace(layout, tp_size=2))
     peers = [first, second.transport.address]
     source.open(kind, layouts(tp=2)[:1], SOURCE)
     peers[0] = source.addresses[0]
@@ -612,8 +628,8 @@ def test_what_is_changed_or_cut_on_its_way_does_not_count(kind, tamper, position
     done."""
     source, target = two_ranks(kind, layouts()[0], layouts()[0], timeout=2.0)
     address = source.transport.address
-    with proxy((address["host"], address["port"]), tamper(position)) as port:
-        target.transport.read("read", [{**address, "port": port}], LOCAL, REMOTE)
+    with proxy(place(address), tamper(position)) as port:
+        target.transport.read("read", [changed(address, port=port)], LOCAL, REMOTE)
         end = only(target.wait())
     if kind == "tcp" or position < 130:
         assert end.error
@@ -630,8 +646,8 @@ def test_a_push_that_loses_its_answers_fails_at_both_ends(kind, position):
     source, target = two_ranks(kind, layouts()[0], layouts()[0], timeout=0.3)
     address = target.transport.address
     target.transport.expect("push", [source.transport.address], [1, 2])
-    with proxy((address["host"], address["port"]), cut(position)) as port:
-        source.push("push", [{**address, "port": port}], [3, 4], [1, 2])
+    with proxy(place(address), cut(position)) as port:
+        source.push("push", [changed(address, port=port)], [3, 4], [1, 2])
         here = only(source.wait())
         if not (ended := target.transport.poll(0.3)):
             # The target has not heard of the source: its engine gives it up.

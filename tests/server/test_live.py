@@ -30,6 +30,7 @@ from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, RequestOutput
 from nanovllm.data.request import EngineRequest
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Report
@@ -127,7 +128,7 @@ async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None
     viewer = Viewer(engine)
     # At once, although nothing happens.
     await viewer.read_until(lambda step: step.snapshot is not None)
-    assert viewer.trace.settings["live"] is True and viewer.trace.settings["num_blocks"] == 64
+    assert viewer.trace.settings.live is True and viewer.trace.settings.num_blocks == 64
     text = await answer(engine, "a secret of mine", "seen")
     await viewer.read_until(ends("seen"))
     first, *steps = viewer.trace.steps
@@ -221,7 +222,7 @@ async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> No
     engine = open_engine
     early = Viewer(engine)
     await early.read_until(lambda step: step.snapshot is not None)
-    assert early.trace.settings["model"] == "tiny"
+    assert early.trace.settings.model == "tiny"
     long = GREEDY.clone(max_tokens=120, n=2, temperature=1.0, seed=3)
     ids = [5, 6, 7, 300]
 
@@ -289,7 +290,7 @@ async def test_each_of_several_engines_shows_what_it_computes(two_engines: Async
     seen: dict[str, int] = {}
     for rank, viewer in enumerate(viewers):
         settings = viewer.trace.settings
-        assert (settings["data_rank"], settings["data_parallel_size"]) == (rank, 2)
+        assert (settings.data_rank, settings.data_parallel_size) == (rank, 2)
         arrived, ended = set[str](), set[str]()
         async with asyncio.timeout(30):
             while not arrived or arrived != ended:
@@ -386,7 +387,7 @@ def test_texts_come_with_the_lines_of_their_engine() -> None:
 
 def broadcast() -> tuple[StepBroadcast, list[str]]:
     orders: list[str] = []
-    return StepBroadcast({"live": True}, orders.append), orders
+    return StepBroadcast(TraceSettings(live=True), orders.append), orders
 
 
 def record(step: int, snapshot: Snapshot | None = None) -> msgspec.Raw:
@@ -405,7 +406,7 @@ def steps(lines: bytes) -> list[int]:
 async def test_news_are_gathered() -> None:
     shared, _ = broadcast()
     stream = shared.watch()
-    assert await anext(stream) == header_line({"live": True})
+    assert await anext(stream) == header_line(TraceSettings(live=True))
     shared.put([record(0), record(1, Snapshot())])
     for i in range(2, 100):
         shared.put([record(i)])
@@ -413,7 +414,8 @@ async def test_news_are_gathered() -> None:
     shared.put([record(100)])
     shared.end()
     assert [steps(chunk) async for chunk in stream] == [[100]]
-    assert [chunk async for chunk in shared.watch()] == [header_line({"live": True})], "it is over"
+    header = header_line(TraceSettings(live=True))
+    assert [chunk async for chunk in shared.watch()] == [header], "it is over"
 
 
 async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(
@@ -517,7 +519,7 @@ def test_the_stream_over_http_and_its_end(guarded: ServerProcess) -> None:
         assert response.headers["content-type"] == "application/x-ndjson"
         lines = response.iter_lines()
         settings = parse_header(next(lines).encode(), "the stream")
-        assert settings["model"] == "tiny" and settings["live"] is True
+        assert settings.model == "tiny" and settings.live is True
         decoder = TraceDecoder(settings)
         assert decoder.decode(next(lines).encode()).snapshot is not None
         body = {"prompt": "open text", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -542,9 +544,8 @@ FOLDERS = [pathlib.Path(nanovllm.__file__).parent / room / "web" for room in ("s
 
 
 def client() -> TestClient:
-    return TestClient(
-        page.create_replay(header_line({}), [], Access()), raise_server_exceptions=False
-    )
+    app = page.create_replay(header_line(TraceSettings()), [], Access())
+    return TestClient(app, raise_server_exceptions=False)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
@@ -585,8 +586,8 @@ def test_the_page_of_a_demo_server_sends_bursts_by_itself() -> None:
 
 def test_a_long_trace_arrives_whole() -> None:
     lines = [b"%d" % i for i in range(1001)]
-    app = page.create_replay(header_line({}), lines, Access())
-    assert TestClient(app).get("/trace").content == header_line({}) + b"".join(
+    app = page.create_replay(header_line(TraceSettings()), lines, Access())
+    assert TestClient(app).get("/trace").content == header_line(TraceSettings()) + b"".join(
         line + b"\n" for line in lines
     )
 
@@ -665,7 +666,7 @@ def test_replay_shows_the_page_without_a_model(
         assert httpx.get(f"{url}/").text == (FOLDERS[0] / "index.html").read_text()
         header, *lines = httpx.get(f"{url}/trace").content.splitlines(keepends=True)
         trace = Trace.load(recorded)
-        assert parse_header(header, "") == trace.settings | {"live": False}
+        assert parse_header(header, "") == trace.settings | TraceSettings(live=False)
         assert b"".join(lines) == recorded.read_bytes().partition(b"\n")[2]
         taken = subprocess.run(
             [*command[:-1], url.rpartition(":")[2]], capture_output=True, text=True
@@ -828,9 +829,9 @@ def test_mistakes_are_told_in_a_line(
     files["foreign"].write_text("step,start\n")
     files["cut"].write_bytes(recorded.read_bytes()[:-30])
     files["damaged"].write_bytes(
-        header_line({"block_size": 4, "num_blocks": 4}) + b'{"step": "one"}\n'
+        header_line(TraceSettings(block_size=4, num_blocks=4)) + b'{"step": "one"}\n'
     )
-    files["sizeless"].write_bytes(header_line({"model": "tiny"}))
+    files["sizeless"].write_bytes(header_line(TraceSettings(model="tiny")))
     places = {"folder": tmp_path, "trace": recorded} | files
     try:
         code = main([word.format(**places) for word in words])

@@ -704,9 +704,9 @@ def test_requests_can_be_made_from_the_controls() -> None:
 
 def test_the_pool_can_be_given_in_tokens() -> None:
     seen = what_if(REQUESTS, controls=["block_size", "kv_tokens"], kv_tokens=160, block_size=4)
-    assert seen.player.trace.settings["num_blocks"] == 40
+    assert seen.player.trace.settings.num_blocks == 40
     seen.controls["block_size"].value = 16
-    assert seen.player.trace.settings["num_blocks"] == 10
+    assert seen.player.trace.settings.num_blocks == 10
 
 
 def test_a_control_that_nobody_hears_is_refused() -> None:

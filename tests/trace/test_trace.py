@@ -25,6 +25,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.engine.core import EngineCore, NoRecorder
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
@@ -36,6 +37,7 @@ from nanovllm.trace.format import (
     TraceDecoder,
     TraceEncoder,
     header_line,
+    parse_header,
     require_sizes,
 )
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, read_trace
@@ -115,14 +117,14 @@ def records(draw: st.DrawFn) -> StepRecord:
 @given(st.lists(records(), max_size=6))
 @settings(max_examples=examples(150))
 def test_any_record_survives_the_way_through_a_line(steps: list[StepRecord]) -> None:
-    trace = Trace(settings={"num_blocks": 64})
+    trace = Trace(settings=TraceSettings(num_blocks=64))
     trace.steps = steps
     header, *lines = trace.lines()
-    decoder = TraceDecoder(json.loads(header)["settings"])
+    decoder = TraceDecoder(parse_header(header, "a trace"))
     assert [decoder.decode(line) for line in lines] == steps
     starts = [i for i, step in enumerate(steps) if step.snapshot is not None]
     for start in starts:  # who starts at a snapshot needs nothing of what stood before
-        decoder = TraceDecoder({})
+        decoder = TraceDecoder(TraceSettings())
         assert [decoder.decode(line) for line in lines[start:]] == steps[start:]
 
 
@@ -186,7 +188,7 @@ def test_an_id_may_come_back_as_another_request() -> None:
         )
 
     steps = [served(0, 5), served(1, 3), served(2, 3)]
-    encoder, decoder = TraceEncoder({}), TraceDecoder({})
+    encoder, decoder = TraceEncoder(TraceSettings()), TraceDecoder(TraceSettings())
     lines = [encoder.encode(step) for step in steps]
     assert [decoder.decode(line) for line in lines] == steps
     assert [json.loads(line)["named"] for line in lines] == [
@@ -231,7 +233,7 @@ def test_one_who_has_ended_keeps_its_number_while_it_is_in_a_queue(checkpoint: s
 
 
 def test_one_who_is_mentioned_long_after_its_end_is_not_remembered() -> None:
-    encoder = TraceEncoder({})
+    encoder = TraceEncoder(TraceSettings())
     for step in range(500):
         encoder.encode(
             StepRecord(step, float(step), 0.0, 8, [], finished={"a": "stop"}, running=[f"r{step}"])
@@ -242,7 +244,8 @@ def test_one_who_is_mentioned_long_after_its_end_is_not_remembered() -> None:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_tokens_can_be_hidden(drafts: bool, checkpoint: str) -> None:
     trace = drafting_engine(checkpoint)[1] if drafts else crowd(1)
-    encoder, decoder = TraceEncoder({}, hide_tokens=True), TraceDecoder({})
+    encoder = TraceEncoder(TraceSettings(), hide_tokens=True)
+    decoder = TraceDecoder(TraceSettings())
     for step in trace:
         shown = decoder.decode(encoder.encode(step))
         for mine, theirs in zip(step.requests, shown.requests, strict=True):
@@ -417,15 +420,17 @@ def test_a_damaged_line_is_named(line: str, reason: str, tmp_path: pathlib.Path)
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "16", [16]], ids=repr)
 def test_a_size_that_is_none(name: str, value: object, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_bytes(header_line({"block_size": 4, "num_blocks": 4} | {name: value}))
+    sizes = {"block_size": 4, "num_blocks": 4} | {name: value}
+    path.write_text(json.dumps({"nanovllm_trace": 2, "settings": sizes}) + "\n")
     with pytest.raises(TraceError, match=f"{path}: its {name} must be an integer of at least 1"):
         Trace.load(path)
 
 
 @pytest.mark.parametrize("name", ["block_size", "num_blocks"])
 def test_without_its_size_a_pool_cannot_be_shown(name: str, tmp_path: pathlib.Path) -> None:
-    settings = {"block_size": 4, "num_blocks": 4}
-    del settings[name]
+    sizes = {"block_size": 4, "num_blocks": 4}
+    del sizes[name]
+    settings = TraceSettings(**sizes)
     path = tmp_path / "run.jsonl"
     path.write_bytes(header_line(settings))
     assert Trace.load(path).settings == settings
@@ -595,7 +600,7 @@ class Reader:
 
     def __init__(self, core: EngineCore) -> None:
         self.trace = Trace(settings=core.trace_settings)
-        self._encoder, self._decoder = TraceEncoder({}), TraceDecoder({})
+        self._encoder, self._decoder = TraceEncoder(TraceSettings()), TraceDecoder(TraceSettings())
 
     def see(self, record: StepRecord) -> None:
         self.trace.record(self._decoder.decode(self._encoder.encode(record)))

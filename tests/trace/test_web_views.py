@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.lab.viz import (
     PALETTE,
     SimulatedRequest,
@@ -184,7 +185,7 @@ def as_in_the_browser(state: PoolState) -> dict[str, Any]:
 
 def test_the_state_after_every_step_is_that_of_python(site, trace):
     wanted = [as_in_the_browser(state) for state in pool_states(trace)]
-    assert any(state["cached"] != "" for state in wanted) == trace.settings["enable_prefix_caching"]
+    assert any(state["cached"] != "" for state in wanted) == trace.settings.enable_prefix_caching
     got = site.evaluate(
         "text => { const history = readTrace(text); return Array.from({length: history.length}, "
         "(_, i) => stateOf(history, i)); }",
@@ -380,12 +381,9 @@ def asynchronous_trace() -> Trace:
     """
     share = TracedRequest
     trace = Trace(
-        settings={
-            "block_size": 4,
-            "num_blocks": 12,
-            "token_budget": 16,
-            "enable_prefix_caching": True,
-        }
+        settings=TraceSettings(
+            block_size=4, num_blocks=12, token_budget=16, enable_prefix_caching=True
+        )
     )
     common = {"token_budget": 16, "num_blocks": 12}
     records = [
@@ -494,7 +492,7 @@ def test_what_is_forgotten_changes_nothing_in_what_is_kept(site):
 def test_who_ended_before_the_oldest_record_may_still_stand_in_it(site):
     """With asynchronous scheduling; only then is a request forgotten that had ended long ago."""
     share, common = TracedRequest, {"token_budget": 16, "num_blocks": 12, "duration": 1.0}
-    trace = Trace(settings={"block_size": 4, "num_blocks": 12, "token_budget": 16})
+    trace = Trace(settings=TraceSettings(block_size=4, num_blocks=12, token_budget=16))
     for step in range(140):
         # Of who runs: ends with the 8th step, and still holds its blocks in the step after it.
         number = step // 8
@@ -580,7 +578,7 @@ def test_hits_and_evictions_are_those_of_the_scheduler(site, trace):
         }""",
         encode(trace),
     )
-    size, evicted = trace.settings["block_size"], 0
+    size, evicted = trace.settings.block_size, 0
     for record, seen in zip(trace, got, strict=True):
         evicted += seen["evicted"]
         hits, fresh = set(), set()
@@ -595,7 +593,7 @@ def test_hits_and_evictions_are_those_of_the_scheduler(site, trace):
             hits |= set(share.new_block_ids[:found])
             fresh |= set(share.new_block_ids[found:])
         assert set(seen["hits"]) == hits and set(seen["allocated"]) == fresh
-    if trace.settings["enable_prefix_caching"]:
+    if trace.settings.enable_prefix_caching:
         # Which free blocks can be found is reckoned: a copy of a block that is cached already is
         # not, though it is full.
         assert evicted >= trace.steps[-1].num_evictions
@@ -919,7 +917,7 @@ def test_the_use_of_a_large_pool_is_drawn_to_its_peak_and_the_pool_is_named(site
 
 def test_a_live_table_view_gives_up_the_room_that_a_burst_needed(site):
     trace = prefix_trace(20, max_num_seqs=20, num_kv_blocks=400)
-    trace.settings["live"] = True
+    trace.settings |= TraceSettings(live=True)
     heights = site.evaluate(
         """text => {
           const history = readTrace(text);
@@ -983,7 +981,9 @@ def test_every_view_draws_every_trace(site, name):
 def test_blocks_that_transfers_hold(site):
     """A request's blocks are filled by a producer, computed with, and then read by a peer: they are
     dotted while no request computes with them, and the pool's line counts them as held."""
-    settings = {"block_size": 4, "num_blocks": 6, "enable_prefix_caching": True, "token_budget": 16}
+    settings = TraceSettings(
+        block_size=4, num_blocks=6, enable_prefix_caching=True, token_budget=16
+    )
     trace, table = Trace(settings=settings), [4, 2]
     share = TracedRequest("a", 6, 1, 7, table, [9])
     ended = {
@@ -1067,7 +1067,7 @@ def test_attention_and_batch_say_what_the_runner_gets(site) -> None:
         }""",
         encode(trace),
     )
-    size, computed = trace.settings["block_size"], 0
+    size, computed = trace.settings.block_size, 0
     for record, state, (words, pages, cells) in zip(trace, states, got, strict=True):
         if not record.requests:
             continue

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -181,7 +181,7 @@ class BlendScheduler(KVConnectorScheduler):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, JsonObject | None]:
+    ) -> tuple[bool, RemoteKV | None]:
         """Forget the request, and drop its blend if it is still queued."""
         self._prompts.pop(request.request_id, None)
         if self._jobs.pop(request.request_id, None) is not None:

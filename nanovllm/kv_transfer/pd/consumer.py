@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.kv_transfer.pd.control import (
@@ -303,7 +303,7 @@ class ConsumerSide(Side):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, JsonObject | None]:
+    ) -> tuple[bool, RemoteKV | None]:
         """Hold the blocks of a request whose fetch has not ended, and stop this fetch."""
         for fetch in self._fetches_of(request):
             self._happens(fetch, "error", "the request has ended")

@@ -20,7 +20,6 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv.connector import KVConnectorScheduler
@@ -39,7 +38,9 @@ PATIENCE = 2.0
 CLAIM_SECONDS = 300.0
 
 
-Ranks = list[JsonObject]  # for each rank of an engine, how to reach it
+# The addresses of an engine's ranks. Only their transports decode them, so that a wrong one fails
+# a transfer, and not the connection between the engines.
+Ranks = list[msgspec.Raw]
 
 
 class Prefill(msgspec.Struct, tag="prefill"):

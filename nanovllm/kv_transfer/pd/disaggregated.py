@@ -18,11 +18,12 @@ import logging
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import ConnectorInformation
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -119,11 +120,12 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
         return max(0.0, end - time.monotonic()) if end < float("inf") else None
 
     @property
-    def information(self) -> JsonObject:
+    def information(self) -> ConnectorInformation:
         """See `KVConnectorScheduler.information`; with the host and port for consumers, if this
         engine is a producer."""
         host, port = self.address or (None, None)
-        return super().information | {
+        return {
+            **super().information,
             "kv_host": host,
             "kv_port": port,
             "block_size": self.config.block_size,
@@ -157,8 +159,8 @@ class DisaggregatedWorker(KVConnectorWorker):
         """See `KVConnectorWorker.empty_kv_cache`."""
         return cls.transport_class.empty_cache(shape, dtype, device)
 
-    def get_handshake_metadata(self) -> JsonObject:
-        """Return the transport's address."""
+    def get_handshake_metadata(self) -> msgspec.Raw:
+        """Return the transport's address, encoded."""
         return self.transport.address
 
     def start_load_kv(self) -> None:

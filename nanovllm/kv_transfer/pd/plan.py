@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from nanovllm.data.json import JsonObject
 from nanovllm.data.request import Request
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -88,11 +87,11 @@ class Move:
     """A transfer of blocks between the ranks of this engine and of another.
 
     Attributes:
-        peers: addresses of all ranks of the other engine.
+        peers: addresses of all ranks of the other engine, as `Transport` takes them.
     """
 
     transfer_id: str
-    peers: list[JsonObject]
+    peers: list[msgspec.Raw]
     local_block_ids: list[int]
     remote_block_ids: list[int] = field(default_factory=list)
     is_last: bool = False

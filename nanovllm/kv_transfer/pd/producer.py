@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
@@ -162,7 +162,7 @@ class ProducerSide(Side):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, JsonObject | None]:
+    ) -> tuple[bool, RemoteKV | None]:
         """Hold the blocks of a prompt for the engine that will read them."""
         # A request that was preempted while its token was pending ends without blocks.
         is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
+from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -41,6 +41,21 @@ def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
 def share_key(share: str, key: bytes) -> bytes:
     """The key of the part of a block that one rank has."""
     return hashlib.sha256(share.encode() + b"\0" + key).digest()
+
+
+@dataclass(frozen=True)
+class RankStore:
+    """A rank's part of each block, and its host memory, as the scheduler's half sees them.
+
+    Attributes:
+        share: names the part of a block that the rank has. Ranks with equal parts have equal names.
+        entry_bytes: length of this part.
+        num_slots: how many of them its host memory can hold.
+    """
+
+    share: str
+    entry_bytes: int
+    num_slots: int
 
 
 @dataclass
@@ -100,7 +115,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     """
 
     def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[JsonObject]
+        self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[RankStore]
     ) -> None:
         super().__init__(config, identity, ranks)
         if not config.enable_prefix_caching:
@@ -114,11 +129,11 @@ class OffloadingScheduler(KVConnectorScheduler):
                 "not stored"
             )
         self._key = lru_cache(1 << 16)(partial(block_key, identity))
-        shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
+        shared = open_store(config, max(rank.entry_bytes for rank in ranks), shared_only=True)
         self._is_shared = shared is not None
-        self._below = _BelowHost(shared, list(dict.fromkeys(rank["share"] for rank in ranks)))
+        self._below = _BelowHost(shared, list(dict.fromkeys(rank.share for rank in ranks)))
         # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
-        self.host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
+        self.host = HostStore(min(rank.num_slots for rank in ranks), 1, lower=self._below)
         self.host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
         # Request id -> the request, and how many blocks from its beginning are kept, or have been
         # given to the ranks to be saved.
@@ -215,7 +230,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, JsonObject | None]:
+    ) -> tuple[bool, RemoteKV | None]:
         """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved
         have been copied."""
         self._saved.pop(request.request_id, None)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
-from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, share_key
+from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, RankStore, share_key
 from nanovllm.kv_transfer.stores.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -58,13 +57,9 @@ class OffloadingWorker(KVConnectorWorker):
         self._stream = torch.cuda.Stream(self._rows[0].device) if self._rows[0].is_cuda else None
         self._piece_length = max(1, PIECE_BYTES // self.entry_bytes)
 
-    def get_handshake_metadata(self) -> JsonObject:
+    def get_handshake_metadata(self) -> RankStore:
         """What the scheduler's half must know of this rank."""
-        return {
-            "share": self.share,
-            "entry_bytes": self.entry_bytes,
-            "num_slots": self.store.num_slots,
-        }
+        return RankStore(self.share, self.entry_bytes, self.store.num_slots)
 
     # ---------------------------------------------------------------- in
 

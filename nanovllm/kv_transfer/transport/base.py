@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanovllm.data.json import JsonObject
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection
@@ -30,7 +29,7 @@ from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
 
 Caches = dict[int, Tensor]  # by layer
-Peers = Sequence[JsonObject]  # the addresses of all ranks of an engine
+Peers = Sequence[msgspec.Raw]  # of each rank of an engine, its `messages.Address`, encoded
 
 
 class Transport:
@@ -104,13 +103,10 @@ class Transport:
         return zeros(tuple(shape), dtype, torch.device(device))
 
     @property
-    def address(self) -> JsonObject:
-        """How other ranks reach this one: plain data."""
+    def address(self) -> msgspec.Raw:
+        """How other ranks reach this one: a `messages.Address`, encoded."""
         host, port = self._listener.address
-        address: JsonObject = msgspec.to_builtins(
-            messages.Address(host, port, self.id, self.layout)
-        )
-        return address
+        return msgspec.Raw(messages.encode(messages.Address(host, port, self.id, self.layout)))
 
     # -------------------------------------------------------------- what the engine asks for
 
@@ -252,7 +248,7 @@ class Transport:
     ) -> tuple[list[tuple[messages.Address, Piece]], str]:
         """Which peers have something in common with this rank, and what; or why they do not fit."""
         try:
-            addresses = msgspec.convert(peers, list[messages.Address])
+            addresses = [messages.decode_address(peer) for peer in peers]
             found = pieces(self.layout, tuple(address.layout for address in addresses))
             for piece in found:
                 addresses[piece.peer].layout.check_blocks(remote)

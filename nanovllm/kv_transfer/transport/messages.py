@@ -81,6 +81,7 @@ class GiveUp(msgspec.Struct, tag="give up"):
 Message = Fetch | Push | Moved | GiveUp | Answer
 
 encode = msgspec.msgpack.Encoder().encode
+decode_address = msgspec.msgpack.Decoder(Address).decode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 decode = _decode_message.decode

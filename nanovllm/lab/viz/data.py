@@ -268,8 +268,8 @@ class _PoolReplay:
         """A copy of the present state."""
         cached = self.full.difference(*self.tables.values(), *self.held.values())
         return PoolState(
-            num_blocks=self.settings["num_blocks"],
-            block_size=self.settings["block_size"],
+            num_blocks=self.settings.num_blocks,
+            block_size=self.settings.block_size,
             tables=dict(self.tables),
             num_tokens=dict(self.num_tokens),
             cached=cached,
@@ -317,5 +317,5 @@ class _PoolReplay:
     def _release(self, request_id: str) -> None:
         table = self.tables.pop(request_id, [])
         written = self.num_tokens.pop(request_id, 0)
-        if self.settings.get("enable_prefix_caching", True):
-            self.full.update(table[: written // self.settings["block_size"]])
+        if self.settings.enable_prefix_caching is not False:
+            self.full.update(table[: written // self.settings.block_size])

@@ -10,6 +10,7 @@ from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.recorder import StepRecorder
@@ -97,7 +98,7 @@ class _Simulation:
         self.scheduler = scheduler
         self.step_cost = step_cost
         self.token_cost = token_cost
-        settings = {"model": "simulated", "time_unit": "simulated units"}
+        settings = TraceSettings(model="simulated", time_unit="simulated units")
         self.recorder = StepRecorder(Trace(settings=settings), scheduler)
         self.clock = 0.0
         self.num_added = 0

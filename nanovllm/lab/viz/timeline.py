@@ -275,7 +275,7 @@ def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
     names = {
         "step": "step",
         "tokens": "tokens computed",
-        "time": f"time ({trace.settings.get('time_unit', 's')})",
+        "time": f"time ({trace.settings.time_unit})",
     }
     ax.set_xlabel("cost of the steps" if callable(x) else names[x])
     if x in ("step", "tokens"):

@@ -16,6 +16,7 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image, ImageChops
 
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.lab.viz import SimulatedRequest, animate, simulate
 from nanovllm.lab.viz.figures import FILMS
 from nanovllm.lab.viz.film import VIEWS, Beat, Film, gif_bytes
@@ -187,7 +188,7 @@ def test_steps_and_views_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="it has steps 0 to"):
         animate(crowded_trace(), steps=[99])
     with pytest.raises(ValueError, match="it is empty"):
-        animate(Trace(settings={"num_blocks": 1, "block_size": 1}))
+        animate(Trace(settings=TraceSettings(num_blocks=1, block_size=1)))
 
 
 def test_without_chromium_the_error_says_what_to_install(

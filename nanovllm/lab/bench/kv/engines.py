@@ -215,7 +215,8 @@ class Engines:
         if output.finish_reason is not None:
             del self._answers[output.request_id]
             answer.finished = True
-            answer.params = output.kv_transfer_params
+            params = output.kv_transfer_params
+            answer.params = dict(params) if params is not None else None
             answer.on_end(answer)
 
 

@@ -1,0 +1,48 @@
+"""The settings in the first line of a trace."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sizes and policies of an engine, and how a page is to show its trace.
+
+    A field with its default is not stated: it is not in the file, and `|` does not copy it. A new
+    setting is a new field here and, if it comes from the engine's configuration, a line in
+    `EngineConfig.trace_settings`.
+
+    Attributes:
+        model: its name.
+        time_unit: of `start` and `duration` in the records.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks of the pool.
+        token_budget: tokens per step, at most.
+        max_num_seqs: running requests, at most.
+        batching_policy, enable_prefix_caching: see `EngineConfig`.
+        data_rank: which of several engines this is, from 0.
+        data_parallel_size: the number of engines.
+        live: whether the engine is running: False for a trace that is replayed.
+    """
+
+    model: str = ""
+    time_unit: str = "s"
+    block_size: Size = 0
+    num_blocks: Size = 0
+    token_budget: Size = 0
+    max_num_seqs: int = 0
+    batching_policy: str = ""
+    enable_prefix_caching: bool | None = None
+    data_rank: int | None = None
+    data_parallel_size: int = 1
+    live: bool | None = None
+
+    def __or__(self, later: TraceSettings) -> TraceSettings:
+        """These settings, replaced by those that `later` states."""
+        return msgspec.convert(
+            msgspec.to_builtins(self) | msgspec.to_builtins(later), TraceSettings
+        )
