@@ -34,9 +34,9 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.runner.batch import StepBuffers
 from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, capture_graphs, ladder
 from nanovllm.runner.runner import ModelRunner, graph_maker
-from tests.examples import by_night
 from tests.models.test_eagle import CONFIG, random_head, write
 from tests.oracle import make_checkpoint
+from tests.pairwise import in_turn
 from tests.stages import as_stage
 from tests.stand_ins import set_backend, set_gpu
 
@@ -249,7 +249,11 @@ def record_graphs(
     return Recording
 
 
-@pytest.fixture(params=[WatchedTorch, WatchedCpu])
+# By day a costly test has each of its cases with one of them, in turn.
+BACKENDS = [WatchedTorch, WatchedCpu]
+
+
+@pytest.fixture(params=BACKENDS)
 def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     """From here on, runners record graphs, as on a GPU."""
     return record_graphs(monkeypatch, request.param)
@@ -304,7 +308,9 @@ def same_caches(llm: LLM, other: LLM) -> bool:
 # ---------------------------------------------------------------- the engine with graphs
 
 
-@pytest.mark.parametrize("count", [1, 3, 13, 20, *by_night([2, 5, 9])])
+@pytest.mark.parametrize(
+    ("count", "graphs"), in_turn([1, 2, 3, 5, 9, 13, 20], BACKENDS), indirect=["graphs"]
+)
 def test_same_tokens_and_same_cache_as_without(folder, graphs, count) -> None:
     """With batches of every size, as requests come and end; 13 is no rung but the last."""
     prompts = make_prompts(count)
@@ -321,14 +327,18 @@ def test_same_tokens_and_same_cache_as_without(folder, graphs, count) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_kv_blocks": 28},
-        {"num_kv_blocks": 28, "preemption_mode": "swap", "swap_space": 0.001},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
-        {"batching_policy": "prefill_first", "max_num_batched_tokens": 64},
-        {"max_num_seqs": 7, "block_size": 1},
-    ],
+    ("options", "graphs"),
+    in_turn(
+        [
+            {"num_kv_blocks": 28},
+            {"num_kv_blocks": 28, "preemption_mode": "swap", "swap_space": 0.001},
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+            {"batching_policy": "prefill_first", "max_num_batched_tokens": 64},
+            {"max_num_seqs": 7, "block_size": 1},
+        ],
+        BACKENDS,
+    ),
+    indirect=["graphs"],
 )
 def test_preemption_prefix_hits_and_policies(folder, graphs, options) -> None:
     """Twice the same prompts, which begin alike: the second time, most of them is found in the
@@ -343,7 +353,9 @@ def test_preemption_prefix_hits_and_policies(folder, graphs, options) -> None:
     assert stats.num_preemptions > 0 or options.get("num_kv_blocks") != 28
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "graphs"), in_turn(["ngram", "draft_model", "eagle3"], BACKENDS), indirect=["graphs"]
+)
 def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, method) -> None:
     """With and without graphs the same drafts, although a head reads hidden states of the replayed
     step; and tokens as without drafts."""

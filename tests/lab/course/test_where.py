@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm.lab.course.build import find_lectures
 from tests.house import ROOMS, ROOT
+from tests.pairwise import in_turn
 
 
 @pytest.fixture
@@ -33,9 +34,11 @@ def test_the_floors_are_those_of_the_house(where):
     assert sorted(ROOMS, key=lambda room: (-heights[room], ROOMS.index(room))) == ROOMS
 
 
-@pytest.mark.parametrize(
-    "lecture", [int(path.stem[:2]) for path in find_lectures(ROOT) if path.stem[:2] != "00"]
-)
+# By day every third.
+LECTURES = [int(path.stem[:2]) for path in find_lectures(ROOT) if path.stem[:2] != "00"]
+
+
+@pytest.mark.parametrize("lecture", in_turn(LECTURES, one_in=3))
 def test_each_lecture_finds_its_rooms_and_its_calls(where, lecture):
     where.where_you_are(lecture)
     rooms, calls = where.plt.gcf().axes
