@@ -34,6 +34,7 @@ from nanovllm.kv_transfer.transport.messages import (
     encode,
 )
 from nanovllm.kv_transfer.transport.transfers import Ended
+from tests.compiled import needs_compiled
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
 from tests.pairwise import in_turn
 from tests.stand_ins import set_constants
@@ -172,6 +173,7 @@ def test_a_push_may_be_ahead_of_what_the_engine_says(engines, kind):
     assert right(target, SOURCE, [(3, 1)])
 
 
+@needs_compiled
 def test_memory_of_who_has_left_is_given_back(engines):
     source, target = engines.open("local", layouts())
     before = target.num_segments()

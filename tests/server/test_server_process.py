@@ -298,7 +298,11 @@ def test_ctrl_c_while_kernels_are_compiled_leaves_nothing(
     compiler.write_text(SLOW_COMPILER.format(compiler=find_compiler()))
     compiler.chmod(0o755)
     home = tmp_path / "home"
-    variables = os.environ | {"NANOVLLM_HOME": str(home), "CXX": str(compiler)}
+    variables = os.environ | {
+        "NANOVLLM_HOME": str(home),
+        "CXX": str(compiler),
+        "NANOVLLM_NATIVE": "1",
+    }
     command = [sys.executable, "-m", "nanovllm", "serve", str(tiny_model), "--port", "0"]
     process = subprocess.Popen(
         command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True

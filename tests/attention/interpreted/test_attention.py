@@ -64,7 +64,7 @@ PAIRS = [
     ("sequences", "soft_cap"),
     ("sliding_window", "soft_cap"),
 ]
-# By day each value, and the pairs of what the kernels compile for; at night each pair.
+# By day each value, and what decides which tokens are seen in pairs; at night each pair.
 BY_DAY = covering_cases(VALUES, [("sequences", "soft_cap"), ("sliding_window", "soft_cap")])
 CASES = [*BY_DAY, *by_night(covering_cases(VALUES, PAIRS))]
 

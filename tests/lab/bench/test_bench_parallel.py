@@ -23,6 +23,7 @@ from nanovllm.lab.bench.parallel import all_reduce, engines, pipeline, shuffle
 from nanovllm.lab.bench.report import number
 from nanovllm.lab.cost_model import Link
 from nanovllm.lab.processes import RankError, run_ranks
+from tests.compiled import needs_compiled
 from tests.lab.bench.rows import goals, measured, reached, rows_of
 
 # ---------------------------------------------------------------- processes
@@ -161,7 +162,7 @@ def test_small_things() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        "weights,all-reduce,experts",
+        pytest.param("weights,all-reduce,experts", marks=needs_compiled),
         pytest.param("orders,executor,pipeline,throughput", marks=pytest.mark.nightly),
     ],
 )
