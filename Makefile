@@ -143,7 +143,7 @@ test: browser servers
 	@paths="$$($(BIN)/python -m tests.selection packages $(PACKAGE))" || exit; \
 	echo "Tests in $$paths"; $(TESTS) $$paths
 else
-test: browser servers  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="kv scheduler": tests of these and what uses them)
+test: browser servers  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="kv core": tests of these and what uses them)
 	$(MAKE) -j 2 --output-sync=target lint compiled
 	$(KERNELS)
 	$(TESTS) tests --deselect tests/test_project.py::test_no_phrase_occurs_more_often_than_stored

@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from reel import Reel, told
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import EngineCore
 from nanovllm.kv_transfer.pd.consumer import ConsumerSide
 from nanovllm.kv_transfer.pd.control import Producer
 from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, mark_style, request_color
@@ -58,7 +58,7 @@ class Fetching:
         self.table: list[int] = []  # the producer's, also when it has given the blocks back
         self.num_tokens = 0
 
-    def _engine(self, folder: str, role: str) -> EngineCore:
+    def _engine(self, folder: str, role: str) -> Engine:
         transfer = {"kv_connector": "local", "kv_role": role}
         options = {
             "dtype": "float32",
@@ -75,9 +75,9 @@ class Fetching:
             max_num_batched_tokens=budget,
             **options,
         )
-        return EngineCore(config)
+        return Engine(config)
 
-    def until(self, engine: EngineCore, condition: Callable[[], bool]) -> list[Any]:
+    def until(self, engine: Engine, condition: Callable[[], bool]) -> list[Any]:
         """Let one of the engines make steps; returns what it has said."""
         said, deadline = [], time.monotonic() + 60
         while not condition():
@@ -89,7 +89,7 @@ class Fetching:
         """Record an event and what is to be seen after it."""
         there, here = self._blocks(self.producer), self._blocks(self.consumer)
         arrived = [self._arrived(*pair) for pair in zip(self.table, here["table"], strict=False)]
-        fetches = list(self.consumer.connector.fetches.values())
+        fetches = list(self.consumer.peers.connector.fetches.values())
         here |= {
             "arrived": arrived,
             "stage": (
@@ -101,8 +101,8 @@ class Fetching:
             {"event": event, "message": [who, whom, text], "producer": there, "consumer": here}
         )
 
-    def _blocks(self, engine: EngineCore) -> dict[str, Any]:
-        manager, requests = engine.manager, engine.scheduler.requests
+    def _blocks(self, engine: Engine) -> dict[str, Any]:
+        manager, requests = engine.manager, engine.scheduler.queues.requests
         name = next(iter([*requests, *manager.held]), None)
         table = list(manager.tables.get(name) or manager.held.get(name) or [])
         if engine is self.producer:
@@ -156,7 +156,10 @@ class Fetching:
         said, before, deadline = [], 0, time.monotonic() + 60
         while self.producer.has_unfinished or not before:  # an order may be on its way
             said += self.producer.step()
-            there, is_pushed = self._blocks(self.producer), bool(self.consumer.connector.fetches)
+            there, is_pushed = (
+                self._blocks(self.producer),
+                bool(self.consumer.peers.connector.fetches),
+            )
             while (
                 is_pushed
                 and sum(
@@ -213,7 +216,9 @@ class Fetching:
         self.note("sent", "router", "consumer", "prompt,\nwhom to ask")
         self.until(
             self.consumer,
-            lambda: any(f.stage == "moving" for f in self.consumer.connector.fetches.values()),
+            lambda: any(
+                f.stage == "moving" for f in self.consumer.peers.connector.fetches.values()
+            ),
         )
         self.compute()
         self.first_token()

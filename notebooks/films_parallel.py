@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from reel import Reel, told
 
+from nanovllm.assembly.engine import Engine
+from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
@@ -29,7 +31,7 @@ from nanovllm.distributed.pipeline_parallel import layer_range
 from nanovllm.distributed.process_groups import destroy_groups
 from nanovllm.distributed.shared_collectives import PART_BYTES
 from nanovllm.distributed.stage_link import StageLink
-from nanovllm.engine.core import EngineCore
+from nanovllm.features.data_parallel import rank_config
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz.style import (
@@ -44,8 +46,9 @@ from nanovllm.lab.viz.style import (
     pale,
     request_color,
 )
-from nanovllm.scheduler.data_parallel import rank_config
-from nanovllm.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.features.lock_step import LockStep
 
 
 def tile(
@@ -351,7 +354,7 @@ def plan_steps(lengths: Mapping[str, int], alone: int, stages: int) -> list[dict
     """
     config = EngineConfig(pipeline_parallel_size=stages, max_num_seqs=8, max_num_batched_tokens=64)
     config.settle(64, 16)
-    scheduler = Scheduler(config, KVCacheManager(16, 4))
+    scheduler = create_scheduler(config, KVCacheManager(16, 4))
     steps, in_flight, arriving, known = [], deque(), list(lengths), 0
     while arriving or scheduler.has_unfinished:
         while arriving and (len(arriving) == len(lengths) or known >= alone):
@@ -367,7 +370,7 @@ def plan_steps(lengths: Mapping[str, int], alone: int, stages: int) -> list[dict
         if plan.empty or len(in_flight) == stages:  # wait for the oldest
             done, known = in_flight.popleft(), known + 1
             sampled = {
-                share.request_id: SampledToken(7) for share in done.requests if share.samples
+                share.request_id: [SampledToken(7)] for share in done.requests if share.samples
             }
             scheduler.update_from_output(done, ModelRunnerOutput(sampled))
     return steps
@@ -861,12 +864,12 @@ def step_together(folder: str, waves: Sequence[Sequence[Arrival]]) -> list[Any]:
         "enable_expert_parallel": True,
     }
     config = EngineConfig(folder, data_parallel_size=n, **options)
-    core = EngineCore(rank_config(config, me, f"file://{folder}/meet"))
-    record, launch = [], core.executor.launch
+    core = Engine(rank_config(config, me, f"file://{folder}/meet"))
+    record, launch, peers = [], core.executor.launch, cast("LockStep", core.peers)
 
     def noted(plan: Any) -> Any:
         shares = [[share.request_id, share.start, share.num_tokens] for share in plan.requests]
-        before, wave, wait = get_ep_group().calls["all_to_all"], core.waves.ended, launch(plan)
+        before, wave, wait = get_ep_group().calls["all_to_all"], peers.waves.ended, launch(plan)
 
         def done() -> Any:
             result, calls = wait(), get_ep_group().calls["all_to_all"] - before
@@ -878,8 +881,8 @@ def step_together(folder: str, waves: Sequence[Sequence[Arrival]]) -> list[Any]:
     core.executor.launch = noted
     for wave, arrivals in enumerate(waves):
         first = core.num_steps
-        core.waves.start(wave)
-        while core.waves.running:
+        peers.waves.start(wave)
+        while peers.waves.running:
             for name, engine, step, count in arrivals:
                 if (engine, step) == (me, core.num_steps - first):
                     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)

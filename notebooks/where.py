@@ -18,9 +18,10 @@ from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, ink_o
 FLOORS = """
     lab cli
     server router offline
-    trace engine
+    trace assembly engine
     runner executor
-    kv kv_transfer scheduler
+    features kv_transfer
+    kv core
     text layers attention models
     ops distributed
     data checkpoint
@@ -34,8 +35,13 @@ server.chat ChatEndpoint.submit_request
         text.processor InputProcessor.process
 engine.process EngineLoop.run
     engine.group? DataParallelCore.step
-    engine.core EngineCore.step
-        scheduler.scheduler Scheduler.schedule
+    core.engine EngineCore.step
+        core.scheduler Scheduler.schedule
+        features.lock_step? LockStep.has_work
+            features.async_scheduling? OneStepAhead.may_plan
+            features.speculation.scheduling? Speculation.before_step
+            features.decodes_first? continue_decoding
+            features.pipeline? PipelineSteps.limit_share
             kv.manager KVCacheManager.get_computed_blocks
             kv_transfer.pd.consumer? ConsumerSide.get_num_new_matched_tokens
             kv_transfer.stores.offloading? OffloadingScheduler.get_num_new_matched_tokens
@@ -59,9 +65,9 @@ engine.process EngineLoop.run
                     runner.structured_output? StructuredOutputManager.start
                     runner.sampling Sampler.start
                     runner.speculative.verification? keep_accepted
-        scheduler.scheduler Scheduler.update_from_output
-            scheduler.speculation? Speculation.end_step
-        scheduler.transfers? update_from_transfers
+        core.scheduler Scheduler.update_from_output
+            features.speculation.scheduling? Speculation.sampled
+        kv_transfer.scheduling? KVTransfer.take
 engine.async_engine AsyncEngine._deliver
     text.processor OutputProcessor.process
     engine.request_stream RequestStream.put

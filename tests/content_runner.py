@@ -74,7 +74,7 @@ class ContentRunner:
                 tokens.append(self.sampled[scheduled.request_id])
                 self.ahead.add(scheduled.request_id)
             self.tables[scheduled.request_id] += scheduled.new_block_ids
-            self.drafts[scheduled.request_id] = list(scheduled.draft_token_ids)
+            self.drafts[scheduled.request_id] = list(scheduled.extra_token_ids)
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
                 slot = self._slot(scheduled.request_id, position)
                 assert slot not in written, "two writers in one step"
@@ -105,7 +105,7 @@ class ContentRunner:
         name, drafts = scheduled.request_id, list[int]()
         end = scheduled.start + scheduled.num_tokens + scheduled.num_drafts
         assert end <= len(self.tables[name]) * self.block_size, "drafts have no slots"
-        new = [result.sampled[name], *result.sampled_after.get(name, ())]
+        new = result.sampled[name]
         for _ in range(scheduled.num_drafts):
             right = next_token([*self.tokens[name], *(token.token_id for token in new), *drafts])
             drafts.append(

@@ -27,24 +27,24 @@ FAULTY, SLOW = (
 def make_faulty() -> None:
     """Let the engine of this process refuse one prompt, break with another one, hang with a third
     one, and wait with a fourth one."""
-    from nanovllm.engine.core import EngineCore
+    from nanovllm.assembly.engine import Engine
 
-    add_request, step = EngineCore.add_request, EngineCore.step
+    add_request, step = Engine.add_request, Engine.step
 
-    def faulty_add(core: EngineCore, request: Any) -> None:
+    def faulty_add(core: Engine, request: Any) -> None:
         if request.prompt_token_ids == REFUSED_PROMPT:
             raise ValueError("this prompt is refused")
         add_request(core, request)
 
-    def faulty_step(core: EngineCore) -> Any:
-        beginnings = [request.token_ids[:3] for request in core.scheduler.requests.values()]
+    def faulty_step(core: Engine) -> Any:
+        beginnings = [request.token_ids[:3] for request in core.scheduler.queues.requests.values()]
         if FATAL_PROMPT in beginnings:
             raise RuntimeError("this prompt is fatal")
         if HANGING_PROMPT in beginnings:
             threading.Event().wait()
         patient = [
             request
-            for request in core.scheduler.requests.values()
+            for request in core.scheduler.queues.requests.values()
             if request.token_ids[:3] == PATIENT_PROMPT
         ]
         if any(
@@ -55,7 +55,7 @@ def make_faulty() -> None:
             return []
         return step(core)
 
-    EngineCore.add_request, EngineCore.step = faulty_add, faulty_step  # type: ignore[method-assign]
+    Engine.add_request, Engine.step = faulty_add, faulty_step  # type: ignore[method-assign]
 
 
 def make_slow() -> None:

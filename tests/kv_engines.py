@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.engine.core import EngineCore
 from tests.processes import CONTEXT
 
 OPTIONS: dict[str, Any] = {
@@ -28,10 +28,10 @@ OPTIONS: dict[str, Any] = {
 
 def make_engine(
     checkpoint: str, role: str = "kv_both", extra: dict[str, Any] | None = None, **options: Any
-) -> EngineCore:
+) -> Engine:
     """An engine with a connector; `extra` goes into its kv_transfer_config."""
     transfer = {"kv_connector": "local", "kv_role": role} | (extra or {})
-    return EngineCore(
+    return Engine(
         EngineConfig(model=checkpoint, **(OPTIONS | {"kv_transfer_config": transfer} | options))
     )
 
@@ -39,7 +39,7 @@ def make_engine(
 class Fleet:
     """Engines, stepped by turns; everything that they have said."""
 
-    def __init__(self, engines: Sequence[EngineCore]) -> None:
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
         self.outputs: dict[str, list[EngineOutput]] = {}
 
@@ -89,7 +89,7 @@ class Fleet:
 
 
 def ask(
-    engine: EngineCore,
+    engine: Engine,
     request_id: str,
     prompt: list[int],
     max_tokens: int = 14,
@@ -106,15 +106,15 @@ def ask(
     )
 
 
-def address(engine: EngineCore) -> list[Any]:
+def address(engine: Engine) -> list[Any]:
     """Where consumers can ask it."""
     (information,) = engine.limits.kv_transfer
     return [information["kv_host"], information["kv_port"]]
 
 
-def decode_first(place: EngineCore | list[Any], direction: str) -> dict[str, Any]:
+def decode_first(place: Engine | list[Any], direction: str) -> dict[str, Any]:
     """What a router tells a consumer that shall ask a producer, or whoever is at that address."""
-    place = address(place) if isinstance(place, EngineCore) else place
+    place = address(place) if isinstance(place, Engine) else place
     return {"do_remote_prefill": True, "prefill_addresses": [place], "kv_direction": direction}
 
 

@@ -20,7 +20,7 @@ from nanovllm.distributed import life_signs
 from nanovllm.distributed.groups import get_world_group
 from nanovllm.executor import uniproc, worker
 from nanovllm.executor.uniproc import Worker, WorkerSetup
-from nanovllm.scheduler.data_parallel import Waves
+from nanovllm.features.data_parallel import Waves
 
 EXIT_CODE = 7
 BURN_SECONDS = 2.5

@@ -143,6 +143,6 @@ def note_starts(patch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 def set_executor(patch: pytest.MonkeyPatch, create: Callable[..., Any]) -> None:
     """Have engines that are made from here on run their steps in another executor."""
-    from nanovllm.engine import core
+    from nanovllm.assembly import engine as core
 
     patch.setattr(core, "create_executor", create)

@@ -138,7 +138,7 @@ def test_environment_yml_agrees_with_pyproject() -> None:
 @pytest.mark.started
 def test_the_scheduler_knows_no_tensor() -> None:
     code = (
-        "import sys, nanovllm.scheduler.scheduler, nanovllm.trace.trace, nanovllm.text.processor; "
+        "import sys, nanovllm.core.scheduler, nanovllm.trace.trace, nanovllm.text.processor; "
         "print('torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

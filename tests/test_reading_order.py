@@ -15,13 +15,17 @@ from tests.house import PACKAGE
 
 # For each class: what its parts are, and the members of each part, in order.
 ORDER: dict[str, dict[str, str]] = {
-    "scheduler.scheduler:Scheduler": {
-        "state": "__init__ speculation",
-        "intake": "add_request has_unfinished move finish abort_request",
-        "step": "schedule waits_for_tokens _continue_decoding share _in_stages _is_full "
-        "_continue_running _admit _why_not _admit_waiting _admit_swapped _schedule "
-        "mark_in_flight",
-        "results": "update_from_output _update _append_token",
+    "core.queues:Queues": {
+        "state": "__init__ num_seated next_in_line",
+        "intake": "add move clear is_in_flight",
+        "invariants": "check_invariants",
+    },
+    "core.scheduler:Scheduler": {
+        "state": "__init__",
+        "intake": "add_request has_unfinished finish abort_request forget_requests",
+        "step": "schedule continue_running admit share _why_not _admit_waiting _admit_swapped "
+        "_schedule",
+        "results": "update_from_output _update _append_tokens _cache_completed_block took stats",
         "memory": "_preempt",
         "invariants": "check_invariants",
     },
@@ -34,11 +38,10 @@ ORDER: dict[str, dict[str, str]] = {
         "results": "_sampling_rows _sample any_unfinished",
         "errors": "forget_requests",
     },
-    "engine.core:EngineCore": {
-        "state": "__init__ waves _record_to _allocate _connect _reset runner limits stats "
-        "trace_settings has_unfinished has_work engines sources is_idle idle_seconds",
+    "core.engine:EngineCore": {
+        "state": "__init__ stats has_unfinished has_work is_idle idle_seconds sources",
         "intake": "add_request abort_request",
-        "step": "step _step _take_transfers _steps_ahead _launch",
+        "step": "step _step _launch",
         "results": "take_results _now _drain_if_idle",
         "errors": "_all_or_nothing _start_over",
         "control": "reset_prefix_cache watch unwatch check_health close",
@@ -57,7 +60,7 @@ ORDER: dict[str, dict[str, str]] = {
         "errors": "_listen _end",
         "control": "reset_prefix_cache close wait_for_pause _listen_until",
     },
-    "scheduler.data_parallel:Router": {
+    "features.data_parallel:Router": {
         "state": "__init__",
         "intake": "choose _names _match _remember",
         "control": "forget",

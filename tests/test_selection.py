@@ -47,11 +47,11 @@ def run(notebook: str, num_cells: int, failed: bool = False) -> None:
 def test_packages_above_a_package() -> None:
     assert selection.packages_above(["cli"]) == ["cli"]
     assert selection.packages_above(["data"]) == ROOMS
-    above = selection.packages_above(["scheduler"])
-    assert {"scheduler", "engine", "server", "cli"} <= set(above)
+    above = selection.packages_above(["core"])
+    assert {"core", "engine", "server", "cli"} <= set(above)
     assert not {"data", "kv", "text", "ops"} & set(above)
-    assert "tests/engine" in selection.test_paths(["scheduler"])
-    assert "tests/ops" not in selection.test_paths(["scheduler"])
+    assert "tests/engine" in selection.test_paths(["core"])
+    assert "tests/ops" not in selection.test_paths(["core"])
     with pytest.raises(SystemExit, match="no package 'schedular'"):
         selection.packages_above(["schedular"])
 

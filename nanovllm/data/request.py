@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -28,7 +29,7 @@ class RequestStatus(enum.Enum):
     """In which of the scheduler's queues a request is."""
 
     WAITING = "waiting"
-    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"  # a connector fills its blocks
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"  # its blocks are being filled
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
@@ -68,8 +69,9 @@ class Request:
         self.token_ids = list(source.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
-        # To be verified by the next step (lecture 42); no part of token_ids.
-        self.draft_token_ids: list[int] = []
+        # Guesses which tokens come next, no part of token_ids. The next step computes them after
+        # the known tokens and samples after each: so far as the samples agree, they are right.
+        self.extra_token_ids: list[int] = []
         # How many of token_ids the runner knows; 0: it does not know the request.
         self.num_sent_tokens = 0
         self.num_prompt_tokens = len(source.prompt_token_ids)
@@ -81,8 +83,11 @@ class Request:
         self.stop_reasons: dict[int, int | None] = {
             token_id: token_id for token_id in params.stop_token_ids
         }
+        self.min_tokens = params.min_tokens
+        if params.structured_outputs is not None:
+            # When such an output is complete, only tokens that end the request are left.
+            self.min_tokens = 0
         if not params.ignore_eos or params.structured_outputs is not None:
-            # A grammar's end is never ignored.
             self.stop_reasons |= dict.fromkeys(source.eos_token_ids)
         self.looks_back = params.looks_back
         self.sampling_params = params
@@ -93,7 +98,7 @@ class Request:
         self.status = RequestStatus.WAITING
         # Keys and values behind them are approximate; None: all are exact.
         self.num_exact_tokens: int | None = None
-        # Tokens behind the cached prefix whose keys and values the connector brings.
+        # Tokens behind the cached prefix whose keys and values come from outside this engine.
         self.num_external_tokens = 0
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
@@ -144,9 +149,9 @@ class EngineOutput(msgspec.Struct, gc=False):
             came from elsewhere.
         engine: which of several engines computes the request.
         kv_transfer_params: what the client should tell the engine that goes on with the request.
-        error: what went wrong in the server, if the finish reason is "error".
-        grammar_error: why the request's grammar could not be followed any further, if the finish
-            reason is "error".
+        error: what went wrong, if the finish reason is "error".
+        error_kind: whose fault that is: "server", or "request" if what it asks of its output could
+            not be followed any further.
     """
 
     request_id: str
@@ -160,7 +165,7 @@ class EngineOutput(msgspec.Struct, gc=False):
     engine: int = 0
     kv_transfer_params: RemoteKV | None = None
     error: str = ""
-    grammar_error: str = ""
+    error_kind: Literal["server", "request"] = "server"
 
     def by_token(self) -> list[EngineOutput]:
         """The same as an output for each new token; the last one has all else."""

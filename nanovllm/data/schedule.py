@@ -23,9 +23,11 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
         new_block_ids: blocks appended to the request's table since the runner last saw it.
         sampling_params, num_prompt_tokens: set only on the first step after an admission; None
             and 0 later.
-        samples: how many tokens the step samples for it: 0 or 1.
+        samples: how many tokens the step samples for it: 0 while it has not caught up, else one
+            after its last known token and one after each extra token.
         last_is_pending: the last token to compute is the one that the step before samples; it is
             not known yet.
+        extra_token_ids: tokens to compute after the known ones, see `Request.extra_token_ids`.
     """
 
     request_id: str
@@ -37,10 +39,9 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
     num_prompt_tokens: int = 0
     samples: int = 0
     last_is_pending: bool = False
+    extra_token_ids: list[int] | tuple[()] = ()
 
-    # The last tokens to compute, if they are drafts: then `samples` is 1 + len(draft_token_ids).
-    # And how many tokens the runner shall draft for the next step.
-    draft_token_ids: list[int] | tuple[()] = ()
+    # How many tokens the runner shall draft for the next step.
     num_drafts: int = 0
 
 
@@ -55,8 +56,8 @@ class SchedulerOutput:
         preempted: how ("swap", "recompute"), by request; for the trace.
         admitted: tokens that were computed already, by request; for the trace.
         resumed: requests that were swapped in; for the trace.
-        max_prefill_tokens: the most prompt tokens that the step may compute.
-        num_prefill_tokens: those that it computes.
+        token_budget: the most tokens that the step may compute; for the trace.
+        num_prefill_tokens: prompt tokens that the step computes.
         num_tokens, num_samples: tokens that the step computes, and requests for which it samples.
         blocked_by: why the first waiting request was not admitted; "" if no request waits.
         unfinished: the engine has unfinished requests, of which the engines in lock-step with it
@@ -73,7 +74,7 @@ class SchedulerOutput:
     admitted: dict[str, int] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     blocked_by: str = ""
-    max_prefill_tokens: int = 2**31 - 1
+    token_budget: int = 0
     num_prefill_tokens: int = 0
     unfinished: bool = True
     connector_metadata: object = None
@@ -95,6 +96,12 @@ class SchedulerOutput:
         """True when there is nothing to compute."""
         return not self.requests
 
+    def without_removals(self) -> SchedulerOutput:
+        """An empty plan, for a runner that should drop no request yet."""
+        return SchedulerOutput(
+            token_budget=self.token_budget, connector_metadata=self.connector_metadata
+        )
+
 
 class SampledToken(msgspec.Struct, gc=False):
     """What the runner sampled for one request; or `error`, why it could not, which ends the
@@ -107,15 +114,19 @@ class SampledToken(msgspec.Struct, gc=False):
 
 @dataclass
 class ModelRunnerOutput:
-    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens,
-    by request; whether any of the engines in lock-step had a request; and which KV transfers have
-    ended."""
+    """What the runner returns for a step.
 
-    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    Attributes:
+        sampled: by request, its new tokens: one, and one more for each extra token that was right.
+        prompt_logprobs: by request, log-probabilities of prompt tokens.
+        anyone_unfinished: whether any of the engines in lock-step had a request.
+        connector_output: KV transfers that have ended.
+        draft_token_ids: by request, new drafts.
+    """
+
+    sampled: dict[str, list[SampledToken]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     anyone_unfinished: bool = True
     connector_output: KVConnectorOutput | None = None
 
-    # Of each request, the tokens sampled after accepted drafts; and new drafts.
-    sampled_after: dict[str, list[SampledToken]] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)

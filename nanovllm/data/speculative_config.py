@@ -40,7 +40,7 @@ class SpeculativeConfig(Keywords):
             rejection sampling.
         num_speculative_tokens_per_batch_size: [first, last, drafts] for numbers of running
             requests. By default, the engine drafts what pays by its own measurements
-            (`scheduler.speculation`).
+            (`features.speculation`).
 
     Raises:
         ValueError: a value that makes no sense; the message names the fix.

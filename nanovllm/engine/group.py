@@ -26,8 +26,8 @@ from nanovllm.distributed.processes import end_processes, uninterrupted
 from nanovllm.engine.data_rank import DataRank, rank_environments
 from nanovllm.engine.process import Command, Report
 from nanovllm.executor.remote import START_SECONDS, WatchedProcesses
+from nanovllm.features.data_parallel import Router, Waves, load_score, rank_config
 from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler.data_parallel import Router, Waves, load_score, rank_config
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 import zmq
@@ -32,8 +32,9 @@ from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
-    from nanovllm.engine.core import EngineCore
+    from nanovllm.assembly.engine import Engine
     from nanovllm.engine.group import DataParallelCore
+    from nanovllm.features.lock_step import LockStep
     from nanovllm.trace.record import StepRecord
     from nanovllm.trace.recorder import RecordSink
 
@@ -107,7 +108,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        core: EngineCore | DataParallelCore,
+        core: Engine | DataParallelCore,
         commands: zmq.Socket[bytes],
         reports: zmq.Socket[bytes],
         parent_sentinel: int | None = None,
@@ -172,7 +173,7 @@ class EngineLoop:
         """Carry out a command: add requests, then abort requests, then run its order:
 
             "reset_prefix_cache"   core.reset_prefix_cache()
-            "start_wave"           core.waves.start(command.wave)
+            "start_wave"           core.peers.waves.start(command.wave)
             "watch", "unwatch"     core.engines[command.engine].watch(sink) or .unwatch(sink)
             "shutdown"             return False; return True for all other commands
 
@@ -194,8 +195,8 @@ class EngineLoop:
         if command.order == "reset_prefix_cache":
             self.core.reset_prefix_cache()
         elif command.order == "start_wave":
-            assert self.core.waves is not None, "this engine is in lock-step"
-            self.core.waves.start(command.wave)
+            lock_step = cast("LockStep", cast("Engine", self.core).peers)
+            lock_step.waves.start(command.wave)
         elif command.order in ("watch", "unwatch"):
             sink = self._sinks.setdefault(
                 command.engine, functools.partial(self._note, command.engine)

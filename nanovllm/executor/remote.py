@@ -26,8 +26,8 @@ from nanovllm.distributed.processes import start_process, uninterrupted
 from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import WorkerSetup
+from nanovllm.features.data_parallel import engine_grid
 from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler.data_parallel import engine_grid
 
 logger = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ class Worker:
         config = setup.config
         if setup.init_method:
             grid, _ = load(
-                "nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes"
+                "nanovllm.features.data_parallel:engine_grid", "an engine of several processes"
             )(config)
             where = (
                 "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"

@@ -64,6 +64,14 @@ class KVCacheManager:
         self.host_tables: dict[str, list[int]] = {}
         self.held: dict[str, list[int]] = {}
 
+    def forget_requests(self) -> None:
+        """Forget all block tables, and the content of all blocks."""
+        self.pool = BlockPool(self.pool.num_blocks)
+        self.host_pool = BlockPool(self.host_pool.num_blocks)
+        self.tables.clear()
+        self.host_tables.clear()
+        self.held.clear()
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -19,7 +19,6 @@ once, and replace once per launch."""
 import inspect
 from collections.abc import Callable
 from functools import cache, partialmethod
-from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -95,7 +94,7 @@ def _builtins(package: object) -> list[str]:
     return [name for name, value in inspect.getmembers(package) if tl.core.is_builtin(value)]
 
 
-def _patch_builtin(package: object, builder: InterpreterBuilder, scope: Any) -> None:
+def _patch_builtin(package: object, builder: InterpreterBuilder, scope: object) -> None:
     for name in _builtins(package):
         if tl.core.is_builtin(member := getattr(package, name)):
             interpreter._patch_attr(package, name, member, builder, scope)
@@ -103,16 +102,17 @@ def _patch_builtin(package: object, builder: InterpreterBuilder, scope: Any) -> 
 
 def hasten() -> None:
     """Make the interpreter of this process replace functions once per launch."""
-    prepared: set[Callable[..., Any]] = set()  # functions that were called since the launch began
+    # Functions that were called since the launch began.
+    prepared: set[Callable[..., object]] = set()
     prepare, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
 
-    def prepare_once(function: Callable[..., Any]) -> Any:
+    def prepare_once(function: Callable[..., object]) -> object:
         if function in prepared:
             return None
         prepared.add(function)
         return prepare(function)
 
-    def restore_all(scope: Any) -> None:
+    def restore_all(scope: object) -> None:
         restore(scope)
         prepared.clear()
 

@@ -110,7 +110,7 @@ class RequestRows:
     def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
         """Return placeholders for the unknown tokens of a share: a 0 for a pending token, and the
         drafts."""
-        return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
+        return [0] * scheduled.last_is_pending + [*scheduled.extra_token_ids]
 
     @staticmethod
     def due(
@@ -122,10 +122,10 @@ class RequestRows:
         A request that has caught up samples after its last token, at `ends[i] - 1`; with d drafts,
         it samples d + 1 times, after each of its last d + 1 tokens."""
         due = np.flatnonzero(caught_up)
-        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
+        if not any(scheduled.extra_token_ids for scheduled in schedule.requests):
             return due, ends[due] - 1
         num_drafts = np.array(
-            [len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64
+            [len(schedule.requests[i].extra_token_ids) for i in due], dtype=np.int64
         )
         num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
         due = due.repeat(num_drafts + 1)

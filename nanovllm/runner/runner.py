@@ -358,7 +358,9 @@ class ModelRunner:
             output = self.speculator.finish(schedule, batch, hidden, sampled)
         else:
             by_request = cast("Callable[[], dict[str, SampledToken]]", sampled)  # no drafts
-            output = lambda: ModelRunnerOutput(by_request())  # noqa: E731
+            output = lambda: ModelRunnerOutput(  # noqa: E731
+                {name: [token] for name, token in by_request().items()}
+            )
         prompt_logprobs = start_prompt_logprobs(
             self.rows, schedule, batch, hidden, self.model.compute_logits
         )
@@ -422,7 +424,7 @@ class ModelRunner:
         row_of = self.rows.row_of
         for i in dict.fromkeys(batch.due.tolist()) if get_pp_group().is_last else ():
             name = schedule.requests[i].request_id
-            num_drafts = len(schedule.requests[i].draft_token_ids)
+            num_drafts = len(schedule.requests[i].extra_token_ids)
             for place in range(num_drafts + 1):
                 key = (name, place) if place else name
                 rows[key] = self.rows.sampling_row(

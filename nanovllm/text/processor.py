@@ -243,8 +243,8 @@ class RequestState:
         delta = self.completions[output.request_id].update(output)
         wanted = self.params.structured_outputs
         error: RequestFailedError | GrammarError | None = None
-        if wanted and output.grammar_error:
-            error = GrammarError(wanted.place, output.grammar_error)
+        if wanted and output.error and output.error_kind == "request":
+            error = GrammarError(wanted.place, output.error)
         elif output.error:
             error = RequestFailedError(output.error)
         return RequestOutput(

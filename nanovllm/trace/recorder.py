@@ -2,30 +2,33 @@
 
 from collections.abc import Callable, Iterable
 
+from nanovllm.core.recorder import Recorder
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
 
 
-class StepRecorder:
+class StepRecorder(Recorder):
     """Makes records of one scheduler's steps, and passes them to a trace and to the sinks that
     watch.
 
     Args:
-        trace: gets all records, and the scheduler's settings; None if only sinks watch.
+        trace: gets all records; None if only sinks watch.
         scheduler: makes the steps.
     """
 
+    is_on = True
+
     def __init__(self, trace: Trace | None, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self._trace = trace
         # False: the sink's first record is the next one with a snapshot.
         self._sinks: dict[RecordSink, bool] = {}
         if trace is not None:
             self.trace = trace
-            trace.settings |= scheduler.config.trace_settings(scheduler.manager.pool.num_blocks)
             self._sinks[trace.record] = True
         self._snapshot_due = False
         self._arrived: dict[str, int] = {}
@@ -69,11 +72,11 @@ class StepRecorder:
             step: the step's number.
             start: when it began, in seconds (or simulated units) since the trace began.
         """
-        scheduler = self.scheduler
+        queues = self.scheduler.queues
         pool = self.scheduler.manager.pool
-        requests = scheduler.requests
+        requests = queues.requests
         # A request that waits for remote KV counts as waiting, although it has blocks.
-        waiting = sorted(scheduler.waiting + scheduler.receiving, key=lambda r: r.order)
+        waiting = sorted(queues.waiting + queues.receiving, key=lambda r: r.order)
         shares = [
             TracedRequest(
                 request_id=r.request_id,
@@ -85,15 +88,11 @@ class StepRecorder:
             )
             for r in plan.requests
         ]
-        budget = min(
-            scheduler.config.token_budget,
-            plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens,
-        )
         record = StepRecord(
             step=step,
             start=start,
             duration=0.0,
-            token_budget=budget,
+            token_budget=plan.token_budget,
             requests=shares,
             arrived=self._arrived,
             admitted=plan.admitted,
@@ -104,8 +103,8 @@ class StepRecorder:
             swap_in=plan.swap_in,
             blocked_by=plan.blocked_by,
             waiting=[r.request_id for r in waiting],
-            running=[r.request_id for r in scheduler.running],
-            swapped=[r.request_id for r in scheduler.swapped],
+            running=[r.request_id for r in queues.running],
+            swapped=[r.request_id for r in queues.swapped],
             held=self._held(),
             num_free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
@@ -124,18 +123,17 @@ class StepRecorder:
 
     def _held(self) -> dict[str, list[int]]:
         """Block tables that KV transfers hold; see `StepRecord`."""
-        scheduler = self.scheduler
+        queues = self.scheduler.queues
         manager = self.scheduler.manager
-        arrived = [request for request in scheduler.running if not request.num_sent_tokens]
+        arrived = [request for request in queues.running if not request.num_sent_tokens]
         tables = {
-            r.request_id: list(manager.tables[r.request_id])
-            for r in [*scheduler.receiving, *arrived]
+            r.request_id: list(manager.tables[r.request_id]) for r in [*queues.receiving, *arrived]
         }
         return tables | manager.held
 
     def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:
         manager = self.scheduler.manager
-        requests = self.scheduler.requests
+        requests = self.scheduler.queues.requests
         tables = {
             request_id: list(table)
             for request_id, table in manager.tables.items()
@@ -182,8 +180,8 @@ class StepRecorder:
             # Accepted drafts behind the request's end do not count.
             if request.num_drafts and request.request_id in by_id:
                 request.sampled += by_id[request.request_id].new_token_ids
-            elif (token := result.sampled.get(request.request_id)) is not None:
-                request.sampled.append(token.token_id)
+            elif (tokens := result.sampled.get(request.request_id)) is not None:
+                request.sampled.append(tokens[0].token_id)
         record.finished |= ends
         for sink, has_started in list(self._sinks.items()):
             if has_started or record.snapshot is not None:
@@ -202,7 +200,7 @@ class StepRecorder:
                     if share.request_id in shown:  # computed once more in vain
                         record.snapshot.num_tokens[share.request_id] = share.start
 
-    def start_over(self, scheduler: Scheduler, lost: list[str]) -> None:
+    def start_over(self, lost: list[str]) -> None:
         """Note in the next record that the steps in flight broke off, and that these requests
         ended."""
         for record in reversed(self._begun):
@@ -211,7 +209,6 @@ class StepRecorder:
         self._begun = []
         self._ended |= dict.fromkeys(lost, "error")
         self._snapshot_due = True
-        self.scheduler = scheduler
 
     def flush(self, step: int, start: float, is_idle: bool = True) -> None:
         """Write what no record contains yet, if anything, as a record without requests: the blocks
@@ -225,3 +222,8 @@ class StepRecorder:
         is_due = self._ended or (self._snapshot_due and not self.scheduler.has_unfinished)
         if (is_idle and is_due) or self._held() != self._held_before:
             self.finish(self.begin(SchedulerOutput(), step, start), 0.0, ModelRunnerOutput(), [])
+
+    def close(self) -> None:
+        """Finish the trace's file, if there is one."""
+        if self._trace is not None:
+            self._trace.close()

@@ -20,18 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import Peer
 from nanovllm.engine import group as engine_group
-from nanovllm.engine.core import EngineCore
 from nanovllm.engine.data_rank import DataRank
 from nanovllm.engine.group import DataParallelCore
 from nanovllm.engine.process import Command, EngineLoop
 from nanovllm.executor.base import Executor, ExecutorError
-from nanovllm.scheduler.data_parallel import (
+from nanovllm.features.data_parallel import (
     MAX_IMBALANCE,
     Router,
     Waves,
@@ -295,7 +295,7 @@ class ThreadRank(DataRank):
 
     def _run(self, config: EngineConfig, commands: Any, reports: Any) -> None:
         try:
-            self.core = EngineCore(config)
+            self.core = Engine(config)
             EngineLoop(self.core, commands, reports).run()
         except BaseException as error:
             self.error = error
@@ -425,7 +425,7 @@ def test_nobody_waits_for_ever(
     steps = [len(rank.core.executor.kinds) for rank in core.ranks]
     assert len(set(steps)) == 1, f"engines have made different numbers of steps: {steps}"
     assert not any(rank.core.has_work for rank in core.ranks)
-    assert len({rank.core.waves.ended for rank in core.ranks}) == 1
+    assert len({rank.core.peers.waves.ended for rank in core.ranks}) == 1
 
 
 def test_idle_engines_make_dummies_and_nobody_steps_when_all_pause(
@@ -466,7 +466,7 @@ def test_stale_and_repeated_orders_are_ignored(engines: Callable[..., DataParall
         for wave in range(core.waves.ended):
             core.ranks[1].send(Command(order="start_wave", wave=wave))
     time.sleep(0.1)
-    assert not core.ranks[1].core.waves.running
+    assert not core.ranks[1].core.peers.waves.running
     drive(core, 2, 5)
 
 
@@ -474,7 +474,7 @@ def test_without_a_dummy_somebody_waits_for_ever(engines: Callable[..., DataPara
     """The reason for all of this: an engine that sits out stops the others."""
     core = engines(2)
     core.ranks[0].core.executor.meeting.patience = 0.2
-    core.ranks[1].core.waves.start = lambda wave: None  # it never hears of the wave
+    core.ranks[1].core.peers.waves.start = lambda wave: None  # it never hears of the wave
     core.add_request(request("r", [1, 2, 3], 4))
     with pytest.raises(AssertionError, match="nobody else came to step 0"):
         while core.has_unfinished:

@@ -65,7 +65,7 @@ def ask(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[Re
 
 def assert_nothing_left(llm: LLM) -> None:
     core = llm.engine.core
-    assert not llm.engine.has_unfinished and not core.scheduler.requests
+    assert not llm.engine.has_unfinished and not core.scheduler.queues.requests
     assert not llm.engine.output_processor.requests and not llm.engine.output_processor._owners
     assert core.manager.pool.num_free == core.manager.pool.num_blocks
     assert not core.manager.tables and not core.manager.host_tables
@@ -504,7 +504,7 @@ def test_abort_in_every_state(checkpoint: str, state: str, n: int) -> None:
     scheduler = llm.engine.core.scheduler
 
     def reached() -> bool:
-        request = scheduler.requests["goes" if n == 1 else "goes-1"]
+        request = scheduler.queues.requests["goes" if n == 1 else "goes-1"]
         return {
             "waiting": request.status is RequestStatus.WAITING and request.num_preemptions == 0,
             "mid-prefill": 0 < request.num_computed_tokens < request.num_prompt_tokens,
@@ -520,7 +520,7 @@ def test_abort_in_every_state(checkpoint: str, state: str, n: int) -> None:
         ]
     llm.engine.abort_request("goes")
     llm.engine.abort_request("goes")  # a second time does nothing
-    assert list(scheduler.requests) == ["stays"]
+    assert list(scheduler.queues.requests) == ["stays"]
     held = llm.engine.core.manager.tables
     assert set(held) <= {"stays"} and not llm.engine.core.manager.host_tables
     pool = llm.engine.core.manager.pool

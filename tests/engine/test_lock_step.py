@@ -18,8 +18,8 @@ from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.engine.group import DataParallelCore
 from nanovllm.engine.process import Command, Report
+from nanovllm.features.data_parallel import Router, Waves
 from nanovllm.runner.runner import ModelRunner
-from nanovllm.scheduler.data_parallel import Router, Waves
 
 # ---------------------------------------------------------------- the router
 

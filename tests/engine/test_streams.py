@@ -39,7 +39,8 @@ class Core:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.waves = SimpleNamespace(start=lambda number: self.asked.append(("wave", number)))
+        waves = SimpleNamespace(start=lambda number: self.asked.append(("wave", number)))
+        self.peers = SimpleNamespace(waves=waves)
         second = SimpleNamespace(watch=self.note("watch 1"), unwatch=self.note("unwatch 1"))
         self.engines: list[Any] = [self, second]
         for engine in self.engines:

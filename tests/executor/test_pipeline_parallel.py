@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
@@ -31,7 +33,6 @@ from nanovllm.lab.viz import pool_states
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.runner import ModelRunner
-from nanovllm.scheduler.scheduler import Scheduler
 from tests.examples import by_night
 from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
@@ -200,7 +201,7 @@ def make_scheduler(stages: int, num_blocks: int = 400, **options: Any) -> Schedu
         **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": 4} | options,
     )
     config.settle(200, num_blocks)
-    return Scheduler(config, KVCacheManager(num_blocks, 4))
+    return create_scheduler(config, KVCacheManager(num_blocks, 4))
 
 
 def add(scheduler: Scheduler, count: int, prompt: int = 4, tokens: int = 8) -> None:
@@ -221,7 +222,7 @@ def drive(scheduler: Scheduler, stages: int) -> list[list[str]]:
         under_way += [plan] if not plan.empty else []
         if len(under_way) == stages or plan.empty:
             first: SchedulerOutput = under_way.pop(0)
-            sampled = {r.request_id: SampledToken(7) for r in first.requests if r.samples}
+            sampled = {r.request_id: [SampledToken(7)] for r in first.requests if r.samples}
             scheduler.update_from_output(first, ModelRunnerOutput(sampled))
         scheduler.check_invariants()
     return steps
@@ -257,7 +258,7 @@ def test_a_group_that_shrinks_gets_some_of_the_others() -> None:
     sizes = []
     for _ in range(4):
         plan = plans.pop(0)
-        sampled = {r.request_id: SampledToken(7) for r in plan.requests if r.samples}
+        sampled = {r.request_id: [SampledToken(7)] for r in plan.requests if r.samples}
         scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
         plans.append(scheduler.schedule())
         sizes.append(plans[-1].num_samples)
@@ -292,8 +293,12 @@ def test_penalties_do_not_empty_the_pipeline() -> None:
     for i in range(2):
         params = SamplingParams(max_tokens=4, repetition_penalty=1.2)
         scheduler.add_request(Request(EngineRequest(f"{i}", [4, 5], params), i))
-    assert [len(scheduler.schedule().requests) for _ in range(2)] == [1, 1]
-    assert not scheduler.waits_for_tokens
+    plans = [scheduler.schedule() for _ in range(2)]
+    assert [len(plan.requests) for plan in plans] == [1, 1]
+    scheduler.update_from_output(plans[0], ModelRunnerOutput({"0": [SampledToken(7)]}))
+    assert [share.request_id for share in scheduler.schedule().requests] == ["0"], (
+        "the pending token of request 1 holds up no other request"
+    )
 
 
 # ---------------------------------------------------------------- the whole engine

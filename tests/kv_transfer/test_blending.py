@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import EngineCore
 from tests.kv_engines import Fleet, ask, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 
@@ -46,14 +46,14 @@ def expected(checkpoint: str) -> list[list[int]]:
 
 def engine(
     checkpoint: str, ratio: float = 1.0, extra: dict[str, Any] | None = None, **options: Any
-) -> EngineCore:
+) -> Engine:
     settings = {"blend_special_str": "</s>", "blend_recompute_ratio": ratio, "blend_min_tokens": 8}
     transfer = {"kv_connector": "blend", "kv_connector_extra_config": settings | (extra or {})}
     return make_engine(checkpoint, extra=transfer, **options)
 
 
-def num_blended(core: EngineCore) -> int:
-    return core.scheduler.num_external_hit_tokens  # type: ignore[attr-defined]
+def num_blended(core: Engine) -> int:
+    return core.stats.num_external_hit_tokens
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
@@ -96,7 +96,7 @@ def test_what_is_approximate_is_found_by_nobody(checkpoint: str, expected: list[
     blended = fleet.complete("b")
     assert num_blended(core) > 30 and blended != expected[1]
     # no part is kept any more: all that could help is the prefix cache
-    core.connector.forget_requests()
+    core.peers.connector.forget_requests()
     ask(core, "c", PROMPTS[1])
     ask(core, "d", PROMPTS[1] + blended)
     assert fleet.complete("c") == expected[1]
@@ -126,7 +126,7 @@ def test_parts_that_were_not_used_for_longest_give_way(checkpoint: str) -> None:
         ask(core, str(i), prompt(order, i), max_tokens=2)
         fleet.complete(str(i))
         assert (num_blended(core) > before) == (gain > 0)
-        kept = core.connector._kept  # type: ignore[union-attr]
+        kept = core.peers.connector._kept  # type: ignore[union-attr]
         assert sum(kept.values()) <= 45 and kept.keys() == core.runner.connector.chunks.keys()
     fleet.close()
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.engine.core import EngineCore
 from nanovllm.lab.viz.data import pool_states
 from nanovllm.trace.format import TraceDecoder, TraceEncoder
 from nanovllm.trace.trace import StepRecord, Trace
@@ -410,7 +410,7 @@ def test_offline(checkpoint: str) -> None:
 class Onlooker:
     """Watches an engine as a page does, and notes what its memory was whenever a record began."""
 
-    def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, core: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.core, self.truths = core, []
         self.trace = Trace(settings=core.trace_settings)
         encoder, decoder = TraceEncoder(TraceSettings()), TraceDecoder(TraceSettings())

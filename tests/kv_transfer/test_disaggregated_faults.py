@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.engine.core import EngineCore
 from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import (
@@ -76,13 +76,13 @@ def expected(checkpoint: str) -> list[int]:
 
 
 @pytest.fixture
-def engines(checkpoint: str) -> Iterator[Callable[..., EngineCore]]:
+def engines(checkpoint: str) -> Iterator[Callable[..., Engine]]:
     """Makes engines, which are closed at the end, here or by the test."""
-    made: list[EngineCore] = []
+    made: list[Engine] = []
 
     def make(
         role: str, policy: str = "recompute", model: str = checkpoint, **options: Any
-    ) -> EngineCore:
+    ) -> Engine:
         extra = {
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": options.pop("settings", {}),
@@ -109,7 +109,7 @@ def gate(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
         one.open()
 
 
-def prefilled(fleet: Fleet, producer: EngineCore, name: str = "there") -> dict[str, Any]:
+def prefilled(fleet: Fleet, producer: Engine, name: str = "there") -> dict[str, Any]:
     """Prefill first: what the producer says."""
     ask(producer, name, PROMPT, 1, {"do_remote_decode": True})
     fleet.complete(name)
@@ -166,9 +166,9 @@ def test_producer_leaves(
     closer.start()
     if opened is not None:
         if stage == "asked":
-            fleet.run_until(producer.connector._listener._closed.is_set)
+            fleet.run_until(producer.peers.connector._listener._closed.is_set)
         else:
-            fetches = consumer.connector.fetches
+            fetches = consumer.peers.connector.fetches
             fleet.run_until(
                 lambda: all(fetch.error for fetch in fetches.values() if fetch.request_id == "r")
             )
@@ -180,11 +180,13 @@ def test_producer_leaves(
     assert fleet.tokens("plain") == reference_tokens(consumer.config.model, OTHER, 14)
     if stage != "asked":
         # The next one finds nobody: and the consumer keeps no book of those who have gone.
-        ask(consumer, "r2", PROMPT, params=decode_first([*producer.connector.address], "pull"))
+        ask(
+            consumer, "r2", PROMPT, params=decode_first([*producer.peers.connector.address], "pull")
+        )
         fleet.run_until(lambda: fleet.finished("r2") is not None)
         fleet.settle()
-    assert len(consumer.connector._producers) <= 1
-    assert not consumer.connector.fetches
+    assert len(consumer.peers.connector._producers) <= 1
+    assert not consumer.peers.connector.fetches
 
 
 KILLED = [
@@ -293,7 +295,7 @@ def test_consumer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: 
         wait_for(lambda: producer.has_work)
     child.kill()
     fleet.settle()
-    assert not producer.connector.orders
+    assert not producer.peers.connector.orders
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -334,7 +336,7 @@ def test_client_leaves(
         opened.open()
     fleet.settle()
     assert fleet.finished("r") is None
-    assert not consumer.connector.fetches and not producer.connector.orders
+    assert not consumer.peers.connector.fetches and not producer.peers.connector.orders
     ask(consumer, "r", PROMPT, params=decode_first(producer, "pull"))
     assert fleet.complete("r") == expected
     assert fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
@@ -389,7 +391,7 @@ def test_blocks_that_a_consumer_reads_stay_held(
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
-    fleet.run_until(lambda: producer.connector.leases._leases["there"].readers != [None])
+    fleet.run_until(lambda: producer.peers.connector.leases._leases["there"].readers != [None])
     producer.abort_request("there")
     fleet.step()
     assert producer.stats.num_held_requests == 1
@@ -423,7 +425,7 @@ def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
-    fleet.run_until(lambda: producer.connector.leases._leases["there"].readers != [None])
+    fleet.run_until(lambda: producer.peers.connector.leases._leases["there"].readers != [None])
     limit = time.monotonic() + 0.3
     fleet.run_until(lambda: time.monotonic() > limit)
     assert producer.stats.num_held_requests == 1
@@ -489,7 +491,7 @@ def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], ga
     fleet.run_until(lambda: opened.entered.wait(0.1))
     # alone: there is no other request to preempt instead.
     ask(producer, "urgent", OTHER, 50, priority=-1)
-    fleet.run_until(lambda: not producer.connector.orders)
+    fleet.run_until(lambda: not producer.peers.connector.orders)
     opened.open()
     assert fleet.complete("urgent") == reference_tokens(consumer.config.model, OTHER, 50)
     check(fleet, policy, expected)
@@ -627,9 +629,9 @@ def test_wrong_number_of_blocks(engines: Any, expected: list[int]) -> None:
 
 
 @contextmanager
-def stranger(producer: EngineCore, ranks: list[dict[str, Any]]) -> Iterator[Connection]:
+def stranger(producer: Engine, ranks: list[dict[str, Any]]) -> Iterator[Connection]:
     """Somebody who knows the secret, and pretends to be an engine with these ranks."""
-    connection = connect(*address(producer), credentials(producer.connector.identity, ranks))
+    connection = connect(*address(producer), credentials(producer.peers.connector.identity, ranks))
     try:
         yield connection
     finally:
@@ -702,14 +704,14 @@ def test_push_to_nowhere(
         engines("kv_consumer"),
     )
     fleet = Fleet([producer, consumer])
-    places = {"real": consumer.connector.ranks, "none": [], "nonsense": [{"kind": 7}, {}]}
+    places = {"real": consumer.peers.connector.ranks, "none": [], "nonsense": [{"kind": 7}, {}]}
     consumer.manager.check_invariants([])
     before = [cache.clone() for cache in consumer.runner.kv_caches]
     with stranger(producer, places[ranks]) as connection:
         connection.send(encode(order("push", push=blocks)))
         wait_for(lambda: producer.has_work)
         fleet.settle()
-        assert not producer.connector.orders
+        assert not producer.peers.connector.orders
     assert all(
         cache.equal(old) for cache, old in zip(consumer.runner.kv_caches, before, strict=True)
     )
@@ -760,7 +762,7 @@ def test_nonsense_from_a_producer(
             with suppress(PeerLost, TimeoutError):
                 connection.receive(0.5)
 
-    liar = Listener("127.0.0.1", 0, credentials(consumer.connector.identity, ranks), lie)
+    liar = Listener("127.0.0.1", 0, credentials(consumer.peers.connector.identity, ranks), lie)
     fleet = Fleet([consumer])
     params = decode_first([*liar.address], way)
     if way == "prefill first":
@@ -816,7 +818,7 @@ def test_a_step_breaks_off(
         tokens = fleet.complete("r")
         assert tokens == expected
     fleet.settle()
-    assert not consumer.connector.fetches and not producer.connector.orders
+    assert not consumer.peers.connector.fetches and not producer.peers.connector.orders
     for way in ("push", "pull"):
         consumer.reset_prefix_cache()
         ask(consumer, "r", PROMPT, params=decode_first(producer, way))
@@ -972,5 +974,5 @@ def test_nothing_grows(
         one_round()
     # A connection's threads see a moment later that it has ended.
     wait_for(lambda: all(now <= then for now, then in zip(size(), before, strict=True)))
-    assert len(consumer.connector._producers) <= 3
+    assert len(consumer.peers.connector._producers) <= 3
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

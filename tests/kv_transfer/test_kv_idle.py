@@ -15,17 +15,17 @@ import msgspec
 import pytest
 import zmq
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import TRANSFER_ENDED
-from nanovllm.engine import core as engine_core
-from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
+from nanovllm.kv_transfer import scheduling
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
@@ -55,7 +55,7 @@ def test_waiting_for_kv(
     core = make_engine(checkpoint, "kv_consumer", distributed_executor_backend=backend)
     request.addfinalizer(lambda: (core.close(), producer.close()))
     if backend == "uni":  # ranks in other processes show every second that they live
-        set_constants(monkeypatch, engine_core, PATIENT_SECONDS=60.0)
+        set_constants(monkeypatch, scheduling, PATIENT_SECONDS=60.0)
 
     def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -106,7 +106,7 @@ def test_waiting_for_kv(
                 ]
             )
         )
-        wait_until(lambda: producer.has_work and (way == "pull" or core.connector._in_flight))
+        wait_until(lambda: producer.has_work and (way == "pull" or core.peers.connector._in_flight))
         time.sleep(0.3)
         while reports.poll(0):
             hear(0)
@@ -129,7 +129,7 @@ def test_waiting_for_kv(
     context.term()
 
 
-def looks_again(core: EngineCore) -> bool:
+def looks_again(core: Engine) -> bool:
     """Whether the engine's loop would step again without anything new: the step before has left a
     source readable."""
     return not core.is_idle or bool(select.select(core.sources, [], [], 0)[0])

@@ -68,10 +68,10 @@ def pool(path: pathlib.Path, **extra: Any) -> dict[str, Any]:
 
 def halves(llm: LLM) -> tuple[OffloadingScheduler, OffloadingWorker]:
     core = llm.engine.core
-    assert isinstance(core.connector, OffloadingScheduler)
+    assert isinstance(core.peers.connector, OffloadingScheduler)
     worker = core.runner.connector
     assert isinstance(worker, OffloadingWorker)
-    return core.connector, worker
+    return core.peers.connector, worker
 
 
 def flush(llm: LLM) -> None:

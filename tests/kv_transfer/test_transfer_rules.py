@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from nanovllm.core.queues import Queues
 from nanovllm.data.request import EngineRequest, Request, RequestStatus
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ScheduledRequest
+from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv_transfer.pd.consumer import ConsumerSide
 from nanovllm.kv_transfer.pd.control import Prefill
 from nanovllm.kv_transfer.pd.plan import Move
 from nanovllm.kv_transfer.pd.producer import Order, ProducerSide
-from nanovllm.scheduler.transfers import take_over
+from nanovllm.kv_transfer.scheduling import KVTransfer
 
 BLOCK = 4
 
@@ -32,27 +34,31 @@ def request(num_tokens: int, **params: Any) -> Request:
 
 def taken_over(
     num_tokens: int, num_computed: int, num_external: int, *invalid: int
-) -> tuple[int, SimpleNamespace]:
-    """How many tokens count as computed afterwards, and the scheduler. The request's table is 0, 1,
-    2, ..."""
-    manager, one = KVCacheManager(9, BLOCK), request(num_tokens)
+) -> tuple[int, KVTransfer]:
+    """How many tokens count as computed afterwards, and the scheduler's half of KV transfer. The
+    request's table is 0, 1, 2, ..."""
+    queues, manager, one = Queues(), KVCacheManager(9, BLOCK), request(num_tokens)
+    queues.add(one)
+    queues.move(one, RequestStatus.WAITING_FOR_REMOTE_KVS)
     manager.allocate_slots(one, num_tokens)
     one.num_computed_tokens, one.num_external_tokens = num_computed, num_external
     manager.cache_blocks(one, 0)
-    moved: list[tuple[Request, RequestStatus]] = []
-    scheduler = SimpleNamespace(
-        manager=manager, num_external_hit_tokens=100, move=lambda *what: moved.append(what)
+    connector = object.__new__(KVConnectorScheduler)  # `take_over` does not call it
+    transfer = KVTransfer(connector, queues, manager)
+    transfer.num_hit_tokens = 100
+    transfer.take_over(one, set(invalid))
+    assert queues.running == [one] and not queues.receiving, (
+        "whatever has arrived, the request runs"
     )
-    take_over(scheduler, one, set(invalid))  # type: ignore[arg-type]
-    assert moved == [(one, RequestStatus.RUNNING)], "whatever has arrived, the request runs"
-    return one.num_computed_tokens, scheduler
+    queues.check_invariants()
+    return one.num_computed_tokens, transfer
 
 
 def test_what_has_arrived_counts_as_computed() -> None:
-    computed, scheduler = taken_over(14, 4, 8)
+    computed, transfer = taken_over(14, 4, 8)
     assert computed == 12, "4 were computed here, and 8 have arrived"
-    assert scheduler.num_external_hit_tokens == 108
-    found = scheduler.manager.get_computed_blocks(request(14))
+    assert transfer.num_hit_tokens == 108
+    found = transfer.manager.get_computed_blocks(request(14))
     assert found == [0, 1, 2], "blocks that have arrived are in the prefix cache"
 
 
@@ -64,9 +70,9 @@ def test_the_last_token_is_computed_here() -> None:
 def test_nothing_behind_an_invalid_block_is_taken_over() -> None:
     assert taken_over(14, 4, 10, 2)[0] == 8, "tokens 8 to 11 are in block 2"
     assert taken_over(14, 4, 10, 3, 2)[0] == 8, "the first of them counts"
-    computed, scheduler = taken_over(14, 4, 10, 1)
-    assert computed == 4 and scheduler.num_external_hit_tokens == 100
-    assert scheduler.manager.get_computed_blocks(request(14)) == [0], (
+    computed, transfer = taken_over(14, 4, 10, 1)
+    assert computed == 4 and transfer.num_hit_tokens == 100
+    assert transfer.manager.get_computed_blocks(request(14)) == [0], (
         "no block that did not arrive may be found"
     )
     assert taken_over(14, 8, 6, 1)[0] == 8, "what was computed before stays computed"

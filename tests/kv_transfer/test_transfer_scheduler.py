@@ -14,18 +14,27 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer_config import KVTransferConfig
-from nanovllm.data.request import EngineRequest, Request, RequestStatus
+from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.data.request import EngineOutput, EngineRequest, Request, RequestStatus
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.transfers import update_from_transfers
+from nanovllm.kv_transfer.scheduling import KVTransfer
 from tests.content_runner import ContentRunner
 from tests.examples import examples
 from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
+
+
+def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> list[EngineOutput]:
+    """Tell a scheduler which transfers have ended."""
+    kv_transfer = scheduler.external_kv
+    assert isinstance(kv_transfer, KVTransfer)
+    return kv_transfer.update_from_transfers(ended, scheduler)
 
 
 @dataclass
@@ -118,7 +127,7 @@ class TransferMachine(SchedulerMachine):
         )
         self.failed: set[str] = set()
         self.fails = False
-        return Scheduler(self.config, self.manager, self.connector)
+        return create_scheduler(self.config, self.manager, self.connector)
 
     @initialize(fails=st.booleans())
     def choose_policy(self, fails: bool) -> None:
@@ -175,12 +184,14 @@ class TransferMachine(SchedulerMachine):
     def push(self, draw: random.Random) -> None:
         """Somebody reads what a running request has computed."""
         running = [
-            r.request_id for r in self.scheduler.running if r.request_id not in self.connector.going
+            r.request_id
+            for r in self.scheduler.queues.running
+            if r.request_id not in self.connector.going
         ]
         if running and draw.random() < 0.3:
             request_id = draw.choice(running)
             self.connector.read(
-                self.scheduler.requests[request_id], self.manager.tables[request_id]
+                self.scheduler.queues.requests[request_id], self.manager.tables[request_id]
             )
 
     def go(self, draw: random.Random) -> None:
@@ -189,8 +200,10 @@ class TransferMachine(SchedulerMachine):
 
     def leave(self, draw: random.Random) -> None:
         """The client of a request for which something comes."""
-        if self.scheduler.receiving and draw.random() < 0.3:
-            assert self.scheduler.abort_request(draw.choice(self.scheduler.receiving).request_id)
+        if self.scheduler.queues.receiving and draw.random() < 0.3:
+            assert self.scheduler.abort_request(
+                draw.choice(self.scheduler.queues.receiving).request_id
+            )
 
     def write(self, transfer: Transfer, spoiled: set[int]) -> None:
         salt = self.salts[transfer.request.request_id]
@@ -217,7 +230,7 @@ class TransferMachine(SchedulerMachine):
     def use_an_id_again(self, data: st.DataObject) -> None:
         """An id can be had again when nobody reads or writes the blocks that its request has left
         behind."""
-        if not (ended := sorted(self.sources.keys() - self.scheduler.requests.keys())):
+        if not (ended := sorted(self.sources.keys() - self.scheduler.queues.requests.keys())):
             return
         request_id = data.draw(st.sampled_from(ended))
         params = SamplingParams(max_tokens=3)
@@ -253,15 +266,16 @@ class TransferMachine(SchedulerMachine):
 
     def step(self) -> None:
         self.take_transfers()
-        receiving = {r.request_id for r in self.scheduler.receiving}
+        receiving = {r.request_id for r in self.scheduler.queues.receiving}
         plan = self.scheduler.schedule()
         assert (
-            len(self.scheduler.running) + len(self.scheduler.receiving) <= self.config.max_num_seqs
+            len(self.scheduler.queues.running) + len(self.scheduler.queues.receiving)
+            <= self.config.max_num_seqs
         )
         assert not receiving & {share.request_id for share in plan.requests}, (
             "computes what has not come"
         )
-        for request in self.scheduler.receiving:
+        for request in self.scheduler.queues.receiving:
             assert (
                 request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
                 and request.request_id in self.connector.coming
@@ -285,7 +299,7 @@ class TransferMachine(SchedulerMachine):
     def could_run(self, plan: SchedulerOutput) -> list[str]:
         """Running requests that could compute something now if all requests behind them were
         preempted, but for those whose blocks are being read."""
-        found, manager, running = [], self.manager, self.scheduler.running
+        found, manager, running = [], self.manager, self.scheduler.queues.running
         for i, request in enumerate(running):
             share, counts = self.scheduler.share(request, plan), list(manager.pool.ref_counts)
             for other in running[i + 1 :]:
@@ -323,9 +337,9 @@ class TransferMachine(SchedulerMachine):
 
     def state(self) -> tuple[int, ...]:
         """Whether a step has changed anything."""
-        requests = self.scheduler.requests.values()
+        requests = self.scheduler.queues.requests.values()
         done = sum(r.num_computed_tokens + r.num_tokens for r in requests)
-        return done, len(requests), len(self.scheduler.receiving), len(self.manager.held)
+        return done, len(requests), len(self.scheduler.queues.receiving), len(self.manager.held)
 
 
 TestTransferScheduler = TransferMachine.TestCase
@@ -353,7 +367,7 @@ class FullPool:
         self.runner, self.num_added = ContentRunner(2, dict.fromkeys("abcd")), 0
         self.connector = ScriptedConnector(config, self.runner.look, 2)
         self.connector.wanted.add("d")
-        self.scheduler = Scheduler(config, self.manager, self.connector)
+        self.scheduler = create_scheduler(config, self.manager, self.connector)
         self.add("d", prompt, max_tokens=1)
         while self.scheduler.has_unfinished:
             self.step()
@@ -413,7 +427,7 @@ def test_what_a_peer_reads_is_not_preempted() -> None:
     for name, prompt in (("a", [1] * 3), ("b", [2] * 3), ("c", [3] * 2)):
         pool.add(name, prompt)
     pool.step()
-    pool.connector.read(pool.scheduler.requests["c"], pool.manager.tables["c"])
+    pool.connector.read(pool.scheduler.queues.requests["c"], pool.manager.tables["c"])
     assert pool.step() == (["a", "b", "c"], {})
     assert pool.step() == (["a", "c"], {"b": "recompute"})
 

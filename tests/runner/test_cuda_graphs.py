@@ -376,8 +376,8 @@ def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, m
     for llm, notes in zip(made, noted, strict=True):
 
         def note(plan: SchedulerOutput, replayed: list[int], notes: Any = notes) -> None:
-            notes += [(r.request_id, r.num_tokens, list(r.draft_token_ids)) for r in plan.requests]
-            decodes = all(r.num_tokens == 1 + len(r.draft_token_ids) for r in plan.requests)
+            notes += [(r.request_id, r.num_tokens, list(r.extra_token_ids)) for r in plan.requests]
+            decodes = all(r.num_tokens == 1 + len(r.extra_token_ids) for r in plan.requests)
             fits = sum(r.num_tokens for r in plan.requests) <= 24
             if notes is noted[1] and decodes:
                 assert len(replayed) == fits

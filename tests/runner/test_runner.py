@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import nanovllm.runner.prompt_logprobs
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
+from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.attention.base import (
     AttentionMetadata,
     ForwardContext,
@@ -22,6 +23,7 @@ from nanovllm.attention.base import (
     kv_cache_shape,
 )
 from nanovllm.attention.torch import TorchBackend
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.schedule import (
@@ -37,7 +39,6 @@ from nanovllm.runner import gpu_memory
 from nanovllm.runner.cuda_graphs import ladder
 from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
-from nanovllm.scheduler.scheduler import Scheduler
 from tests.examples import examples
 from tests.oracle import TINY, make_checkpoint
 from tests.stand_ins import set_constants, set_failure, set_gpu, set_memory
@@ -88,11 +89,11 @@ def real_runner(folder: pathlib.Path, num_blocks: int = 8, num_host_blocks: int 
 
 def check_batch(batch: Batch, plan: SchedulerOutput, scheduler: Scheduler) -> None:
     """Token by token from the scheduler's own books, which the runner has never seen."""
-    size, first, metadata = scheduler.config.block_size, 0, batch.metadata
+    size, first, metadata = scheduler.manager.block_size, 0, batch.metadata
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     assert starts[0] == 0 and len(starts) == len(plan.requests) + 1 == len(seq_lens) + 1
     for i, scheduled in enumerate(plan.requests):
-        request = scheduler.requests[scheduled.request_id]
+        request = scheduler.queues.requests[scheduled.request_id]
         table = scheduler.manager.tables[scheduled.request_id]
         for n in range(scheduled.num_tokens):
             position, row = scheduled.start + n, first + n
@@ -141,7 +142,7 @@ def test_batches_of_random_schedules(
     runner = BareRunner(config)
     runner.allocate(num_blocks)
     addresses = None
-    scheduler = Scheduler(
+    scheduler = create_scheduler(
         config, KVCacheManager(num_blocks, block_size, caching, 8 if mode == "swap" else 0)
     )
     for i, prompt in enumerate(prompts):
@@ -152,7 +153,9 @@ def test_batches_of_random_schedules(
             runner.rows.remove(request_id)
         batch = runner.prepare_inputs(plan)
         check_batch(batch, plan, scheduler)
-        assert runner.rows.row_of.keys() == {request.request_id for request in scheduler.running}
+        assert runner.rows.row_of.keys() == {
+            request.request_id for request in scheduler.queues.running
+        }
         assert len(set(runner.rows.row_of.values())) == len(runner.rows.row_of)
         now = [
             t.data_ptr() for t in (batch.input_ids, batch.positions, batch.metadata.block_tables)
@@ -163,7 +166,7 @@ def test_batches_of_random_schedules(
         due = [
             r
             for r in plan.requests
-            if ends[r.request_id] == scheduler.requests[r.request_id].num_tokens
+            if ends[r.request_id] == scheduler.queues.requests[r.request_id].num_tokens
         ]
         caught_up = [
             r.request_id
@@ -174,11 +177,11 @@ def test_batches_of_random_schedules(
         scheduler.update_from_output(
             plan,
             ModelRunnerOutput(
-                {r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due}
+                {r.request_id: [SampledToken(data.draw(st.integers(0, 3)))] for r in due}
             ),
         )
-        if scheduler.requests and data.draw(st.integers(0, 9)) == 0:
-            scheduler.abort_request(data.draw(st.sampled_from(sorted(scheduler.requests))))
+        if scheduler.queues.requests and data.draw(st.integers(0, 9)) == 0:
+            scheduler.abort_request(data.draw(st.sampled_from(sorted(scheduler.queues.requests))))
     assert not scheduler.has_unfinished
 
 
@@ -285,7 +288,7 @@ def test_removed_and_admitted_in_the_same_step(folder) -> None:
     again = runner.execute_model(
         SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"])
     )
-    assert again.sampled["A"].token_id == int(full_logits(runner.model, prompt)[-1].argmax())
+    assert again.sampled["A"][0].token_id == int(full_logits(runner.model, prompt)[-1].argmax())
     assert runner.rows.row_of == {"A": 0}
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request, RequestStatus
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Scheduler
 
 
 def scheduler_of(
@@ -21,7 +22,7 @@ def scheduler_of(
     have 2 tokens."""
     config = EngineConfig(block_size=2, num_kv_blocks=num_blocks, **options)
     config.settle(40, num_blocks)
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, 2, True, host_blocks))
+    scheduler = create_scheduler(config, KVCacheManager(num_blocks, 2, True, host_blocks))
     for number, length in enumerate(prompts):
         tokens = [10 * number + i for i in range(length)]
         scheduler.add_request(
@@ -38,7 +39,7 @@ def test_requests_are_admitted_in_order_until_one_has_to_wait() -> None:
         ("r1", 2),
     ]
     assert plan.blocked_by == "max_num_batched_tokens", "the plan says why r2 has to wait"
-    assert [request.request_id for request in scheduler.waiting] == ["r2"]
+    assert [request.request_id for request in scheduler.queues.waiting] == ["r2"]
 
 
 def test_no_request_overtakes_one_that_has_to_wait() -> None:
@@ -59,9 +60,9 @@ def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, Schedule
     preempted."""
     options = {"num_blocks": 4, "host_blocks": host_blocks, "preemption_mode": mode}
     scheduler = scheduler_of(4, 4, **options)
-    tokens = {name: SampledToken(5) for name in ("r0", "r1")}
+    tokens = {name: [SampledToken(5)] for name in ("r0", "r1")}
     scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(tokens))
-    victim, plan = scheduler.running[1], scheduler.schedule()
+    victim, plan = scheduler.queues.running[1], scheduler.schedule()
     scheduler.check_invariants()
     assert [share.request_id for share in plan.requests] == ["r0"]
     assert plan.blocked_by == "preemption", "a request admitted now would be the next victim"
@@ -80,21 +81,21 @@ def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, Schedule
 def test_a_preempted_request_begins_again(mode: str, host_blocks: int) -> None:
     scheduler, victim, plan = preempted(mode, host_blocks)
     assert plan.preempted == {"r1": "recompute"} and not plan.swap_out
-    assert victim.status is RequestStatus.WAITING and scheduler.waiting == [victim]
+    assert victim.status is RequestStatus.WAITING and scheduler.queues.waiting == [victim]
     assert victim.num_computed_tokens == 0
 
 
 def test_a_preempted_request_keeps_its_blocks_in_host_memory() -> None:
     scheduler, victim, plan = preempted("swap", 8)
     assert plan.preempted == {"r1": "swap"} and plan.swap_out == [(2, 0), (3, 1)]
-    assert victim.status is RequestStatus.SWAPPED and scheduler.swapped == [victim]
+    assert victim.status is RequestStatus.SWAPPED and scheduler.queues.swapped == [victim]
     assert victim.num_computed_tokens == 4
 
 
 def test_a_swapped_request_goes_before_later_ones_that_wait() -> None:
     scheduler, _, plan = preempted("swap", 8)
     scheduler.add_request(Request(EngineRequest("r2", [7], SamplingParams(max_tokens=9)), 2))
-    scheduler.update_from_output(plan, ModelRunnerOutput({"r0": SampledToken(5)}))
+    scheduler.update_from_output(plan, ModelRunnerOutput({"r0": [SampledToken(5)]}))
     scheduler.abort_request("r0")
     plan = scheduler.schedule()
     assert [share.request_id for share in plan.requests] == ["r1", "r2"]

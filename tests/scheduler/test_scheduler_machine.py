@@ -9,19 +9,29 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.features.step_time_limit import StepTimeLimit
+from nanovllm.features.step_times import StepTimes
 from nanovllm.kv.block_pool import BlockPool
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Scheduler
 from tests.content_runner import ContentRunner, next_token
 from tests.examples import examples
 
 SETTINGS = settings(
     max_examples=examples(60), stateful_step_count=60, suppress_health_check=list(HealthCheck)
 )
+
+
+class MillisecondPerToken(StepTimes):
+    """Predicts a millisecond for each prompt token."""
+
+    def prefill_tokens(self, seconds: float) -> int:
+        return round(1000 * seconds)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -149,6 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             scheduling_policy=order,
             pipeline_parallel_size=stages,
+            async_scheduling=overlap and stages == 1,
             max_step_ms=limit,
             speculative_config=speculative if drafts else None,
         )
@@ -156,7 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = config
         self.manager = KVCacheManager(num_blocks, block_size, caching, host_blocks)
         self.scheduler = self.make_scheduler()
-        self.scheduler.step_times.prefill_tokens = lambda seconds: round(1000 * seconds)  # type: ignore[method-assign]
+        for feature in self.scheduler.features:
+            if isinstance(feature, StepTimeLimit):
+                feature.step_times = MillisecondPerToken()
         self.salts: dict[str, str | None] = {}
         self.runner = ContentRunner(block_size, self.salts)
         self.sources: dict[str, EngineRequest] = {}
@@ -169,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_scheduler(self) -> Scheduler:
         """The one to be examined, with these settings."""
-        return Scheduler(self.config, self.manager)
+        return create_scheduler(self.config, self.manager)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
@@ -209,9 +222,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if not self.scheduler.requests:
+        if not self.scheduler.queues.requests:
             return
-        request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.queues.requests)))
         assert self.scheduler.abort_request(request_id)
         assert not self.scheduler.abort_request(request_id)
 
@@ -222,8 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_invariants()
 
     def step(self) -> None:
-        waiting = list(self.scheduler.waiting)
-        decoding = any(not request.in_prefill for request in self.scheduler.running)
+        waiting = list(self.scheduler.queues.waiting)
+        decoding = any(not request.in_prefill for request in self.scheduler.queues.running)
         plan = self.scheduler.schedule()
         if not self.scheduler.has_unfinished:
             # And is not run: what the runner has to drop must come with a later one.
@@ -234,19 +247,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             return self.take_results(len(self.under_way) - 1)
         assert not plan.empty, f"nothing moves: {plan.blocked_by}"
         assert plan.num_tokens <= self.config.token_budget
-        assert len(self.scheduler.running) <= self.config.max_num_seqs
+        assert len(self.scheduler.queues.running) <= self.config.max_num_seqs
         limit, mixes = self.config.max_step_ms, self.config.batching_policy == "chunked"
         if limit and decoding and mixes and self.config.enable_chunked_prefill:
             event("limited by max_step_ms")
             assert plan.num_prefill_tokens <= limit
         if not self.config.enable_chunked_prefill:
             for scheduled in plan.requests:
-                request = self.scheduler.requests[scheduled.request_id]
+                request = self.scheduler.queues.requests[scheduled.request_id]
                 assert request.num_computed_tokens >= request.num_tokens, "a prompt was cut"
         # Admission keeps the order of the queue.
         admitted = [r.request_id for r in waiting if r.request_id in plan.admitted]
         assert (
-            admitted == [r.request_id for r in waiting][: len(admitted)] or self.scheduler.swapped
+            admitted == [r.request_id for r in waiting][: len(admitted)]
+            or self.scheduler.queues.swapped
         )
         for what in plan.preempted.values():
             event(f"preempted by {what}")
@@ -256,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("prefix hit")
         if any(scheduled.last_is_pending for scheduled in plan.requests):
             event("scheduled ahead")
-        if any(scheduled.draft_token_ids for scheduled in plan.requests):
+        if any(scheduled.extra_token_ids for scheduled in plan.requests):
             event("verifies drafts")
         if self.config.pipeline_parallel_size > 1:
             self.check_division(plan)
@@ -285,8 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_results(self, keep: int = 0) -> None:
         while len(self.under_way) > keep:
             plan, result = self.under_way.popleft()
-            if self.scheduler.speculation is not None:
-                self.scheduler.speculation.add(plan, self.seconds())
+            self.scheduler.took(plan, self.seconds())
             for output in self.scheduler.update_from_output(plan, result):
                 self.outputs[output.request_id] += output.new_token_ids
                 if output.finish_reason:

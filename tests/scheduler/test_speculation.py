@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.queues import Queues
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.request import EngineOutput, EngineRequest, Request, RequestStatus
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import (
     ModelRunnerOutput,
@@ -17,9 +20,8 @@ from nanovllm.data.schedule import (
     SchedulerOutput,
 )
 from nanovllm.data.speculative_config import SpeculativeConfig
+from nanovllm.features.speculation.scheduling import FEW, PROBE, NgramProposer, Speculation
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.speculation import FEW, PROBE, NgramProposer, Speculation
 
 
 def searched(token_ids: list[int], count: int, longest: int, shortest: int) -> list[int]:
@@ -65,19 +67,26 @@ class Foreseen(Speculation):
 
 
 def make_speculation(
-    plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any
+    plain: float = 0.0,
+    row: float = 0.0,
+    num_requests: int = 1,
+    num_blocks: int = 40,
+    **options: Any,
 ) -> Foreseen:
     """One that has seen a step without drafts of `plain` seconds, and some where each request's
     draft took `row` seconds more."""
     speculation = Foreseen(
-        SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options)
+        SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options),
+        Queues(),
+        KVCacheManager(num_blocks, 4),
+        max_num_seqs=4,
     )
     for drafts in ([], *[[7, 7]] * FEW) if plain else ():
         shares = [
-            ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)
+            ScheduledRequest("", 0, 1 + len(drafts), [], [], extra_token_ids=drafts)
             for _ in range(num_requests)
         ]
-        speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
+        speculation.took(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
     pass_steps(speculation, PROBE + 2 - (1 + FEW if plain else 0))
     return speculation
 
@@ -86,7 +95,7 @@ def pass_steps(speculation: Speculation, count: int) -> None:
     """Let steps pass of so many requests that they tell nothing of smaller ones."""
     shares = [ScheduledRequest("", 0, 1, [], [])] * 100
     for _ in range(count):
-        speculation.add(SchedulerOutput(shares), 1.0)
+        speculation.took(SchedulerOutput(shares), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,8 @@ def test_a_row_pays_if_its_chance_is_above_its_price(
     for tried in (0 if wanted else few, 0 if wanted else few, wanted):
         assert speculation.count(request, num_requests) == tried
         pass_steps(speculation, 1)
-    speculation.begin_step([request], True, KVCacheManager(40, 4))
+    speculation.queues.add(make_request())
+    speculation.before_step(SchedulerOutput())
     assert speculation.count(request, num_requests) == 0
 
 
@@ -121,12 +131,12 @@ def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
     speculation = make_speculation()
     speculation.foreseen = 1e-9
     assert speculation.count(make_request(), 1) == 0
-    speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
+    speculation.took(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
     for _ in range(FEW):
         assert speculation.count(make_request(), 1) == 8
         assert speculation.count(make_request(), 2) == 0  # of two requests nothing is known
-        speculation.add(
-            SchedulerOutput([ScheduledRequest("", 0, 9, [], [], draft_token_ids=[7] * 8)]), 2.0
+        speculation.took(
+            SchedulerOutput([ScheduledRequest("", 0, 9, [], [], extra_token_ids=[7] * 8)]), 2.0
         )
     assert speculation.count(make_request(), 1) == 0
 
@@ -135,12 +145,12 @@ def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
 def test_a_single_draft_measures_no_row_unless_there_are_never_more(most: int) -> None:
     """It pays alone for what all drafts of a step need."""
     speculation = make_speculation(num_speculative_tokens=most)
-    speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
+    speculation.took(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
     wanted = [most]  # until rows are measured, they cost nothing; then more than they may bring
     for drafts in ([7], [7] * most):
         for _ in range(FEW):
-            shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)]
-            speculation.add(SchedulerOutput(shares), 1.0 + 2.0 * len(drafts))
+            shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], extra_token_ids=drafts)]
+            speculation.took(SchedulerOutput(shares), 1.0 + 2.0 * len(drafts))
         wanted.append(speculation.count(make_request(), 1))
     assert wanted == ([1, 0, 0] if most == 1 else [8, 8, 0])
 
@@ -170,8 +180,9 @@ def test_acceptance_follows_a_request_and_begins_with_that_of_all() -> None:
     speculation, good, bad = make_speculation(), make_request(), make_request()
 
     def end(request: Request, num_accepted: int) -> None:
-        share = ScheduledRequest("A", 0, 3, [], [], draft_token_ids=[7, 7])
-        speculation.end_step(request, share, ModelRunnerOutput(), num_accepted + 1, 1)
+        share = ScheduledRequest("A", 0, 3, [], [], extra_token_ids=[7, 7])
+        output = EngineOutput("A", new_token_ids=[7] * (num_accepted + 1))
+        speculation.sampled(request, share, ModelRunnerOutput(), output)
 
     for _ in range(30):
         end(good, 2)
@@ -192,21 +203,20 @@ NEVER = '{"method": "ngram", "num_speculative_tokens_per_batch_size": []}'
 def make_scheduler(num_blocks: int = 40, **options: Any) -> Scheduler:
     config = EngineConfig(block_size=4, max_num_batched_tokens=32, max_num_seqs=4, **options)
     config.settle(model_max_len=4096, num_kv_blocks=num_blocks)
-    return Scheduler(config, KVCacheManager(num_blocks, 4, config.enable_prefix_caching))
+    manager = KVCacheManager(num_blocks, 4, config.enable_prefix_caching)
+    return create_scheduler(config, manager)
 
 
 def test_rejected_drafts_are_taken_back_and_blocks_are_named_when_verified() -> None:
     scheduler, request = make_scheduler(speculative_config=NEVER), make_request(6)
     scheduler.add_request(request)
 
-    def step(drafts: list[int], first: int, *after: int) -> ScheduledRequest:
-        request.draft_token_ids = drafts
+    def step(drafts: list[int], *result: int) -> ScheduledRequest:
+        request.extra_token_ids = drafts
         [share] = (plan := scheduler.schedule()).requests
         scheduler.check_invariants()
-        more = [SampledToken(token) for token in after]
-        scheduler.update_from_output(
-            plan, ModelRunnerOutput({"A": SampledToken(first)}, sampled_after={"A": more})
-        )
+        sampled = [SampledToken(token) for token in result]
+        scheduler.update_from_output(plan, ModelRunnerOutput({"A": sampled}))
         scheduler.check_invariants()
         return share
 
@@ -216,8 +226,8 @@ def test_rejected_drafts_are_taken_back_and_blocks_are_named_when_verified() -> 
 
     assert (step([], 70).samples, num_found()) == (1, 1)
     share = step([71, 72, 73], 71, 88)  # 72 is wrong
-    assert request.draft_token_ids == []  # what was verified is not verified again
-    assert (share.num_tokens, share.samples, list(share.draft_token_ids)) == (4, 4, [71, 72, 73])
+    assert request.extra_token_ids == []  # what was verified is not verified again
+    assert (share.num_tokens, share.samples, list(share.extra_token_ids)) == (4, 4, [71, 72, 73])
     assert (request.token_ids[6:], request.num_computed_tokens, num_found()) == ([70, 71, 88], 8, 2)
     share = step([80, 81, 82], 80, 81, 82, 83)  # all are right
     assert (share.start, share.new_token_ids) == (8, [71, 88])
@@ -237,27 +247,75 @@ def test_what_follows_the_end_in_a_run_is_dropped(
         make_request(6, max_tokens, stop_token_ids=stop),
     )
     scheduler.add_request(request)
-    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"A": SampledToken(70)}))
-    request.draft_token_ids = [80, 81, 82, 83][: max_tokens - 2]
-    after = [SampledToken(token) for token in (81, 82, 83, 84)]
-    [output] = scheduler.update_from_output(
-        scheduler.schedule(), ModelRunnerOutput({"A": SampledToken(80)}, sampled_after={"A": after})
-    )
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"A": [SampledToken(70)]}))
+    request.extra_token_ids = [80, 81, 82, 83][: max_tokens - 2]
+    sampled = [SampledToken(token) for token in (80, 81, 82, 83, 84)]
+    [output] = scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"A": sampled}))
     assert output.finish_reason == reason and output.new_token_ids == (
         [80, 81] if stop else [80, 81, 82]
     )
-    assert not scheduler.requests and scheduler.manager.pool.num_free == 40
+    assert not scheduler.queues.requests and scheduler.manager.pool.num_free == 40
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_prompts_and_short_memory_come_before_drafts(others: int) -> None:
-    speculation, manager = make_speculation(), KVCacheManager(40, 4)
+def run(speculation: Speculation, request: Request, num_computed: int) -> Request:
+    """Put a request into the running queue, with two drafts."""
+    speculation.queues.add(request)
+    speculation.queues.move(request, RequestStatus.RUNNING)
+    request.num_computed_tokens = num_computed
+    request.extra_token_ids = [5, 6]
+    return request
+
+
+def other_request() -> Request:
     request = make_request()
-    request.num_computed_tokens, request.draft_token_ids = 2, [5, 6]
+    request.request_id = "B"
+    return request
+
+
+@pytest.mark.parametrize("others", ["none", "wait", "wait for a running slot", "in prefill"])
+def test_prompts_come_before_drafts(others: str) -> None:
+    speculation = make_speculation(1.0)
+    request = run(speculation, make_request(), num_computed=2)
     request.token_ids += [9] * 2
     request.num_computed_tokens = len(request.token_ids) - 1
-    speculation.begin_step([request], bool(others), manager)
-    assert (request.draft_token_ids == []) == bool(others)
-    request.draft_token_ids = [5, 6]
-    speculation.begin_step([request], False, KVCacheManager(2, 4))
-    assert request.draft_token_ids == []
+    if others == "in prefill":
+        run(speculation, other_request(), num_computed=1)
+    elif others != "none":
+        speculation.queues.add(other_request())
+    if others == "wait for a running slot":
+        speculation.max_num_seqs = 1  # a prompt cannot use the budget of this step
+    speculation.before_step(SchedulerOutput())
+    keeps = others in ("none", "wait for a running slot")
+    assert request.extra_token_ids == ([5, 6] if keeps else [])
+    assert (speculation.count(request, 1) > 0) == keeps
+
+
+def test_no_drafts_when_blocks_are_short() -> None:
+    """A request may need blocks for 16 drafts and one block more: 8 to verify, and 8 to make."""
+    for num_blocks, drafts in ((5, [5, 6]), (4, [])):
+        speculation = make_speculation(num_blocks=num_blocks)
+        request = run(speculation, make_request(), num_computed=3)
+        request.token_ids.append(9)
+        speculation.before_step(SchedulerOutput())
+        assert request.extra_token_ids == drafts
+
+
+def test_drafts_that_a_model_makes_get_their_slots_with_the_share() -> None:
+    """`scheduled` allocates them, if a block is free, and tells the runner their number."""
+    for num_blocks, num_drafts, new_blocks in ((3, 3, 1), (1, 0, 0)):
+        speculation = make_speculation(
+            num_blocks=num_blocks,
+            method="draft_model",
+            model="smollm2-135m",
+            num_speculative_tokens=3,
+            num_speculative_tokens_per_batch_size=[[1, 9, 3]],
+        )
+        request = make_request(4)
+        run(speculation, request, num_computed=3)
+        speculation.manager.allocate_slots(request, 4)
+        share = ScheduledRequest("A", 3, 1, [], [], samples=1)
+        speculation.scheduled(request, share)
+        assert (share.num_drafts, len(share.new_block_ids)) == (num_drafts, new_blocks)
+        in_prefill = ScheduledRequest("A", 0, 2, [], [])
+        speculation.scheduled(request, in_prefill)
+        assert in_prefill.num_drafts == 0, "a share that samples nothing drafts nothing"

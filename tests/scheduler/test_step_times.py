@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import (
@@ -17,8 +18,8 @@ from nanovllm.data.schedule import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.step_times import CHUNK, StepTimes
+from nanovllm.features.step_time_limit import StepTimeLimit
+from nanovllm.features.step_times import CHUNK, StepTimes
 from tests.scheduler.test_scheduler import scheduler_of
 
 # ---------------------------------------------------------------------------------------- the model
@@ -160,13 +161,15 @@ def limited(*prompts: int, tokens: int, **options: Any) -> Scheduler:
     scheduler = scheduler_of(
         *prompts, num_blocks=64, **{"max_step_ms": 50, "max_num_seqs": 4} | options
     )
-    scheduler.step_times = Says(tokens)
+    for feature in scheduler.features:
+        if isinstance(feature, StepTimeLimit):
+            feature.step_times = Says(tokens)
     return scheduler
 
 
 def add(scheduler: Scheduler, name: str, length: int, priority: int = 0) -> Request:
     """One more request, with a prompt that no other one begins with."""
-    tokens, number = [ord(name[0])] * length, len(scheduler.requests) + 1
+    tokens, number = [ord(name[0])] * length, len(scheduler.queues.requests) + 1
     request = Request(
         EngineRequest(name, tokens, SamplingParams(max_tokens=9), priority=priority), number
     )
@@ -178,7 +181,8 @@ def run_step(scheduler: Scheduler) -> tuple[SchedulerOutput, dict[str, int]]:
     """One step, in which every request that may samples a 7; also each request's share."""
     plan = scheduler.schedule()
     scheduler.update_from_output(
-        plan, ModelRunnerOutput({r.request_id: SampledToken(7) for r in plan.requests if r.samples})
+        plan,
+        ModelRunnerOutput({r.request_id: [SampledToken(7)] for r in plan.requests if r.samples}),
     )
     scheduler.check_invariants()
     return plan, {r.request_id: r.num_tokens for r in plan.requests}
@@ -220,7 +224,10 @@ def test_a_prompt_in_front_leaves_decoding_requests_their_token() -> None:
     run_step(scheduler)
     urgent = add(scheduler, "urgent", 30, priority=-1)
     run_step(scheduler)
-    assert scheduler.running[0] is urgent and run_step(scheduler)[1] == {"urgent": 4, "r0": 1}
+    assert scheduler.queues.running[0] is urgent and run_step(scheduler)[1] == {
+        "urgent": 4,
+        "r0": 1,
+    }
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "static"])
@@ -240,12 +247,14 @@ def test_no_prompt_starves() -> None:
         add(scheduler, name, length)
     steps = 0
     while any(
-        scheduler.requests[name].num_output_tokens == 0
+        scheduler.queues.requests[name].num_output_tokens == 0
         for name in prompts
-        if name in scheduler.requests
+        if name in scheduler.queues.requests
     ):
-        first = next(name for name in prompts if scheduler.requests[name].num_output_tokens == 0)
-        decoding = "r0" in scheduler.requests
+        first = next(
+            name for name in prompts if scheduler.queues.requests[name].num_output_tokens == 0
+        )
+        decoding = "r0" in scheduler.queues.requests
         plan, shares = run_step(scheduler)
         steps += 1
         assert shares[first] >= 1 and (plan.num_prefill_tokens <= 2 or not decoding)

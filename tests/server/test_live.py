@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 
 import nanovllm
 from nanovllm import SamplingParams
+from nanovllm.assembly.engine import Engine
 from nanovllm.cli import serve as serve_cli
 from nanovllm.cli import trace as trace_cli
 from nanovllm.cli.main import main
@@ -32,7 +33,6 @@ from nanovllm.data.outputs import CompletionOutput, RequestOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.engine.async_engine import AsyncEngine
-from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Report
 from nanovllm.lab.viz import SimulatedRequest, simulate
 from nanovllm.lab.viz.data import pool_states
@@ -765,7 +765,7 @@ def test_the_views_are_those_that_can_be_drawn() -> None:
 def test_prefix_hits_are_those_that_the_engine_counts(tiny_model: pathlib.Path) -> None:
     trace = Trace()
     sizes = {"num_kv_blocks": 20, "block_size": 4, "max_model_len": 64, "max_num_seqs": 8}
-    core = EngineCore(
+    core = Engine(
         EngineConfig(str(tiny_model), dtype="float32", max_num_batched_tokens=64, **sizes), trace
     )
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -7,10 +7,10 @@ import pathlib
 import tempfile
 from typing import Any
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import EngineCore
 from nanovllm.trace.trace import Trace
 from tests.oracle import make_checkpoint
 
@@ -21,9 +21,7 @@ SPECULATION = (
 )
 
 
-def drafting_engine(
-    checkpoint: str, **options: Any
-) -> tuple[EngineCore, Trace, dict[str, list[int]]]:
+def drafting_engine(checkpoint: str, **options: Any) -> tuple[Engine, Trace, dict[str, list[int]]]:
     """Run eight requests greedily, a new one after every third step; one is aborted. A random model
     repeats nothing, but these answers are made of three tokens only, so that n-grams occur again,
     and some drafts are right.
@@ -40,7 +38,7 @@ def drafting_engine(
         checkpoint, dtype="float32", device="cpu", check_invariants=True, **(settings | options)
     )
     trace, outputs = Trace(), dict[str, list[int]]()
-    core = EngineCore(config, trace)
+    core = Engine(config, trace)
     for number in range(8):
         prompt, request_id = ([5, 6, 7, 8 + number % 2] * 6)[: 17 + number], f"r{number}"
         outputs[request_id] = []

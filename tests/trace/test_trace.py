@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 
 import nanovllm.engine.core
 import nanovllm.trace.trace
+from nanovllm.assembly.engine import Engine
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.engine.core import EngineCore, NoRecorder
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.format import (
     HIDDEN_TOKEN,
     MIN_KNOWN,
@@ -213,7 +213,7 @@ def test_one_who_has_ended_keeps_its_number_while_it_is_in_a_queue(checkpoint: s
         checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, async_scheduling=True
     )
     trace = Trace()
-    core = EngineCore(config, trace)
+    core = Engine(config, trace)
     for i in range(6):
         core.add_request(
             EngineRequest(f"r{i}", [5, 6, 7], SamplingParams(max_tokens=2 + i, ignore_eos=True))
@@ -290,8 +290,7 @@ def test_a_trace_tells_what_became_of_drafts(
             assert not share.num_drafts or share.kind == "decode"
     assert told == outputs
     drafts = [share for record in trace for share in record.requests if share.num_drafts]
-    assert core.scheduler.speculation is not None
-    stats = core.scheduler.speculation.stats
+    stats = core.stats.spec_decoding
     assert stats.num_drafts == len(drafts) and stats.num_draft_tokens == sum(
         s.num_drafts for s in drafts
     )
@@ -477,7 +476,7 @@ class Witness:
             list(manager.pool.ref_counts),
             {b for b in manager.pool.cached_blocks.values() if not manager.pool.ref_counts[b]},
             {
-                request_id: scheduler.requests[request_id].num_computed_tokens
+                request_id: scheduler.queues.requests[request_id].num_computed_tokens
                 for request_id in manager.tables
             },
             scheduler.num_preemptions,
@@ -598,7 +597,7 @@ WEIGHTS = {
 class Reader:
     """Watches an engine as a page does: what it sees has gone through the lines of a stream."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: Engine) -> None:
         self.trace = Trace(settings=core.trace_settings)
         self._encoder, self._decoder = TraceEncoder(TraceSettings()), TraceDecoder(TraceSettings())
 
@@ -609,7 +608,7 @@ class Reader:
 class Session:
     """An engine, and people who come, look and go."""
 
-    def __init__(self, core: EngineCore, seed: int) -> None:
+    def __init__(self, core: Engine, seed: int) -> None:
         self.core = core
         self.draw = random.Random(seed)
         self.readers: list[Reader] = []
@@ -624,7 +623,7 @@ class Session:
             for _ in range(draw.randint(1, 6)):
                 core.step()
         elif action == "abort" and core.has_unfinished:
-            core.abort_request(draw.choice(sorted(core.scheduler.requests)))
+            core.abort_request(draw.choice(sorted(core.scheduler.queues.requests)))
         elif action == "watch":
             self.readers.append(Reader(core))
             core.watch(self.readers[-1].see)
@@ -692,7 +691,7 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     trace = Trace() if traced else None
     if config.pipeline_parallel_size > 1:
         set_executor(monkeypatch, StagedExecutor)
-    core = EngineCore(config, trace)
+    core = Engine(config, trace)
 
     readers = []
     for seed in range(examples(9, by_day=2)):
@@ -726,14 +725,14 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     if trace is not None:
         witness.check(trace)
     else:
-        assert isinstance(core.recorder, NoRecorder)
+        assert not core.recorder.is_on
 
 
 def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
     """The prefix cache is emptied between two steps, and a step breaks off: both change the pool,
     and neither is a step."""
     config = EngineConfig(checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, block_size=4)
-    core, reader = EngineCore(config), []
+    core, reader = Engine(config), []
     core.watch(reader.append)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     core.add_request(EngineRequest("a", list(range(3, 20)), params))
@@ -760,7 +759,7 @@ def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
     core.unwatch(reader.append)
     core.unwatch(reader.append)  # twice is as good as once
     core.step()
-    assert len(reader) == count and isinstance(core.recorder, NoRecorder)
+    assert len(reader) == count and not core.recorder.is_on
 
 
 def write_traces_to(patch: pytest.MonkeyPatch, file: Any) -> None:
@@ -800,7 +799,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     config = EngineConfig(
         checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, trace="run.jsonl"
     )
-    core = EngineCore(config)
+    core = Engine(config)
     assert core.trace is not None
     for name in "abc":
         core.add_request(
@@ -834,9 +833,7 @@ def test_a_slow_disk_is_no_hang(checkpoint: str, monkeypatch: pytest.MonkeyPatch
             io.BytesIO.close(self)
 
     write_traces_to(monkeypatch, Disk())
-    core = EngineCore(
-        EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace="run.jsonl")
-    )
+    core = Engine(EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace="run.jsonl"))
     core.add_request(EngineRequest("a", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True)))
     while core.has_unfinished:
         core.step()
@@ -853,4 +850,4 @@ def test_a_trace_that_cannot_be_begun_is_an_error_at_the_start(
         checkpoint, dtype="float32", num_kv_blocks=18, trace=str(tmp_path / "none" / "a")
     )
     with pytest.raises(TraceError, match=r"cannot write the trace .*none/a .*a folder that exists"):
-        EngineCore(config)
+        Engine(config)

@@ -11,10 +11,11 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import EngineCore, create_core
+from nanovllm.engine.core import create_core
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.config import ModelConfig
@@ -56,13 +57,13 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0)
     return folder
 
 
-def start_engine(model: str, **options: Any) -> EngineCore:
+def start_engine(model: str, **options: Any) -> Engine:
     """An engine, or several with `data_parallel_size`; options are fields of `EngineConfig`."""
     # With several engines, callers use only the members that `DataParallelCore` has, too.
-    return cast(EngineCore, create_core(EngineConfig(model=model, **options)))
+    return cast(Engine, create_core(EngineConfig(model=model, **options)))
 
 
-def add_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> None:
+def add_requests(core: Engine, requests: Sequence[BenchRequest]) -> None:
     """Queue requests, greedy and without an end of text, under their numbers."""
     for index, request in enumerate(requests):
         params = SamplingParams(
@@ -72,7 +73,7 @@ def add_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> None:
 
 
 def run_requests(
-    core: EngineCore, requests: Sequence[BenchRequest]
+    core: Engine, requests: Sequence[BenchRequest]
 ) -> tuple[list[list[int]], list[Timeline]]:
     """Run requests to their end; returns their tokens, and when they came."""
     start = time.perf_counter()

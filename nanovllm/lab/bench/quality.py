@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import EngineCore
 from nanovllm.engine.llm import LLM
 from nanovllm.lab.bench.report import Row
 from nanovllm.offline.text import own_chats, pieces
@@ -34,7 +34,7 @@ def documentation() -> str:
 def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
     """The log-probability of every token at each position but the first, `[tokens - 1, vocab_size]`
     float32."""
-    model = cast(EngineCore, llm.engine.core).runner.model
+    model = cast(Engine, llm.engine.core).runner.model
     seen = list[Tensor]()
     hook = model.register_forward_hook(lambda module, inputs, hidden: seen.append(hidden.clone()))
     llm.generate(

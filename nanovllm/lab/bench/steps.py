@@ -15,10 +15,10 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import Grid
-from nanovllm.engine.core import EngineCore
 from nanovllm.engine.llm import LLMEngine
 from nanovllm.engine.process import Report
 from nanovllm.lab.bench.engines import EngineSettings, SchedulerAlone
@@ -82,7 +82,7 @@ def time_parts(
     is a part, too."""
     engine = LLMEngine(EngineConfig(**options))
     decode = msgspec.msgpack.Decoder(Report).decode
-    core = cast(EngineCore, engine.core)
+    core = cast(Engine, engine.core)
     runner = core.runner
     pipe = SimpleNamespace(
         carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs
@@ -176,7 +176,7 @@ def time_steps(
     return found
 
 
-def _median_step(core: EngineCore, steps: int) -> float:
+def _median_step(core: Engine, steps: int) -> float:
     return statistics.median(timed(core.step) for _ in range(steps))
 
 

@@ -219,28 +219,28 @@ def nanovllm_scheduler(
 ) -> Any:
     """The scheduler of this project with all requests, and the stub."""
     from nanovllm import SamplingParams
+    from nanovllm.assembly.scheduling import create_scheduler
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.request import EngineRequest, Request
     from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
     from nanovllm.kv.manager import KVCacheManager
-    from nanovllm.scheduler.scheduler import Scheduler
 
     config = EngineConfig(**sizes)
     config.settle(sizes["max_model_len"], num_blocks)
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
+    scheduler = create_scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
     for i, request in enumerate(requests):
         params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=True)
         scheduler.add_request(
             Request(EngineRequest(str(i), request["prompt_token_ids"], params), i)
         )
     return scheduler, lambda plan: ModelRunnerOutput(
-        {each.request_id: SampledToken(7) for each in plan.requests}
+        {each.request_id: [SampledToken(7)] for each in plan.requests}
     )
 
 
 def vllm_scheduler(model: str, requests: Requests, sizes: dict[str, Any], num_blocks: int) -> Any:
-    """vLLM's V1 scheduler, made as its `EngineCore` makes it, and the stub. Names that move from
-    version to version come from the module of `EngineCore`, which needs them all."""
+    """vLLM's V1 scheduler, made as its `Engine` makes it, and the stub. Names that move from
+    version to version come from the module of `Engine`, which needs them all."""
     import torch
     from vllm import EngineArgs, SamplingParams
     from vllm.v1 import kv_cache_interface as kv

@@ -14,13 +14,7 @@ SERVER = 90  # lectures from here on are about the way in, which every stage has
 PARTS: dict[str, tuple[int, list[str]]] = {
     "KV on the move": (
         31,
-        [
-            "kv_transfer/**/*",
-            "router/**/*",
-            "kv/connector.py",
-            "scheduler/transfers.py",
-            "data/kv_transfer_config.py",
-        ],
+        ["kv_transfer/**/*", "router/**/*", "kv/connector.py", "data/kv_transfer_config.py"],
     ),
     "many processes": (
         20,
@@ -35,7 +29,8 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "executor/worker.py",
             "engine/group.py",
             "engine/data_rank.py",
-            "scheduler/data_parallel.py",
+            "features/data_parallel.py",
+            "features/lock_step.py",
             "distributed/process_groups.py",
             "distributed/stage_link.py",
             "distributed/shared_collectives.py",
@@ -82,7 +77,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         42,
         [
             "data/speculative_config.py",
-            "scheduler/speculation.py",
+            "features/speculation/*",
             "runner/speculative/*",
             "models/eagle.py",
             "models/heads/*",
@@ -108,6 +103,8 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "chat in the terminal": (90, ["cli/chat.py"]),
     "workshop": (89, ["lab/**/*"]),
     "stages of a pipeline": (23, ["distributed/pipeline_parallel.py"]),
+    "steps of a pipeline": (23, ["features/pipeline.py"]),
+    "the fast path for decodes": (43, ["features/decodes_first.py"]),
 }
 
 

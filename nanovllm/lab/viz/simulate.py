@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
@@ -86,7 +87,7 @@ def simulate(
     manager = KVCacheManager(
         num_kv_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
     )
-    simulation = _Simulation(config, Scheduler(config, manager), step_cost, token_cost)
+    simulation = _Simulation(config, create_scheduler(config, manager), step_cost, token_cost)
     return simulation.serve(requests, max_steps)
 
 
@@ -99,6 +100,7 @@ class _Simulation:
         self.step_cost = step_cost
         self.token_cost = token_cost
         settings = TraceSettings(model="simulated", time_unit="simulated units")
+        settings |= config.trace_settings(scheduler.manager.pool.num_blocks)
         self.recorder = StepRecorder(Trace(settings=settings), scheduler)
         self.clock = 0.0
         self.num_added = 0
@@ -155,7 +157,7 @@ class _Simulation:
         record = self.recorder.begin(plan, step, self.clock)
         # As the runner: a token for each request whose known tokens are all computed.
         result = ModelRunnerOutput(
-            {r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples}
+            {r.request_id: [SampledToken(SAMPLED_TOKEN)] for r in plan.requests if r.samples}
         )
         outputs = self.scheduler.update_from_output(plan, result)
         duration = self.step_cost + self.token_cost * plan.num_tokens

@@ -155,7 +155,7 @@ class Drafter:
         new = [emitted.get(request.request_id, []) for request in requests]
         starts = np.array([request.start for request in requests])
         num_rejected = [
-            len(request.draft_token_ids) + 1 - len(tokens) if tokens else 0
+            len(request.extra_token_ids) + 1 - len(tokens) if tokens else 0
             for request, tokens in zip(requests, new, strict=True)
         ]
         # The KV of rejected drafts does not count.

@@ -56,7 +56,7 @@ class Speculator:
         drawn = self.drafter.probabilities if self.drafter is not None else {}
         for scheduled in schedule.requests:
             for place, draft in enumerate(
-                scheduled.draft_token_ids if scheduled.request_id in drawn else ()
+                scheduled.extra_token_ids if scheduled.request_id in drawn else ()
             ):
                 key = (scheduled.request_id, place) if place else scheduled.request_id
                 rows[key] = DraftedRow(
@@ -76,10 +76,9 @@ class Speculator:
             return lambda: keep_accepted(schedule, sampled())
         output = keep_accepted(schedule, sampled())
         if schedule.requests:
-            after = output.sampled_after
             emitted = {
-                name: [token.token_id, *(more.token_id for more in after.get(name, ()))]
-                for name, token in output.sampled.items()
+                name: [token.token_id for token in tokens]
+                for name, tokens in output.sampled.items()
             }
             output.draft_token_ids = self.drafter.propose(schedule, batch, hidden, emitted)
         return lambda: output

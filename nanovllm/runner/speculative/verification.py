@@ -29,7 +29,7 @@ def keep_accepted(
             after n drafts. A request that samples nothing is missing.
 
     Returns:
-        Each request's first token in `sampled`, and its other tokens, if any, in `sampled_after`.
+        The tokens of each request.
     """
     output = ModelRunnerOutput()
     for scheduled in schedule.requests:
@@ -37,13 +37,11 @@ def keep_accepted(
         if name not in sampled:
             continue
         tokens = [sampled[name]]
-        for place, draft in enumerate(scheduled.draft_token_ids, start=1):
+        for place, draft in enumerate(scheduled.extra_token_ids, start=1):
             if tokens[-1].token_id != draft:
                 break
             tokens.append(sampled[name, place])
-        output.sampled[name] = tokens[0]
-        if tokens[1:]:
-            output.sampled_after[name] = tokens[1:]
+        output.sampled[name] = tokens
     return output
 
 

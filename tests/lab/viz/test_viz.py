@@ -530,10 +530,10 @@ def test_simulation_needs_no_torch():
 
 def test_engine_and_simulation_write_the_same_record(tmp_path):
     """The real engine, with random weights, schedules and records as the simulation does."""
+    from nanovllm.assembly.engine import Engine
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.request import EngineRequest
     from nanovllm.data.sampling_params import SamplingParams
-    from nanovllm.engine.core import EngineCore
 
     shape = {
         "hidden_size": 32,
@@ -545,7 +545,7 @@ def test_engine_and_simulation_write_the_same_record(tmp_path):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(config | shape))
     options = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_kv_blocks": 8, "block_size": 8}
-    core = EngineCore(
+    core = Engine(
         EngineConfig(
             model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", **options
         ),

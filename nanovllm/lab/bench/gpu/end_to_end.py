@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.core import EngineCore
+from nanovllm.assembly.engine import Engine
 from nanovllm.lab.bench.gpu.plan import GRAPHS, MODELS, STEP
 from nanovllm.lab.bench.gpu.trace import CPU_CATEGORIES, GPU_CATEGORIES, HOST_GAP, split_steps
 from nanovllm.lab.bench.local import (
@@ -178,7 +178,7 @@ def measured(
     return row | {"nanovllm's speed ÷": own["tokens/s"] / row["tokens/s"] if own else None}
 
 
-def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
+def _split(core: Engine, workload: Workload, setting: Setting) -> Row:
     """Where the time of a decode step goes while all requests run: the profiler tells how long
     kernels take, on a GPU from its own events alone. It slows the host down, so the steps before
     are timed without it, and what is left of their time is the host's gap."""
@@ -190,7 +190,7 @@ def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
     # A preemption shows that the memory holds no more requests than those that run.
     while core.stats.num_waiting and core.stats.num_preemptions == num_preemptions:
         core.step()
-    while any(request.in_prefill for request in core.scheduler.running):
+    while any(request.in_prefill for request in core.scheduler.queues.running):
         core.step()
     # A step waits for the results of the one before.
     step_ms = 1e3 * timed(lambda: [core.step() for _ in range(steps)]) / steps

@@ -120,9 +120,8 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
                 found.append(Passage(begin, end, computing))
             for plan in plans:
                 # Ended with the same token on every stage; only the last one knows the right one.
-                core.scheduler.update_from_output(
-                    plan, ModelRunnerOutput({r.request_id: SampledToken(0) for r in plan.requests})
-                )
+                ends = {r.request_id: [SampledToken(0)] for r in plan.requests}
+                core.scheduler.update_from_output(plan, ModelRunnerOutput(ends))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.workloads import NUM_WORKLOADS, differences, stored
+from tests.core.workloads import NUM_WORKLOADS, differences, stored
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from tests.scheduler.workloads import NUM_WORKLOADS, differences, stored
     ids=str,
 )
 def test_plans_are_the_stored_ones(seeds: range) -> None:
-    """`python -m tests.scheduler.workloads --store` stores others, if plans are meant to change."""
+    """`python -m tests.core.workloads --store` stores others, if plans are meant to change."""
     assert list(differences(seeds)) == []
 
 

@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft, and drafts n-grams of a request's own tokens.
+"""Decides how many tokens to draft, has drafts verified, and drafts n-grams of a request's tokens.
 
 Built by notebooks/42_speculative_decoding.ipynb: edit it there.
 """
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from statistics import median
 from weakref import WeakKeyDictionary
 
-from nanovllm.data.request import Request
+from nanovllm.core.hooks import SchedulerHooks
+from nanovllm.core.queues import Queues
+from nanovllm.data.outputs import EngineStats
+from nanovllm.data.request import EngineOutput, Request
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.speculative_config import SpeculativeConfig
@@ -68,8 +71,11 @@ class DraftHistory:
     num_tried: float = 0.0
 
 
-class Speculation:
+class Speculation(SchedulerHooks):
     """Decides how many tokens to draft for each request, drafts n-grams, and keeps statistics.
+
+    A request's drafts are its `extra_token_ids`: the next step computes them after the known
+    tokens, and samples after each of them.
 
     A drafted token costs one row of the next step. It pays if
 
@@ -85,8 +91,15 @@ class Speculation:
         stats: numbers of drafted and accepted tokens.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    concerns_decodes = True
+
+    def __init__(
+        self, config: SpeculativeConfig, queues: Queues, manager: KVCacheManager, max_num_seqs: int
+    ) -> None:
         self.config = config
+        self.queues = queues
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
         self.most = config.num_speculative_tokens or 0
         self.stats = SpecDecodingStats(num_accepted_tokens_per_pos=[0] * self.most)
         # By the number of requests, rounded up to a power of two: seconds of steps without drafts,
@@ -111,18 +124,32 @@ class Speculation:
             return 0  # the mask of a row depends on the drafts before it
         return max(0, min(own, request.max_num_tokens - request.num_tokens - 1))
 
-    def begin_step(
-        self, running: list[Request], others_wait: bool, manager: KVCacheManager
-    ) -> None:
+    def before_step(self, plan: SchedulerOutput) -> None:
         """Drop all drafts, and draft nothing in this step, if prompts can use the step's token
         budget, or if drafts could exhaust the free blocks and so cause a preemption."""
+        queues = self.queues
+        running = queues.running
+        others_wait = bool(queues.waiting or queues.swapped)
+        prompts_wait = others_wait and queues.num_seated < self.max_num_seqs
+        prompts_run = any(request.in_prefill for request in running)
         # Each request may need blocks for drafts to verify and drafts to make.
-        blocks = len(running) * (1 + manager.blocks_for(2 * self.most))
-        prompts_wait = others_wait or any(request.in_prefill for request in running)
-        self._paused = prompts_wait or manager.pool.num_free < blocks
+        blocks = len(running) * (1 + self.manager.blocks_for(2 * self.most))
+        self._paused = prompts_wait or prompts_run or self.manager.pool.num_free < blocks
         if self._paused:
             for request in running:
-                request.draft_token_ids = []
+                request.extra_token_ids = []
+
+    def scheduled(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """Ask the runner for new drafts, if there are slots for them: the draft model's KV is in
+        the request's blocks."""
+        if not scheduled.samples:
+            return
+        num_drafts = self.num_drafts_to_make(request, len(self.queues.running))
+        end = scheduled.start + scheduled.num_tokens + num_drafts
+        blocks = self.manager.allocate_slots(request, end)
+        if blocks is not None:
+            scheduled.num_drafts = num_drafts
+            scheduled.new_block_ids = [*scheduled.new_block_ids, *blocks]
 
     def num_drafts_to_make(self, request: Request, num_requests: int) -> int:
         """Return how many tokens the runner drafts; 0 if it has no draft model."""
@@ -185,33 +212,27 @@ class Speculation:
             history = self._history[request] = DraftHistory(ngrams)
         return history
 
-    def end_step(
+    def sampled(
         self,
         request: Request,
         scheduled: ScheduledRequest,
         result: ModelRunnerOutput,
-        num_new: int,
-        num_requests: int,
+        output: EngineOutput,
     ) -> None:
-        """Count a request's accepted drafts, and give it new ones: the runner's, or an n-gram.
-
-        Args:
-            num_new: tokens that the step added to the request; all but the last one were drafts.
-            num_requests: number of running requests.
-        """
-        if scheduled.draft_token_ids:
-            self._count_accepted(request, len(scheduled.draft_token_ids), num_new - 1)
+        """Count a request's accepted drafts, and give it new ones: the runner's, or an n-gram. All
+        new tokens but the last one were drafts."""
+        if scheduled.extra_token_ids:
+            num_accepted = len(output.new_token_ids) - 1
+            self._count_accepted(request, len(scheduled.extra_token_ids), num_accepted)
         if request.finish_reason is not None:
             return
         if self.config.method != "ngram":
-            request.draft_token_ids = result.draft_token_ids.get(request.request_id, [])[
-                : self.limit(request)
-            ]
+            drafts = result.draft_token_ids.get(request.request_id, [])
+            request.extra_token_ids = drafts[: self.limit(request)]
         else:
-            count = self.count(request, num_requests)
-            request.draft_token_ids = (
-                self._history_of(request).ngrams.propose(request.token_ids, count) if count else []
-            )
+            count = self.count(request, len(self.queues.running))
+            ngrams = self._history_of(request).ngrams
+            request.extra_token_ids = ngrams.propose(request.token_ids, count) if count else []
 
     def _count_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.stats.add(1, num_drafts, [1] * num_accepted)
@@ -221,15 +242,19 @@ class Speculation:
         history.num_accepted = history.num_accepted * MEMORY**tried + num_accepted
         history.num_tried = history.num_tried * MEMORY**tried + tried
 
-    def add(self, plan: SchedulerOutput, seconds: float) -> None:
+    def took(self, plan: SchedulerOutput, seconds: float) -> None:
         """Record the time of a finished step."""
         if plan.num_prefill_tokens or plan.empty:
             return
         self._num_steps += 1
         size = len(plan.requests).bit_length()
-        counts = [len(r.draft_token_ids) for r in plan.requests]
+        counts = [len(r.extra_token_ids) for r in plan.requests]
         if not any(counts) and not any(r.num_drafts for r in plan.requests):
             self._plain[size].append(seconds)
         # With a single draft, the fixed cost of verification would count as the cost of one row.
         elif self._plain[size] and sum(counts) >= min(2, self.most):
             self._row[size].append((seconds - median(self._plain[size])) / sum(counts))
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Add the numbers of drafted and accepted tokens."""
+        stats.spec_decoding = self.stats

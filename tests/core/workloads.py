@@ -1,6 +1,6 @@
 """Random workloads under random settings, and a digest of all that a scheduler does with each.
 
-    python -m tests.scheduler.workloads --store    # after a change that is meant to change plans
+    python -m tests.core.workloads --store    # after a change that is meant to change plans
 
 `schedules.json` has the digests, in the order of their seeds. The digest of a workload covers every
 plan, every output, and after each event all queues, block tables, pools and counters: everything
@@ -20,16 +20,18 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.request import EngineOutput, EngineRequest, Request, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.features.step_time_limit import StepTimeLimit
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.transfers import update_from_transfers
+from nanovllm.kv_transfer.scheduling import KVTransfer
 from tests.content_runner import ContentRunner
 from tests.kv_transfer.test_transfer_scheduler import ScriptedConnector
+from tests.scheduler.test_scheduler_machine import MillisecondPerToken
 
 STORED = pathlib.Path(__file__).with_name("schedules.json")
 NUM_WORKLOADS = 500
@@ -53,19 +55,20 @@ class World:
             config.kv_transfer = KVTransferConfig()
             config.kv_transfer.kv_load_failure_policy = "fail" if workload.fails else "recompute"
             self.connector = ScriptedConnector(config, workload.runner.look, config.block_size)
-        self.scheduler = Scheduler(config, self.manager, self.connector)
-        if workload.is_scripted:
-            self.scheduler.step_times.prefill_tokens = lambda s: round(1000 * s)  # type: ignore[method-assign]
+        self.scheduler = create_scheduler(config, self.manager, self.connector)
+        for feature in self.scheduler.features:
+            if isinstance(feature, StepTimeLimit) and workload.is_scripted:
+                feature.step_times = MillisecondPerToken()
 
     @property
     def requests(self) -> dict[str, Request]:
         """All unfinished requests."""
-        return self.scheduler.requests
+        return self.scheduler.queues.requests
 
     @property
     def running(self) -> list[Request]:
         """Those that run."""
-        return self.scheduler.running
+        return self.scheduler.queues.running
 
     def add(self, source: EngineRequest, number: int) -> None:
         """Add a request, or raise ValueError."""
@@ -87,9 +90,7 @@ class World:
     ) -> list[EngineOutput]:
         """Take the result of a step that took so long."""
         outputs = self.scheduler.update_from_output(plan, result)
-        self.scheduler.step_times.add(plan, seconds)
-        if self.scheduler.speculation is not None:
-            self.scheduler.speculation.add(plan, seconds)
+        self.scheduler.took(plan, seconds)
         return outputs
 
     def take_transfers(self) -> list[EngineOutput]:
@@ -98,21 +99,20 @@ class World:
         received = self.connector.take_output()
         for name in received.aborts:
             self.scheduler.abort_request(name)
-        return update_from_transfers(self.scheduler, received)
+        kv_transfer = self.scheduler.external_kv
+        assert isinstance(kv_transfer, KVTransfer)
+        return kv_transfer.update_from_transfers(received, self.scheduler)
 
     def state(self) -> dict[str, Any]:
         """All that later decisions depend on."""
         scheduler = self.scheduler
+        queues = scheduler.queues
         manager = self.manager
+        stats = scheduler.stats
         state: dict[str, Any] = {
             "queues": [
                 [request.request_id for request in queue]
-                for queue in (
-                    scheduler.waiting,
-                    scheduler.receiving,
-                    scheduler.running,
-                    scheduler.swapped,
-                )
+                for queue in (queues.waiting, queues.receiving, queues.running, queues.swapped)
             ],
             "requests": [self._facts_of(request) for request in self.requests.values()],
             "tables": [manager.tables, manager.host_tables, manager.held],
@@ -130,7 +130,7 @@ class World:
                 scheduler.num_queried_tokens,
                 scheduler.num_hit_tokens,
                 scheduler.num_external_queried_tokens,
-                scheduler.num_external_hit_tokens,
+                stats.num_external_hit_tokens,
             ],
         }
         if self.connector is not None:
@@ -139,8 +139,8 @@ class World:
                 sorted(self.connector.coming),
                 sorted(self.connector.going),
             ]
-        if scheduler.speculation is not None:
-            state["drafts"] = scheduler.speculation.stats
+        if self.config.speculative is not None:
+            state["drafts"] = stats.spec_decoding
         return state
 
     def _facts_of(self, request: Request) -> list[Any]:
@@ -149,7 +149,7 @@ class World:
             request.token_ids,
             request.num_computed_tokens,
             request.num_pending_tokens,
-            request.draft_token_ids,
+            request.extra_token_ids,
             request.num_sent_tokens,
             request.max_num_tokens,
             request.num_cached_tokens,
@@ -189,7 +189,7 @@ class World:
             scheduled.num_prompt_tokens,
             scheduled.samples,
             scheduled.last_is_pending,
-            list(scheduled.draft_token_ids),
+            list(scheduled.extra_token_ids),
             scheduled.num_drafts,
         ]
 
@@ -203,13 +203,12 @@ class World:
             output.stop_reason,
             output.num_cached_tokens,
             output.kv_transfer_params,
-            output.error or output.grammar_error,
+            output.error,
         ]
 
     def fail(self, result: ModelRunnerOutput, name: str) -> None:
         """Say in a step's result that no token could be sampled for a request."""
-        result.sampled[name] = SampledToken(0, error="no token fits")
-        result.sampled_after.pop(name, None)
+        result.sampled[name] = [SampledToken(0, error="no token fits")]
 
 
 class Workload:

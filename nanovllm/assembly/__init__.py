@@ -1,0 +1,1 @@
+"""Where an engine is put together: the only package that knows all features."""

@@ -1,0 +1,171 @@
+"""Puts an engine together: model, executor, memory, scheduler, peers and recorder."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import TYPE_CHECKING, cast
+
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.core.engine import EngineCore, EngineSettings
+from nanovllm.core.peers import Peers
+from nanovllm.core.recorder import Recorder
+from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import load
+from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.executor.base import Executor, create_executor, read_model_config
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.models.config import ModelConfig
+from nanovllm.text.prompts import EngineLimits
+
+if TYPE_CHECKING:
+    from nanovllm.executor.uniproc import InProcessExecutor
+    from nanovllm.kv.connector import KVConnectorScheduler
+    from nanovllm.runner.runner import ModelRunner
+    from nanovllm.trace.trace import Trace
+
+
+class Engine(EngineCore):
+    """An engine that was made from settings, and what others have to know of these.
+
+    Args:
+        config: the settings; the engine fills in those that are left open.
+        trace: records every step; by default a file if `config.trace` names one.
+
+    Attributes:
+        limits: the limits against which a front end checks requests.
+        trace_settings: the header of the engine's trace: sizes and policies, and which of several
+            engines this is.
+    """
+
+    executor: Executor
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        self.config = config
+        folder = resolve_model(config.model, config.revision)
+        self.model_config = read_model_config(config, folder)
+        executor = create_executor(config, self.model_config, folder)
+        try:
+            self._assemble(executor, folder)
+            self.trace = self._start_trace(trace)
+        except BaseException:
+            executor.close()
+            raise
+
+    def _assemble(self, executor: Executor, folder: pathlib.Path) -> None:
+        config = self.config
+        manager = _allocate(config, self.model_config, executor)
+        connector = _connect(config, self.model_config, folder, executor)
+        scheduler = create_scheduler(config, manager, connector, executor)
+        peers = [each for each in scheduler.features if isinstance(each, Peers)]
+        super().__init__(
+            scheduler=scheduler,
+            executor=executor,
+            settings=EngineSettings(
+                by_priority=config.scheduling_policy == "priority",
+                steps_ahead=config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling)),
+                is_one_device=config.pipeline_parallel_size == 1,
+                check_invariants=config.check_invariants,
+            ),
+            peers=peers[0] if peers else None,
+            create_recorder=functools.partial(create_recorder, scheduler),
+        )
+        self.limits = limits_of(config, self.model_config, connector)
+        self.trace_settings = trace_settings_of(config, manager)
+
+    def _start_trace(self, trace: Trace | None) -> Trace | None:
+        """Record all steps to a trace, or to the file that `config.trace` names, if there is
+        one."""
+        config = self.config
+        settings = TraceSettings(model=config.model_names[0]) | self.trace_settings
+        if trace is None and config.trace is not None:
+            trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
+        if trace is not None:
+            trace.settings |= settings
+            self.recorder = create_recorder(self.scheduler, trace)
+        return trace
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines that can be watched: this one. See `DataParallelCore.engines`."""
+        return [self]
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The block tables and pools."""
+        return self.scheduler.manager
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner of the only rank, if that is in this process.
+
+        Raises:
+            AttributeError: the ranks are in other processes.
+        """
+        return cast("InProcessExecutor", self.executor).runner
+
+
+def _allocate(
+    config: EngineConfig, model_config: ModelConfig, executor: Executor
+) -> KVCacheManager:
+    """Have the ranks allocate their caches; returns the manager of their blocks."""
+    num_blocks = executor.num_blocks
+    config.check_limits(model_config.max_position_embeddings, num_blocks)
+    config.settle(model_config.max_position_embeddings, num_blocks, executor.on_gpu)
+    num_host_blocks = config.count_host_blocks(executor.bytes_per_block)
+    executor.allocate(num_blocks, num_host_blocks)
+    return KVCacheManager(
+        num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+    )
+
+
+def _connect(
+    config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path, executor: Executor
+) -> KVConnectorScheduler | None:
+    """Create the scheduler's half of the KV connector, if the settings ask for one; the ranks have
+    their halves already."""
+    if config.kv_transfer is None:
+        return None
+    if config.in_lock_step:
+        raise ValueError(
+            "kv_role and kv_connector cannot be combined with experts that several engines "
+            "share: do not set enable_expert_parallel, or use data_parallel_size 1"
+        )
+    create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
+    ranks = executor.collective_rpc("handshake_metadata")
+    return cast("KVConnectorScheduler", create(config, model_config, folder, ranks))
+
+
+def create_recorder(scheduler: Scheduler, trace: Trace | None = None) -> Recorder:
+    """Create what records a scheduler's steps. Without a trace, only sinks get the records."""
+    create = load("nanovllm.trace.recorder:StepRecorder", "a trace")
+    return cast("Recorder", create(trace, scheduler))
+
+
+def limits_of(
+    config: EngineConfig, model_config: ModelConfig, connector: KVConnectorScheduler | None
+) -> EngineLimits:
+    """Return the limits against which a front end checks requests."""
+    assert config.max_model_len is not None
+    return EngineLimits(
+        max_model_len=config.max_model_len,
+        max_request_tokens=config.max_request_tokens,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        generation_defaults=model_config.generation_defaults,
+        kv_transfer=[] if connector is None else [connector.information],
+        scheduling_policy=config.scheduling_policy,
+        disable_any_whitespace=config.structured_outputs.disable_any_whitespace,
+    )
+
+
+def trace_settings_of(config: EngineConfig, manager: KVCacheManager) -> TraceSettings:
+    """Return the header of an engine's trace; see `Engine.trace_settings`."""
+    settings = config.trace_settings(manager.pool.num_blocks)
+    if config.data_parallel_size == 1:
+        return settings
+    return settings | TraceSettings(
+        data_rank=config.data_parallel_rank, data_parallel_size=config.data_parallel_size
+    )

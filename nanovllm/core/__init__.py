@@ -1,0 +1,1 @@
+"""A complete engine without optional features; see README.md."""

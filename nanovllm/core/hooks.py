@@ -1,0 +1,145 @@
+"""Hooks with which a feature takes part in scheduling, and one strategy. See README.md.
+
+Built by notebooks/13_scheduler.ipynb: edit it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+from nanovllm.data.outputs import EngineStats
+from nanovllm.data.request import EngineOutput, Request
+from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+H = TypeVar("H")
+
+
+class SchedulerHooks:
+    """Base class of a feature's half in the scheduler. Each method does nothing.
+
+    The scheduler asks its features in the order in which it got them. A feature gets the objects
+    that it reads (`Queues`, `KVCacheManager`) when it is made. A hook may change only the feature's
+    own state, its own fields of a request, and what the hook's description names.
+
+    Attributes:
+        concerns_decodes: the feature has a say about requests that miss a single token. If no
+            feature does, the scheduler may use a fast path for them (`fill`).
+    """
+
+    concerns_decodes = False
+
+    # ---------------------------------------------------------------- one step
+
+    def may_plan(self) -> bool:
+        """False: plan no step before the next result arrives."""
+        return True
+
+    def before_step(self, plan: SchedulerOutput) -> None:
+        """A step is about to be planned; the plan is empty."""
+
+    def limit_share(self, request: Request, share: int, plan: SchedulerOutput) -> int:
+        """Return how many of these `share` tokens the request may compute in this step."""
+        return share
+
+    def scheduled(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """A request has its share, and blocks for it. The hook may add to both.
+
+        A feature that needs more blocks for the request takes them now: the next request may get
+        the last free ones."""
+
+    def why_not(self, request: Request, plan: SchedulerOutput) -> str:
+        """Return why the next request in line cannot be admitted to this step; "" if it can."""
+        return ""
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """The plan is complete. The hook may add what the feature's half in the runner needs."""
+
+    # ---------------------------------------------------------------- after the step
+
+    def arrived(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """A step's result has arrived; no request has been updated yet."""
+
+    def sampled(
+        self,
+        request: Request,
+        scheduled: ScheduledRequest,
+        result: ModelRunnerOutput,
+        output: EngineOutput,
+    ) -> None:
+        """A request has its new tokens, which are in `output`, and may have ended with them.
+        The hook may add to the output."""
+
+    def took(self, plan: SchedulerOutput, seconds: float) -> None:
+        """A step has ended, and has taken so long."""
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Add what the feature counts."""
+
+    def check_invariants(self) -> None:
+        """Check the feature's own state."""
+
+
+class ExternalKV:
+    """The strategy for keys and values that are computed, or used, outside this engine. This base
+    class knows of none."""
+
+    def num_tokens(self, request: Request) -> int:
+        """Return how many tokens after the first `num_computed_tokens` have been computed
+        elsewhere, and can be loaded."""
+        return 0
+
+    def load(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
+        """Begin to fill a request's blocks. The request stays in `Queues.receiving` until the
+        feature moves it.
+
+        Args:
+            block_ids: the request's whole block table.
+        """
+
+    def uses_blocks(self, request: Request) -> bool:
+        """Whether the blocks of a request that ends are still read or written from outside. They
+        are then held until `KVCacheManager.let_go`."""
+        return False
+
+    def choose_victim(
+        self, request: Request, num_tokens: int, running: list[Request]
+    ) -> Request | None:
+        """Return the running request to preempt so that `request` gets blocks for `num_tokens`
+        tokens; None if `request` has to wait."""
+        return running[-1]
+
+
+def overriding(
+    features: Sequence[H], method: Callable[Concatenate[H, P], R]
+) -> tuple[Callable[P, R], ...]:
+    """Return the features' own versions of a hook. A hook that a feature does not override is never
+    called, and costs nothing."""
+    name = method.__name__
+    return tuple(
+        getattr(feature, name) for feature in features if getattr(type(feature), name) is not method
+    )
+
+
+class SchedulerHookCalls:
+    """For each of `SchedulerHooks`, the features that have something to say.
+
+    Attributes:
+        concerns_decodes: one of the features has a say about requests that miss a single token.
+    """
+
+    def __init__(self, features: Sequence[SchedulerHooks]) -> None:
+        self.concerns_decodes = any(feature.concerns_decodes for feature in features)
+        self.may_plan = overriding(features, SchedulerHooks.may_plan)
+        self.before_step = overriding(features, SchedulerHooks.before_step)
+        self.limit_share = overriding(features, SchedulerHooks.limit_share)
+        self.scheduled = overriding(features, SchedulerHooks.scheduled)
+        self.why_not = overriding(features, SchedulerHooks.why_not)
+        self.planned = overriding(features, SchedulerHooks.planned)
+        self.arrived = overriding(features, SchedulerHooks.arrived)
+        self.sampled = overriding(features, SchedulerHooks.sampled)
+        self.took = overriding(features, SchedulerHooks.took)
+        self.add_stats = overriding(features, SchedulerHooks.add_stats)
+        self.check_invariants = overriding(features, SchedulerHooks.check_invariants)

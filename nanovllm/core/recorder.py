@@ -1,0 +1,61 @@
+"""The strategy for recording an engine's steps as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nanovllm.data.request import EngineOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from nanovllm.trace.recorder import RecordSink
+    from nanovllm.trace.trace import StepRecord
+
+
+class Recorder:
+    """The strategy for recording steps as plain data. This base class records nothing.
+
+    Attributes:
+        is_on: it records.
+    """
+
+    is_on = False
+
+    def arrived(self, request_id: str, num_prompt_tokens: int) -> None:
+        """A request was queued."""
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """A request has ended between two steps."""
+
+    def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord | None:
+        """A step is about to be launched. Returns its record."""
+        return None
+
+    def finish(
+        self,
+        record: StepRecord | None,
+        duration: float,
+        result: ModelRunnerOutput,
+        outputs: Sequence[EngineOutput],
+    ) -> None:
+        """A step has ended, after `duration` seconds."""
+
+    def start_over(self, lost: list[str]) -> None:
+        """The steps in flight have failed, and these requests have ended."""
+
+    def flush(self, step: int, start: float, is_idle: bool = True) -> None:
+        """There may be no next step: record what no record contains yet."""
+
+    def ask_for_snapshot(self) -> None:
+        """The pool has changed in a way that no record describes."""
+
+    def watch(self, sink: RecordSink) -> None:
+        """Pass all further records to a reader."""
+
+    def unwatch(self, sink: RecordSink) -> bool:
+        """Pass no more records to a reader. Returns whether there are others."""
+        return False
+
+    def close(self) -> None:
+        """Finish what is written."""

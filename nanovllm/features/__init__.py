@@ -1,0 +1,1 @@
+"""Features that plug into the core's hooks: one module or folder each."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: guessed tokens that a step verifies (lecture 42)."""

@@ -1,0 +1,236 @@
+"""KV transfer, the scheduler's half: updates requests and blocks when transfers begin and end.
+
+KV from another engine or a store raises `num_computed_tokens`, like a prefix-cache hit. While it is
+in flight, the request has blocks but computes nothing (`Queues.receiving`). When it has arrived,
+the request runs as if it had computed these tokens itself. If a peer needs the KV of a finished
+request, the scheduler holds the request's blocks until the peer has read them.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from nanovllm.core.hooks import ExternalKV, SchedulerHooks
+from nanovllm.core.peers import Peers
+from nanovllm.core.queues import Queues
+from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.outputs import EngineStats, KVConnectorOutput
+from nanovllm.data.request import EngineOutput, Request, RequestStatus
+from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
+from nanovllm.kv.connector import KVConnectorScheduler
+from nanovllm.kv.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from nanovllm.core.engine import EngineCore
+    from nanovllm.executor.base import Executor
+
+# Seconds that an engine sleeps while it only waits for KV transfers, before it checks their
+# timeouts. Its ranks notify it when a transfer ends.
+PATIENT_SECONDS = 0.25
+
+
+class KVTransfer(ExternalKV, SchedulerHooks, Peers):
+    """Connects the scheduler and the engine's loop to a KV connector.
+
+    Args:
+        executor: runs the ranks, whose halves of the connector move the KV.
+
+    Attributes:
+        num_hit_tokens: tokens whose KV has arrived from outside.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnectorScheduler,
+        queues: Queues,
+        manager: KVCacheManager,
+        executor: Executor | None = None,
+    ) -> None:
+        self.connector = connector
+        self.executor = executor
+        self.queues = queues
+        self.manager = manager
+        self.num_hit_tokens = 0
+
+    # ---------------------------------------------------------------- KV from elsewhere
+
+    def num_tokens(self, request: Request) -> int:
+        """Return what the connector offers; nothing if the hidden states of the whole prompt are
+        needed, for its log-probabilities."""
+        if request.sampling_params.prompt_logprobs is not None:
+            return 0
+        known = request.num_computed_tokens
+        return self.connector.get_num_new_matched_tokens(request, known)[0]
+
+    def load(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
+        """Have the connector load it."""
+        self.connector.update_state_after_alloc(request, block_ids, num_tokens)
+
+    def uses_blocks(self, request: Request) -> bool:
+        """Whether a peer reads the blocks of a request that ends, or a transfer writes to them."""
+        table = self.manager.tables.get(request.request_id, [])
+        is_read, request.remote_kv = self.connector.request_finished(request, table)
+        return is_read or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def choose_victim(
+        self, request: Request, num_tokens: int, running: list[Request]
+    ) -> Request | None:
+        """See `KVConnectorScheduler.choose_victim`."""
+        return self.connector.choose_victim(request, num_tokens, running, self.manager)
+
+    # ---------------------------------------------------------------- every step
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """Tell the ranks what to load and to save."""
+        plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
+
+    def arrived(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Take in what the ranks report."""
+        if result.connector_output is not None:
+            self.connector.update_connector_output(result.connector_output)
+
+    def sampled(
+        self,
+        request: Request,
+        scheduled: ScheduledRequest,
+        result: ModelRunnerOutput,
+        output: EngineOutput,
+    ) -> None:
+        """Tell the client of a request that has ended where its KV is."""
+        if request.finish_reason is not None:
+            output.kv_transfer_params = request.remote_kv
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Add the tokens that have arrived."""
+        stats.num_external_hit_tokens = self.num_hit_tokens
+
+    # ---------------------------------------------------------------- when transfers end
+
+    def take_over(self, request: Request, invalid_block_ids: set[int]) -> None:
+        """Run a request with the KV that has arrived. `num_computed_tokens` rises, but never falls,
+        to
+
+            min(num_valid_tokens, num_computed_tokens + num_external_tokens, num_tokens - 1)
+
+        `num_valid_tokens` is the size of the blocks in its table (`manager.tables`) before the
+        first one in `invalid_block_ids`. The last token is always computed here, to get its logits.
+
+        Add the increase to `num_hit_tokens`, cache the full blocks (`manager.cache_blocks(request,
+        num_computed_tokens before)`), and move the request to RUNNING (`queues.move`)."""
+        table = self.manager.tables[request.request_id]
+        size = self.manager.block_size
+        num_valid = next(
+            (i for i, block_id in enumerate(table) if block_id in invalid_block_ids), len(table)
+        )
+        before = request.num_computed_tokens
+        there = min(num_valid * size, before + request.num_external_tokens, request.num_tokens - 1)
+        request.num_computed_tokens = max(before, there)
+        self.num_hit_tokens += request.num_computed_tokens - before
+        self.manager.cache_blocks(request, before)
+        self.queues.move(request, RequestStatus.RUNNING)
+
+    def update_from_transfers(
+        self, ended: KVConnectorOutput, scheduler: Scheduler
+    ) -> list[EngineOutput]:
+        """Handle transfers that have ended: free held blocks, and run requests whose KV has
+        arrived.
+
+        Returns:
+            The outputs of requests that fail because their KV did not arrive.
+        """
+        for name in sorted(ended.finished_sending | ended.finished_recving):
+            if name in self.manager.held:
+                self.manager.let_go(name)
+            elif name in ended.finished_recving:
+                invalid = ended.invalid_block_ids.get(name, set())
+                self.take_over(self.queues.requests[name], invalid)
+        failed = []
+        for name in sorted(ended.reasons.keys() & self.queues.requests.keys()):
+            scheduler.finish(self.queues.requests[name], "error")
+            error = f"the KV from another engine or store did not arrive: {ended.reasons[name]}"
+            failed.append(EngineOutput(name, finish_reason="error", error=error))
+        return failed
+
+    # ---------------------------------------------------------------- the engine's loop
+
+    @property
+    def sources(self) -> Sequence[object]:  # type: ignore[override]
+        """See `KVConnectorScheduler`."""
+        return self.connector.sources
+
+    @property
+    def may_free_blocks(self) -> bool:  # type: ignore[override]
+        """Whether a transfer is in flight, or has ended and was not handled yet."""
+        is_moving = bool(self.queues.receiving or self.manager.held)
+        return is_moving or self.connector.has_news
+
+    @property
+    def is_quiet(self) -> bool:  # type: ignore[override]
+        """Whether no transfer has ended that the engine does not know of."""
+        assert self.executor is not None
+        return not (self.executor.transfer_has_ended or self.connector.has_news)
+
+    def has_work(self, has_unfinished: bool) -> bool:
+        """Whether there are requests or transfers."""
+        return has_unfinished or self.connector.has_work
+
+    def idle_seconds(self, has_work: bool) -> float | None:
+        """Return how long the engine may sleep: with transfers in flight, until it has to check
+        their timeouts."""
+        return PATIENT_SECONDS if has_work else self.connector.idle_seconds
+
+    def check_request(self, request: Request) -> None:
+        """See `KVConnectorScheduler`."""
+        self.connector.check_request(request)
+
+    def decline(self, request: Request, reason: str) -> None:
+        """See `KVConnectorScheduler`."""
+        self.connector.decline(request, reason)
+
+    def revoke(self, request_id: str) -> None:
+        """See `KVConnectorScheduler`."""
+        self.connector.revoke(request_id)
+
+    def take(self, engine: EngineCore) -> list[EngineOutput]:
+        """Handle what the connector has received: requests of other engines, and the ends of
+        transfers."""
+        received = self.connector.take_output()
+        for request in received.requests:
+            with suppress(ValueError):  # the connector has told the other engine
+                engine.add_request(request)
+        for request_id in received.aborts:
+            engine.abort_request(request_id)
+        failed = self.update_from_transfers(received, engine.scheduler)
+        for output in failed:
+            engine.recorder.ended(output.request_id, "error")
+        return failed
+
+    def must_run(self, plan: SchedulerOutput) -> bool:
+        """Whether the ranks have something to load or to save."""
+        return plan.connector_metadata is not None
+
+    def wait(self) -> None:
+        """Wait for a moment, if a transfer may end."""
+        if self.may_free_blocks:
+            self.rest()  # the ranks have no transfer in flight
+            with waiting_for_others():
+                time.sleep(IDLE_SECONDS)
+
+    def rest(self) -> None:
+        """Drop notifications of the ranks: no transfer is in flight."""
+        assert self.executor is not None
+        self.executor.forget_ends()
+
+    def forget_requests(self) -> None:
+        """See `KVConnectorScheduler`."""
+        self.connector.forget_requests()
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler`."""
+        self.connector.close()
