@@ -64,6 +64,7 @@ READING_PATH = [
     "kv/manager",
     "core/queues",
     "core/hooks",
+    "core/external_kv",
     "core/scheduler",
     "attention/base",
     "attention/torch",

@@ -74,6 +74,7 @@ WANTED: dict[str, list[object]] = {
         ["trace", "run.jsonl"],
         ["replay", "run.jsonl"],
     ],
+    "limits and older policies": [{"batching_policy": "static"}, {"max_step_ms": 30}],
     "steps of a pipeline": [{"pipeline_parallel_size": 2, "device": "cpu"}],
     "the fast path for decodes": [],  # the whole rule replaces it
     "chat in the terminal": [["chat"]],

@@ -58,8 +58,7 @@ class Engine(EngineCore):
         config = self.config
         manager = _allocate(config, self.model_config, executor)
         connector = _connect(config, self.model_config, folder, executor)
-        scheduler = create_scheduler(config, manager, connector, executor)
-        peers = [each for each in scheduler.features if isinstance(each, Peers)]
+        scheduler = create_scheduler(config, manager, connector)
         super().__init__(
             scheduler=scheduler,
             executor=executor,
@@ -69,7 +68,7 @@ class Engine(EngineCore):
                 is_one_device=config.pipeline_parallel_size == 1,
                 check_invariants=config.check_invariants,
             ),
-            peers=peers[0] if peers else None,
+            peers=create_peers(scheduler, executor, connector),
             create_recorder=functools.partial(create_recorder, scheduler),
         )
         self.limits = limits_of(config, self.model_config, connector)
@@ -136,6 +135,17 @@ def _connect(
     create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
     ranks = executor.collective_rpc("handshake_metadata")
     return cast("KVConnectorScheduler", create(config, model_config, folder, ranks))
+
+
+def create_peers(
+    scheduler: Scheduler, executor: Executor, connector: KVConnectorScheduler | None
+) -> Peers | None:
+    """Create what connects the engine's loop to other engines; None for an engine alone."""
+    if connector is not None:
+        create = load("nanovllm.kv_transfer.peers:TransferPeers", "KV transfer")
+        return cast("Peers", create(scheduler.external_kv, executor))
+    # In lock-step, one of the scheduler's features.
+    return next((each for each in scheduler.features if isinstance(each, Peers)), None)
 
 
 def create_recorder(scheduler: Scheduler, trace: Trace | None = None) -> Recorder:

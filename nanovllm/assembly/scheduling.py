@@ -11,29 +11,22 @@ from nanovllm.core.scheduler import Scheduler, SchedulerSettings
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.features.async_scheduling import OneStepAhead
-from nanovllm.features.batching_policies import (
-    LongPrompts,
-    StaticBatch,
-    WholePrompts,
-    prefill_first,
-)
-from nanovllm.features.step_time_limit import StepTimeLimit
 from nanovllm.kv.manager import KVCacheManager
 
 if TYPE_CHECKING:
-    from nanovllm.executor.base import Executor
     from nanovllm.features.lock_step import LockStep
     from nanovllm.features.pipeline import PipelineSteps
     from nanovllm.features.speculation.scheduling import Speculation
     from nanovllm.kv.connector import KVConnectorScheduler
     from nanovllm.kv_transfer.scheduling import KVTransfer
 
+POLICIES = "nanovllm.features.batching_policies"
+
 
 def create_scheduler(
     config: EngineConfig,
     manager: KVCacheManager,
     connector: KVConnectorScheduler | None = None,
-    executor: Executor | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     """Create a scheduler with empty queues, and the features that the settings ask for.
@@ -41,7 +34,6 @@ def create_scheduler(
     Args:
         config: the settings, of which none is left open.
         connector: the scheduler's half of the KV connector, if the engine has one.
-        executor: runs the ranks, which have the connector's other halves.
         scheduler_class: for experiments, a class that decides in another way.
     """
     queues = Queues()
@@ -49,7 +41,7 @@ def create_scheduler(
     kv_transfer = None
     if connector is not None:
         create: type[KVTransfer] = load("nanovllm.kv_transfer.scheduling:KVTransfer", "KV transfer")
-        kv_transfer = create(connector, queues, manager, executor)
+        kv_transfer = create(connector, queues, manager)
         features.append(kv_transfer)
     scheduler = scheduler_class(
         SchedulerSettings(
@@ -64,7 +56,7 @@ def create_scheduler(
         external_kv=kv_transfer,
     )
     if config.batching_policy != "chunked":
-        scheduler.fill = prefill_first
+        scheduler.fill = load(f"{POLICIES}:prefill_first", "batching_policy")
     elif not scheduler.hooks.concerns_decodes:
         with contextlib.suppress(MissingPartError):
             scheduler.fill = load("nanovllm.features.decodes_first:decodes_first", "the fast path")
@@ -83,13 +75,14 @@ def choose_features(
         )
         features.append(create(config.speculative, queues, manager, config.max_num_seqs))
     if not config.enable_chunked_prefill:
-        features.append(WholePrompts())
+        features.append(load(f"{POLICIES}:WholePrompts", "enable_chunked_prefill=False")())
     elif config.long_prefill_token_threshold > 0:
-        features.append(LongPrompts(config.long_prefill_token_threshold))
+        long_prompts = load(f"{POLICIES}:LongPrompts", "long_prefill_token_threshold")
+        features.append(long_prompts(config.long_prefill_token_threshold))
     # With another policy, a step is all prefill or all decode.
     if config.max_step_ms and config.batching_policy == "chunked":
-        limit = StepTimeLimit(queues, config.max_step_ms, config.enable_chunked_prefill)
-        features.append(limit)
+        limit = load("nanovllm.features.step_time_limit:StepTimeLimit", "max_step_ms")
+        features.append(limit(queues, config.max_step_ms, config.enable_chunked_prefill))
     if config.pipeline_parallel_size > 1:
         divide: type[PipelineSteps] = load(
             "nanovllm.features.pipeline:PipelineSteps", "pipeline_parallel_size"
@@ -98,7 +91,7 @@ def choose_features(
     elif config.async_scheduling:
         features.append(OneStepAhead(queues, needs_tokens=config.speculative is not None))
     if config.batching_policy == "static":
-        features.append(StaticBatch(queues))
+        features.append(load(f"{POLICIES}:StaticBatch", "batching_policy")(queues))
     if config.in_lock_step:
         keep_step: type[LockStep] = load(
             "nanovllm.features.lock_step:LockStep", "data_parallel_size"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.core.peers import Peers
 from nanovllm.core.recorder import Recorder
@@ -22,28 +22,9 @@ from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.kv.block_pool import InvariantError
 
 if TYPE_CHECKING:
+    from nanovllm.executor.base import Executor
     from nanovllm.trace.recorder import RecordSink
     from nanovllm.trace.trace import StepRecord
-
-
-class StepExecutor(Protocol):
-    """Computes the steps. See `executor.base.Executor`."""
-
-    @property
-    def sources(self) -> Sequence[object]:
-        """Become readable when there is news for `EngineCore.step`."""
-
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Start a step; returns a function that waits for its result."""
-
-    def forget_requests(self) -> None:
-        """Drop the state of all requests after a failed step."""
-
-    def check_health(self) -> None:
-        """Raise an error if a part of the executor has died."""
-
-    def close(self) -> None:
-        """Free everything."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +69,8 @@ class EngineCore:
 
     Args:
         scheduler: plans the steps.
-        executor: computes them.
+        executor: computes them; of its methods, the loop calls `launch`, `forget_requests`,
+            `check_health` and `close`.
         peers: other engines and stores with which this one works; by default there are none.
         create_recorder: makes what records steps, once a reader wants records.
 
@@ -102,7 +84,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: StepExecutor,
+        executor: Executor,
         settings: EngineSettings,
         peers: Peers | None = None,
         create_recorder: Callable[[], Recorder] = Recorder,

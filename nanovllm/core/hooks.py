@@ -1,4 +1,4 @@
-"""Hooks with which a feature takes part in scheduling, and one strategy. See README.md.
+"""Hooks with which a feature takes part in scheduling. See README.md.
 
 Built by notebooks/13_scheduler.ipynb: edit it there.
 """
@@ -80,36 +80,6 @@ class SchedulerHooks:
 
     def check_invariants(self) -> None:
         """Check the feature's own state."""
-
-
-class ExternalKV:
-    """The strategy for keys and values that are computed, or used, outside this engine. This base
-    class knows of none."""
-
-    def num_tokens(self, request: Request) -> int:
-        """Return how many tokens after the first `num_computed_tokens` have been computed
-        elsewhere, and can be loaded."""
-        return 0
-
-    def load(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
-        """Begin to fill a request's blocks. The request stays in `Queues.receiving` until the
-        feature moves it.
-
-        Args:
-            block_ids: the request's whole block table.
-        """
-
-    def uses_blocks(self, request: Request) -> bool:
-        """Whether the blocks of a request that ends are still read or written from outside. They
-        are then held until `KVCacheManager.let_go`."""
-        return False
-
-    def choose_victim(
-        self, request: Request, num_tokens: int, running: list[Request]
-    ) -> Request | None:
-        """Return the running request to preempt so that `request` gets blocks for `num_tokens`
-        tokens; None if `request` has to wait."""
-        return running[-1]
 
 
 def overriding(

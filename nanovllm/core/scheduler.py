@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.core.hooks import ExternalKV, SchedulerHookCalls, SchedulerHooks
+from nanovllm.core.external_kv import ExternalKV
+from nanovllm.core.hooks import SchedulerHookCalls, SchedulerHooks
 from nanovllm.core.queues import Queues
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
@@ -56,7 +57,6 @@ class Scheduler:
     Attributes:
         num_queried_tokens, num_hit_tokens: tokens that were looked up in the prefix cache, and
             found.
-        num_external_queried_tokens: tokens that were asked of `external_kv`.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self.num_external_queried_tokens = 0
 
     # ---------------------------------------------------------------- in and out
 
@@ -252,8 +251,6 @@ class Scheduler:
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
         if num_external:
-            request.num_external_tokens = num_external
-            self.num_external_queried_tokens += num_external
             self.queues.move(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
             self.external_kv.load(request, blocks, num_external)
         else:
@@ -414,7 +411,6 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             num_queried_tokens=self.num_queried_tokens,
             num_hit_tokens=self.num_hit_tokens,
-            num_external_queried_tokens=self.num_external_queried_tokens,
         )
         for add_stats in self.hooks.add_stats:
             add_stats(stats)

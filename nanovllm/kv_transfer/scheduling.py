@@ -10,52 +10,32 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
-
-from nanovllm.core.hooks import ExternalKV, SchedulerHooks
-from nanovllm.core.peers import Peers
+from nanovllm.core.external_kv import ExternalKV
+from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.queues import Queues
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.outputs import EngineStats, KVConnectorOutput
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
 
-if TYPE_CHECKING:
-    from nanovllm.core.engine import EngineCore
-    from nanovllm.executor.base import Executor
 
-# Seconds that an engine sleeps while it only waits for KV transfers, before it checks their
-# timeouts. Its ranks notify it when a transfer ends.
-PATIENT_SECONDS = 0.25
-
-
-class KVTransfer(ExternalKV, SchedulerHooks, Peers):
-    """Connects the scheduler and the engine's loop to a KV connector.
-
-    Args:
-        executor: runs the ranks, whose halves of the connector move the KV.
+class KVTransfer(ExternalKV, SchedulerHooks):
+    """Connects the scheduler to a KV connector.
 
     Attributes:
-        num_hit_tokens: tokens whose KV has arrived from outside.
+        num_queried_tokens, num_hit_tokens: tokens whose KV was to come from outside, and those
+            whose KV has arrived.
     """
 
     def __init__(
-        self,
-        connector: KVConnectorScheduler,
-        queues: Queues,
-        manager: KVCacheManager,
-        executor: Executor | None = None,
+        self, connector: KVConnectorScheduler, queues: Queues, manager: KVCacheManager
     ) -> None:
         self.connector = connector
-        self.executor = executor
         self.queues = queues
         self.manager = manager
+        self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     # ---------------------------------------------------------------- KV from elsewhere
@@ -70,6 +50,8 @@ class KVTransfer(ExternalKV, SchedulerHooks, Peers):
 
     def load(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
         """Have the connector load it."""
+        request.num_external_tokens = num_tokens
+        self.num_queried_tokens += num_tokens
         self.connector.update_state_after_alloc(request, block_ids, num_tokens)
 
     def uses_blocks(self, request: Request) -> bool:
@@ -107,10 +89,17 @@ class KVTransfer(ExternalKV, SchedulerHooks, Peers):
             output.kv_transfer_params = request.remote_kv
 
     def add_stats(self, stats: EngineStats) -> None:
-        """Add the tokens that have arrived."""
+        """Add the tokens that were to come, and those that have arrived."""
+        stats.num_external_queried_tokens = self.num_queried_tokens
         stats.num_external_hit_tokens = self.num_hit_tokens
 
     # ---------------------------------------------------------------- when transfers end
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a transfer fills the blocks of a waiting request, or reads those of an ended
+        one."""
+        return bool(self.queues.receiving or self.manager.held)
 
     def take_over(self, request: Request, invalid_block_ids: set[int]) -> None:
         """Run a request with the KV that has arrived. `num_computed_tokens` rises, but never falls,
@@ -156,81 +145,3 @@ class KVTransfer(ExternalKV, SchedulerHooks, Peers):
             error = f"the KV from another engine or store did not arrive: {ended.reasons[name]}"
             failed.append(EngineOutput(name, finish_reason="error", error=error))
         return failed
-
-    # ---------------------------------------------------------------- the engine's loop
-
-    @property
-    def sources(self) -> Sequence[object]:  # type: ignore[override]
-        """See `KVConnectorScheduler`."""
-        return self.connector.sources
-
-    @property
-    def may_free_blocks(self) -> bool:  # type: ignore[override]
-        """Whether a transfer is in flight, or has ended and was not handled yet."""
-        is_moving = bool(self.queues.receiving or self.manager.held)
-        return is_moving or self.connector.has_news
-
-    @property
-    def is_quiet(self) -> bool:  # type: ignore[override]
-        """Whether no transfer has ended that the engine does not know of."""
-        assert self.executor is not None
-        return not (self.executor.transfer_has_ended or self.connector.has_news)
-
-    def has_work(self, has_unfinished: bool) -> bool:
-        """Whether there are requests or transfers."""
-        return has_unfinished or self.connector.has_work
-
-    def idle_seconds(self, has_work: bool) -> float | None:
-        """Return how long the engine may sleep: with transfers in flight, until it has to check
-        their timeouts."""
-        return PATIENT_SECONDS if has_work else self.connector.idle_seconds
-
-    def check_request(self, request: Request) -> None:
-        """See `KVConnectorScheduler`."""
-        self.connector.check_request(request)
-
-    def decline(self, request: Request, reason: str) -> None:
-        """See `KVConnectorScheduler`."""
-        self.connector.decline(request, reason)
-
-    def revoke(self, request_id: str) -> None:
-        """See `KVConnectorScheduler`."""
-        self.connector.revoke(request_id)
-
-    def take(self, engine: EngineCore) -> list[EngineOutput]:
-        """Handle what the connector has received: requests of other engines, and the ends of
-        transfers."""
-        received = self.connector.take_output()
-        for request in received.requests:
-            with suppress(ValueError):  # the connector has told the other engine
-                engine.add_request(request)
-        for request_id in received.aborts:
-            engine.abort_request(request_id)
-        failed = self.update_from_transfers(received, engine.scheduler)
-        for output in failed:
-            engine.recorder.ended(output.request_id, "error")
-        return failed
-
-    def must_run(self, plan: SchedulerOutput) -> bool:
-        """Whether the ranks have something to load or to save."""
-        return plan.connector_metadata is not None
-
-    def wait(self) -> None:
-        """Wait for a moment, if a transfer may end."""
-        if self.may_free_blocks:
-            self.rest()  # the ranks have no transfer in flight
-            with waiting_for_others():
-                time.sleep(IDLE_SECONDS)
-
-    def rest(self) -> None:
-        """Drop notifications of the ranks: no transfer is in flight."""
-        assert self.executor is not None
-        self.executor.forget_ends()
-
-    def forget_requests(self) -> None:
-        """See `KVConnectorScheduler`."""
-        self.connector.forget_requests()
-
-    def close(self) -> None:
-        """See `KVConnectorScheduler`."""
-        self.connector.close()

@@ -129,7 +129,7 @@ class World:
                 scheduler.num_preemptions,
                 scheduler.num_queried_tokens,
                 scheduler.num_hit_tokens,
-                scheduler.num_external_queried_tokens,
+                stats.num_external_queried_tokens,
                 stats.num_external_hit_tokens,
             ],
         }

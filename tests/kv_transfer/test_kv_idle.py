@@ -25,7 +25,7 @@ from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
-from nanovllm.kv_transfer import scheduling
+from nanovllm.kv_transfer import peers
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
@@ -55,7 +55,7 @@ def test_waiting_for_kv(
     core = make_engine(checkpoint, "kv_consumer", distributed_executor_backend=backend)
     request.addfinalizer(lambda: (core.close(), producer.close()))
     if backend == "uni":  # ranks in other processes show every second that they live
-        set_constants(monkeypatch, scheduling, PATIENT_SECONDS=60.0)
+        set_constants(monkeypatch, peers, PATIENT_SECONDS=60.0)
 
     def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)

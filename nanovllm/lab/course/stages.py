@@ -103,6 +103,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "chat in the terminal": (90, ["cli/chat.py"]),
     "workshop": (89, ["lab/**/*"]),
     "stages of a pipeline": (23, ["distributed/pipeline_parallel.py"]),
+    "limits and older policies": (19, ["features/batching_policies.py", "features/step_time*.py"]),
     "steps of a pipeline": (23, ["features/pipeline.py"]),
     "the fast path for decodes": (43, ["features/decodes_first.py"]),
 }

@@ -41,7 +41,7 @@ OPERATORS_AND_SERVER += [
     f"engine/{name}"
     for name in ("async_engine", "front_end", "process", "client", "request_stream")
 ]
-STAGE_18 = 6_300  # code lines of the rest, of 100 columns, at most
+STAGE_18 = 6_000  # code lines of the rest, of 100 columns, at most
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
