@@ -67,7 +67,7 @@ engine.process EngineLoop.run
                     runner.speculative.verification? keep_accepted
         core.scheduler Scheduler.update_from_output
             features.speculation.scheduling? Speculation.sampled
-        kv_transfer.scheduling? KVTransfer.take
+        kv_transfer.scheduling? KVTransfer.update_from_transfers
 engine.async_engine AsyncEngine._deliver
     text.processor OutputProcessor.process
     engine.request_stream RequestStream.put
