@@ -39,12 +39,12 @@ ORDER: dict[str, dict[str, str]] = {
         "errors": "forget_requests",
     },
     "core.engine:EngineCore": {
-        "state": "__init__ stats has_unfinished has_work is_idle idle_seconds sources",
+        "state": "__init__ stats has_unfinished has_work is_idle",
         "intake": "add_request abort_request",
         "step": "step _step _launch",
         "results": "take_results _now _drain_if_idle",
         "errors": "_all_or_nothing _start_over",
-        "control": "reset_prefix_cache watch unwatch check_health close",
+        "control": "reset_prefix_cache watch unwatch close",
     },
     "engine.process:EngineLoop": {
         "state": "__init__",

@@ -92,6 +92,24 @@ class Engine(EngineCore):
         return [self]
 
     @property
+    def idle_seconds(self) -> float | None:
+        """Seconds that an idle engine may sleep if nothing arrives; None: no limit."""
+        return self.peers.idle_seconds(self.has_work)
+
+    @property
+    def sources(self) -> list[object]:
+        """Sockets that become readable when the next `step` has a notification to read."""
+        return [*self.peers.sources, *self.executor.sources]
+
+    def check_health(self) -> None:
+        """Check that every rank is alive.
+
+        Raises:
+            ExecutorError: a rank is not.
+        """
+        self.executor.check_health()
+
+    @property
     def manager(self) -> KVCacheManager:
         """The block tables and pools."""
         return self.scheduler.manager

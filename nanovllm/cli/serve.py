@@ -22,7 +22,7 @@ from nanovllm.cli import vllm_flags
 from nanovllm.data.checks import Count
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.flags import Flags, UsageError
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.parts import MissingPartError, is_there, load
 from nanovllm.server.access import LIMITS, Access, api_keys, is_loopback
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ async def _serve(
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
-    config.max_step_ms = STEP_MS if config.max_step_ms is None else config.max_step_ms
+    if config.max_step_ms is None and is_there("nanovllm.features.step_time_limit"):
+        config.max_step_ms = STEP_MS
     print(f"Starting {config.model}", flush=True)
     # While the engine's process imports torch and loads the weights, this process imports the web
     # framework, and the process that renders templates starts.

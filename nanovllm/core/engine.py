@@ -69,8 +69,8 @@ class EngineCore:
 
     Args:
         scheduler: plans the steps.
-        executor: computes them; of its methods, the loop calls `launch`, `forget_requests`,
-            `check_health` and `close`.
+        executor: computes them; of its methods, the loop calls `launch`, `forget_requests`
+            and `close`.
         peers: other engines and stores with which this one works; by default there are none.
         create_recorder: makes what records steps, once a reader wants records.
 
@@ -124,18 +124,8 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to compute. The next step can then wait until a request arrives,
-        one of `sources` is readable, or `idle_seconds` have passed."""
+        or others send something (`peers`)."""
         return not self.has_work or (self._found_nothing and self.peers.is_quiet)
-
-    @property
-    def idle_seconds(self) -> float | None:
-        """Seconds that an idle engine may sleep if nothing arrives; None: no limit."""
-        return self.peers.idle_seconds(self.has_work)
-
-    @property
-    def sources(self) -> list[object]:
-        """Sockets that become readable when the next `step` has a notification to read."""
-        return [*self.peers.sources, *self.executor.sources]
 
     # ---------------------------------------------------------------- in and out
 
@@ -303,14 +293,6 @@ class EngineCore:
             self.recorder = Recorder()
             for step in self._in_flight:
                 step.record = None
-
-    def check_health(self) -> None:
-        """Check that all that computes steps is alive.
-
-        Raises:
-            ExecutorError: something is not.
-        """
-        self.executor.check_health()
 
     def close(self) -> None:
         """Finish the trace, and free everything."""

@@ -1,5 +1,6 @@
 """Parts that a copy of the package may lack: each is imported when a feature asks for it."""
 
+import importlib.util
 import pkgutil
 from typing import Any
 
@@ -26,3 +27,8 @@ def load(entry: str, feature: str) -> Any:
         raise MissingPartError(
             f"{feature} needs {error.name}, which this copy of nanovllm does not have"
         ) from error
+
+
+def is_there(module: str) -> bool:
+    """Whether this copy of the package has a module."""
+    return importlib.util.find_spec(module) is not None

@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "distributed/stage_link.py",
             "distributed/shared_collectives.py",
             "distributed/life_signs.py",
+            "distributed/starvation.py",
             "distributed/standstill.py",
             "distributed/shared_memory.*",
         ],
@@ -88,6 +89,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         19,
         [
             "text/grammar_check.py",
+            "text/examples.py",
             "text/grammars.py",
             "text/guides.py",
             "text/schema_sizes.py",
