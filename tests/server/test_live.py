@@ -287,17 +287,29 @@ async def test_each_of_several_engines_shows_what_it_computes(two_engines: Async
         await viewer.read_until(lambda step: step.snapshot is not None)
     prompts = {f"r{i}": f"{i} is where this begins" for i in range(6)}
     texts = await asyncio.gather(*(answer(two_engines, prompts[name], name) for name in prompts))
+    ended: list[set[str]] = [set(), set()]
+
+    async def follow(rank: int) -> None:
+        viewer = viewers[rank]
+        while True:
+            ended[rank] = {name for step in viewer.trace for name in step.finished}
+            viewer.take(await anext(viewer.stream))
+
+    # The share of an engine depends on how fast it answers: on a busy machine one got five of six
+    # requests. So the test waits for all six, wherever they are computed.
+    readers = [asyncio.create_task(follow(rank)) for rank in range(2)]
+    async with asyncio.timeout(30):
+        while set().union(*ended) != prompts.keys():
+            await asyncio.sleep(0.01)
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
     seen: dict[str, int] = {}
     for rank, viewer in enumerate(viewers):
         settings = viewer.trace.settings
         assert (settings.data_rank, settings.data_parallel_size) == (rank, 2)
-        arrived, ended = set[str](), set[str]()
-        async with asyncio.timeout(30):
-            while not arrived or arrived != ended:
-                viewer.take(await anext(viewer.stream))
-                arrived = {name for step in viewer.trace for name in step.arrived}
-                ended = {name for step in viewer.trace for name in step.finished}
-        assert len(arrived) == 3, "half of the requests"
+        arrived = {name for step in viewer.trace for name in step.arrived}
+        assert arrived and arrived == ended[rank]
         assert not seen.keys() & arrived
         seen |= dict.fromkeys(arrived, rank)
         shown = {
