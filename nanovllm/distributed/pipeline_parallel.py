@@ -6,13 +6,15 @@ Built by notebooks/23_pipeline_parallel.ipynb: edit it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.data.checks import check_pipeline_parallel
-from nanovllm.distributed.groups import get_pp_group
+from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
+
+if TYPE_CHECKING:
+    from nanovllm.models.llama import LlamaForCausalLM
 
 
 def layer_range(num_layers: int, stages: int, stage: int) -> range:
@@ -30,38 +32,71 @@ def layer_range(num_layers: int, stages: int, stage: int) -> range:
     return range(start, start + sizes[stage])
 
 
-def layers_here(num_layers: int) -> range:
-    """The layers of this rank's stage; all layers in a group of one."""
-    group = get_pp_group()
-    return layer_range(num_layers, group.world_size, group.rank_in_group)
-
-
-# ---------------------------------------------------------------- modules of other stages
-
-
 class Elsewhere(nn.Module):
     """A placeholder for a module of another stage, without weights. With it, the other modules keep
     their names of the checkpoint (layer 17 is `layers.17` on every stage)."""
 
-    weight: None = None
+
+class StageInput(nn.Module):
+    """In place of the embedding on all stages but the first: returns what the previous stage has
+    sent.
+
+    Attributes:
+        hidden: `[at least num_tokens, hidden_size]`, set before each forward pass, or filled.
+    """
+
+    hidden: Tensor
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`[num_tokens]` to `[num_tokens, hidden_size]`; only the number of tokens matters."""
+        return self.hidden[: len(token_ids)]
 
 
-M = TypeVar("M", bound=nn.Module)
+class StageOutput(nn.Module):
+    """In place of the final norm on all stages but the last: the residual stream, with the last
+    layer's result added."""
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RMSNorm.add`; nothing is normalised."""
+        residual.add_(x)
+        return residual, residual
 
 
-def if_here(here: bool, build: Callable[..., M], *arguments: object) -> M:
-    """The module `build(*arguments)`, or a placeholder if another stage has it."""
-    return build(*arguments) if here else cast(M, Elsewhere())
+def keep_stage(model: LlamaForCausalLM, group: GroupCoordinator | None = None) -> None:
+    """Keep this rank's stage of a whole model that has no memory yet, and replace the modules of
+    other stages.
+
+    Args:
+        group: the stages; the pipeline-parallel group by default. In a group of one, nothing
+            changes.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    group = group or get_pp_group()
+    if group.world_size == 1:
+        return
+    inner = model.model
+    here = layer_range(len(inner.layers), group.world_size, group.rank_in_group)
+    for number in range(len(inner.layers)):
+        if number not in here:
+            inner.layers[number] = Elsewhere()
+            model.unused.append(f"model.layers.{number}")
+    inner.layer_calls = [inner.layers[number] for number in here]
+    has_tied_head = model.is_tied and group.is_last
+    model.is_tied = False  # no stage has both
+    if not group.is_first:
+        inner.register_module("embed_tokens", StageInput())
+    if has_tied_head:
+        model.lm_head.parts = ("model.embed_tokens",)  # its name in the checkpoint
+    elif not group.is_first:
+        model.unused.append("model.embed_tokens")
+    if not group.is_last:
+        inner.register_module("norm", StageOutput())
+        model.register_module("lm_head", Elsewhere())
+        model.unused += ["model.norm", "lm_head"]
 
 
-def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """True if a tensor of the checkpoint belongs to a module of another stage."""
-    module = model
-    for part in name.split("."):
-        children = dict(module.named_children())
-        if part not in children:  # the tensor itself
-            return False
-        module = children[part]
-        if isinstance(module, Elsewhere):
-            return True
-    return False
+def stage_input(model: LlamaForCausalLM) -> StageInput:
+    """The module that returns what a stage other than the first has received."""
+    return cast(StageInput, model.model.embed_tokens)

@@ -1,7 +1,7 @@
 """Layers that are divided among ranks, which together compute the whole layer's result (Shoeybi et
 al. 2019).
 
-Built by notebooks/22_tensor_parallel.ipynb: edit it there.
+Built by notebooks/22_tensor_parallel.ipynb and 26: edit it there.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
-from nanovllm.layers.basic import Embedding, Linear, Place
+from nanovllm.layers.basic import Embedding, Layer, Linear, LMHead, MergedLinear, Place, QKVLinear
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RowParallelLinear(Linear):
 
     Args:
         in_features, out_features: of the whole layer.
-        reduce: False: return this rank's addend, and leave the sum to the caller.
+        reduce: False: return this rank's partial sum, and leave the rest to the caller.
     """
 
     def __init__(
@@ -178,13 +178,21 @@ class VocabParallelEmbedding(Embedding):
     zeros for the other tokens, and the ranks add up their results.
 
     A vocabulary that cannot be divided evenly is padded: the last ranks have rows, never read, for
-    tokens that do not exist."""
+    tokens that do not exist.
+
+    Args:
+        vocab_size, hidden_size, factor: of the whole layer, see `Embedding`.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        group: GroupCoordinator | None = None,
+        factor: float | None = None,
     ) -> None:
         group = group or get_tp_group()
-        super().__init__(-(-vocab_size // group.world_size), hidden_size)
+        super().__init__(-(-vocab_size // group.world_size), hidden_size, factor)
         self.group = group
         self.shard = Shard.of(vocab_size, group)
 
@@ -218,3 +226,66 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(self, x: Tensor) -> Tensor:
         # Without the padding's scores, which are at the end.
         return self.group.all_gather(ops.linear(x, self.weight))[:, : self.shard.total]
+
+
+# How ranks share a plain `Linear`, by its name in the model. One with another name stays whole.
+STYLES: dict[str, type[ColumnParallelLinear] | type[RowParallelLinear]] = {
+    "o_proj": RowParallelLinear,
+    "down_proj": RowParallelLinear,
+}
+
+
+def part_of(layer: Layer, name: str, group: GroupCoordinator) -> Layer | None:
+    """This rank's part of a whole layer that the ranks of a group share; None for a layer that
+    stays as it is.
+
+    Args:
+        name: of the layer in the module that has it.
+    """
+    part: Layer | None = None
+    has_bias = isinstance(layer, Linear) and layer.bias is not None
+    if isinstance(layer, QKVLinear):
+        part = QKVParallelLinear(
+            layer.in_features,
+            layer.head_dim,
+            layer.num_heads,
+            layer.num_kv_heads,
+            bias=has_bias,
+            group=group,
+        )
+    elif isinstance(layer, MergedLinear):
+        part = MergedColumnParallelLinear(layer.in_features, layer.sizes, has_bias, group)
+    elif isinstance(layer, LMHead):
+        part = ParallelLMHead(layer.vocab_size, layer.hidden_size, group)
+    elif type(layer) is Embedding:
+        part = VocabParallelEmbedding(layer.vocab_size, layer.hidden_size, group, layer.factor)
+    elif type(layer) is Linear and name in STYLES:
+        part = STYLES[name](layer.in_features, layer.out_features, has_bias, group=group)
+    if part is not None:
+        part.parts = layer.parts
+        part.packable = layer.packable
+    return part
+
+
+def parallelize(model: nn.Module, group: GroupCoordinator | None = None) -> None:
+    """Replace each layer of a whole model that ranks can share by this rank's part of it. The model
+    must not have memory yet: the parts are new layers, without values.
+
+    Args:
+        group: the ranks; the tensor-parallel group by default. In a group of one, nothing changes.
+    """
+    group = group or get_tp_group()
+    if group.world_size == 1:
+        return
+    for name, layer in list(model.named_children()):
+        part = part_of(layer, name, group) if isinstance(layer, Layer) else None
+        if part is None:
+            parallelize(layer, group)
+        else:
+            model.register_module(name, part)
+
+
+# Latent attention: what has outputs per head. The projections to a latent stay whole.
+STYLES.update(
+    q_proj=ColumnParallelLinear, q_b_proj=ColumnParallelLinear, kv_b_proj=ColumnParallelLinear
+)

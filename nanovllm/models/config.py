@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nanovllm.checkpoint import files
 from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json
 from nanovllm.data.json import JsonObject
-from nanovllm.data.parts import load
+from nanovllm.data.parts import needed_for
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.models.defaults import DEFAULTS, with_defaults
 
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUANTIZATION = "nanovllm.checkpoint.quantization:QuantizationConfig"
-
 
 @dataclass(frozen=True)
 class Architecture:
     """How an architecture differs from Llama.
 
     Attributes:
-        model_class, moe: the model's class, and the reader of its experts, if it has any: parts of
-            the package that are loaded when a checkpoint needs them.
+        has_experts: it may have a mixture of experts.
         latent: latent attention (DeepSeek).
         qkv_bias: of the projections to q, k and v; None: config.json says it (`attention_bias`).
         qk_norm: queries and keys are normalised.
@@ -41,8 +38,7 @@ class Architecture:
             keys.
     """
 
-    model_class: str = "nanovllm.models.llama:LlamaForCausalLM"
-    moe: str = ""
+    has_experts: bool = False
     latent: bool = False
     qkv_bias: bool | None = None
     qk_norm: bool = False
@@ -52,17 +48,8 @@ class Architecture:
     routing: Mapping[str, object] = field(default_factory=dict)
 
 
-_MIXTRAL = Architecture(
-    model_class="nanovllm.models.moe:MoEForCausalLM",
-    moe="nanovllm.models.moe_config:MoEConfig",
-    routing={"norm_topk_prob": True},
-)
-_DEEPSEEK = Architecture(
-    model_class="nanovllm.models.deepseek:DeepseekForCausalLM",
-    moe="nanovllm.models.moe_config:MoEConfig",
-    latent=True,
-    rope_types=("default", "yarn"),
-)
+_MIXTRAL = Architecture(has_experts=True, routing={"norm_topk_prob": True})
+_DEEPSEEK = Architecture(has_experts=True, latent=True, rope_types=("default", "yarn"))
 _V3_ROUTING = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
@@ -78,9 +65,7 @@ SUPPORTED_ARCHITECTURES: dict[str, Architecture] = {
     "MixtralForCausalLM": _MIXTRAL,
     "Qwen3MoeForCausalLM": replace(_MIXTRAL, qk_norm=True, routing={}),
     "Gemma2ForCausalLM": Architecture(
-        model_class="nanovllm.models.gemma2:Gemma2ForCausalLM",
-        alternating=True,
-        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        alternating=True, activation=("hidden_activation", "gelu_pytorch_tanh")
     ),
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing=_V3_ROUTING),
@@ -197,15 +182,11 @@ class ModelConfig:
             else 0.0,
             attention_soft_cap=fields.get("attn_logit_softcapping", 0.0),
             logit_soft_cap=fields.get("final_logit_softcapping", 0.0),
-            moe=load(traits.moe, f"architecture {architecture}").from_dict(fields)
-            if traits.moe
-            else None,
+            moe=_experts(fields, architecture) if traits.has_experts else None,
             rope_interleave=latent and fields.get("rope_interleave", True),
             eos_token_ids=_eos_token_ids(fields, defaults),
             generation_defaults=_sampling_defaults(defaults),
-            quantization=load(QUANTIZATION, "quantization").from_dict(fields)
-            if fields.get("quantization_config")
-            else None,
+            quantization=_quantization(fields) if fields.get("quantization_config") else None,
             **{name: fields[name] for name in same},
             **{name: fields[name] for name in optional if name in fields},
         )
@@ -240,6 +221,20 @@ class ModelConfig:
         """Numbers of a token's row in a layer's latent cache: the latent and the rotated part of
         the key."""
         return self.kv_lora_rank + self.head_dim
+
+
+def _experts(fields: Fields, architecture: str) -> MoEConfig | None:
+    """Read the mixture of experts; None for a model without."""
+    with needed_for(f"architecture {architecture}"):
+        from nanovllm.models.moe_config import MoEConfig
+    return MoEConfig.from_dict(fields)
+
+
+def _quantization(fields: Fields) -> QuantizationConfig:
+    """Read how the weights are quantized."""
+    with needed_for("quantization"):
+        from nanovllm.checkpoint.quantization import QuantizationConfig
+    return QuantizationConfig.from_dict(fields)
 
 
 def _with_defaults(raw: JsonObject, architecture: str) -> Fields:

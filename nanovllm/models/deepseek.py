@@ -10,14 +10,14 @@ import math
 import re
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.attention.base import Rotary, attend
+from nanovllm.attention.base import AttentionBackend, Rotary, attend
+from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.layers.basic import Linear, RMSNorm
-from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import rotary_table
+from nanovllm.models.llama import AttentionLayer, rotary_table
 from nanovllm.models.moe import MoEDecoderLayer, MoEForCausalLM
 
 # The epsilon of the norms inside latent attention, which is the same in all configurations.
@@ -75,12 +75,9 @@ def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     return rotary_table(config, max_positions, yarn_frequencies(config)) * scale
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(AttentionLayer):
     """Projections to queries and to one latent for all heads, rotary positions, and a call of the
-    attention backend.
-
-    Ranks share the heads. The latent has no heads, so every rank computes and caches all of it.
-    """
+    attention backend."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -99,17 +96,17 @@ class LatentAttention(nn.Module):
         if config.q_lora_rank:
             self.q_a_proj = Linear(hidden, config.q_lora_rank, bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
-            self.q_b_proj = ColumnParallelLinear(config.q_lora_rank, width)
+            self.q_b_proj = Linear(config.q_lora_rank, width)
         else:
-            self.q_proj = ColumnParallelLinear(hidden, width)
+            self.q_proj = Linear(hidden, width)
         self.kv_a_proj_with_mqa = Linear(hidden, config.latent_width, bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS)
         # For each head, the matrix that makes its key and its value from a latent. Attention
         # multiplies with parts of it.
         self.head_rows = self.nope + config.v_head_dim
-        self.kv_b_proj = ColumnParallelLinear(self.rank, config.num_heads * self.head_rows)
+        self.kv_b_proj = Linear(self.rank, config.num_heads * self.head_rows)
         self.kv_b_proj.packable = False
-        self.o_proj = RowParallelLinear(config.num_heads * config.v_head_dim, hidden, bias)
+        self.o_proj = Linear(config.num_heads * config.v_head_dim, hidden, bias)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_rank else self.q_proj(x)
@@ -123,6 +120,12 @@ class LatentAttention(nn.Module):
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
         up = self.kv_b_proj.weight.view(-1, self.head_rows, self.rank)
         return self.o_proj(attend(q, latent, up, self.layer, self.scale).flatten(1))
+
+    def cache_shape(
+        self, num_blocks: int, block_size: int, backend: AttentionBackend
+    ) -> tuple[int, ...]:
+        """See the base class."""
+        return latent_cache_shape(num_blocks, block_size, self.kv_a_proj_with_mqa.out_features)
 
     def _in_halves(self, x: Tensor) -> Tensor:
         """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope`

@@ -11,10 +11,11 @@ next ones, and leaves the rest to the target's output head."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,19 @@ from nanovllm.checkpoint.files import (
 )
 from nanovllm.checkpoint.weights import open_tensors, weight_files
 from nanovllm.data.json import JsonObject
-from nanovllm.data.parts import load
-from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
-from nanovllm.layers.tensor_parallel import (
-    ParallelLMHead,
-    QKVParallelLinear,
-    VocabParallelEmbedding,
+from nanovllm.data.parts import needed_for
+from nanovllm.layers.basic import Embedding, Layer, Linear, LMHead, Place, QKVLinear, RMSNorm
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import (
+    MLP,
+    AttentionLayer,
+    DecoderLayer,
+    LayerCall,
+    LlamaForCausalLM,
+    LlamaModel,
+    SelfAttention,
+    rotary_table,
 )
-from nanovllm.models.config import QUANTIZATION, ModelConfig
-from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
 from nanovllm.models.loader import allocate_weights, load_weights
 
 if TYPE_CHECKING:
@@ -167,7 +172,7 @@ class EagleAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, 0)
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = QKVLinear(
             2 * config.hidden_size,
             config.head_dim,
             config.num_heads,
@@ -207,8 +212,7 @@ class EagleModel(nn.Module):
     Attributes:
         draft_to_target: `[draft_vocab_size]` int64, the target's ids of the tokens that it can
             guess.
-        aux_layers: see `EagleConfig`; what `LlamaModel.collect_hidden_states` takes.
-        num_kv_heads, head_dim: of its KV cache, over all ranks.
+        aux_layers: see `EagleConfig`; what `AuxHiddenStates` takes.
         fused: what runs in the place of the layer, where a CPU can (models/fused.py).
     """
 
@@ -221,21 +225,26 @@ class EagleModel(nn.Module):
         super().__init__()
         self.config = config.layer
         self.aux_layers = config.aux_layers
-        self.num_kv_heads = config.layer.num_kv_heads
-        self.head_dim = config.layer.head_dim
         hidden = config.layer.hidden_size
         vocab_size = config.layer.vocab_size
         self.fc = Linear(hidden * (len(config.aux_layers) or 2), hidden, config.fc_bias)
         self.midlayer = EagleLayer(config)
+        self.embed_tokens = Embedding(vocab_size, hidden) if config.has_embedding else None
+        self.lm_head = LMHead(config.draft_vocab_size, hidden) if config.has_head else None
         # The target's modules are called, and are no part of this one.
-        self.embed: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
-        self.score: Callable[[Tensor], Tensor] = target.compute_logits
-        if config.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden)
-            self.embed = self.embed_tokens.forward
-        if config.has_head:
-            self.lm_head = ParallelLMHead(config.draft_vocab_size, hidden)
-            self.score = self.lm_head.forward
+        self.embed_for_target: Callable[[Tensor], Tensor] = target.model.embed_tokens.forward
+        self.score_for_target: Callable[[Tensor], Tensor] = target.compute_logits
+
+    @property
+    def attention_layers(self) -> dict[int, AttentionLayer]:
+        """See `LlamaForCausalLM.attention_layers`."""
+        return {0: self.midlayer.self_attn}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """`[num_tokens]` to `[num_tokens, hidden_size]`."""
+        if self.embed_tokens is None:
+            return self.embed_for_target(token_ids)
+        return self.embed_tokens(token_ids)
 
     def combine_hidden_states(self, aux: Tensor) -> Tensor:
         """What a first draft step takes as `hidden`, `[num_tokens, hidden_size]`, of what the
@@ -245,7 +254,7 @@ class EagleModel(nn.Module):
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` to `[num_rows, draft_vocab_size]`."""
-        return self.score(x)
+        return self.score_for_target(x) if self.lm_head is None else self.lm_head(x)
 
     def tie_weights(self) -> None:
         """See `LlamaForCausalLM.tie_weights`; nothing here is tied."""
@@ -306,6 +315,43 @@ class Eagle1(EagleModel):
         return residual.add_(x), residual
 
 
+class AuxHiddenStates:
+    """Keeps the residual stream at the input of some layers of a target, in each forward pass whose
+    `LlamaModel.layer_calls` are these.
+
+    Args:
+        target: whose calls are continued: its layers, or calls of several layers each, which
+            become one call for each part between the streams that are kept.
+        layers: numbers of layers, in rising order.
+
+    Attributes:
+        layer_calls: the target's calls, and what keeps the streams between them.
+        states: of the last pass, a `[num_tokens, hidden_size]` tensor per layer.
+    """
+
+    def __init__(self, target: LlamaModel, layers: Sequence[int]) -> None:
+        self.states: list[Tensor] = []
+        self.layer_calls: list[LayerCall] = []
+        for call in target.layer_calls:
+            if isinstance(call, DecoderLayer):
+                self._append(call, call.self_attn.layer, layers)
+                continue
+            for part in cast("FusedLayers", call).split(layers):
+                self._append(part, part.numbers[0], layers)
+
+    def _append(self, call: LayerCall, number: int, layers: Sequence[int]) -> None:
+        """Append a call that begins with layer `number`."""
+        if number in layers:
+            self.layer_calls.append(partial(self._keep, layers.index(number)))
+        self.layer_calls.append(call)
+
+    def _keep(
+        self, index: int, x: Tensor, residual: Tensor, rotary: Rotary
+    ) -> tuple[Tensor, Tensor]:
+        self.states = [*self.states[:index], x + residual]
+        return x, residual
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -323,6 +369,7 @@ def load_draft_model(
     dtype: torch.dtype,
     device: torch.device | str,
     max_positions: int,
+    transforms: Sequence[Callable[[nn.Module], None]] = (),
 ) -> EagleModel:
     """Load a head for a target.
 
@@ -330,6 +377,7 @@ def load_draft_model(
         folder: with config.json and safetensors files under the names of EAGLE, SpecForge,
             speculators or vLLM; or one safetensors file with the configuration in its metadata.
         max_positions: length of the longest sequence.
+        transforms: see `build_model`.
 
     Raises:
         ValueError: a head that cannot be loaded, or that does not fit the target; the message says
@@ -351,14 +399,15 @@ def load_draft_model(
         )
     with torch.device("meta"):
         model = Eagle3(config, target) if config.aux_layers else Eagle1(config, target)
+        for transform in transforms:
+            transform(model)
     if any(name.endswith("_scale") for name in tensors):
         # 8-bit weights, and inputs that are rounded to 8 bits, too.
-        quantization = load(QUANTIZATION, "quantization")(
-            "compressed-tensors", quantizes_inputs=True
-        )
-        load("nanovllm.layers.quantization:quantize_layers", "quantization")(
-            model, quantization, tensors.items()
-        )
+        with needed_for("quantization"):
+            from nanovllm.checkpoint.quantization import QuantizationConfig
+            from nanovllm.layers.quantization import quantize_layers
+        quantization = QuantizationConfig("compressed-tensors", quantizes_inputs=True)
+        quantize_layers(model, quantization, tensors.items())  # type: ignore[arg-type]
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
     allocate_weights(model, dtype, device)
     model.register_buffer(

@@ -4,6 +4,7 @@ order, hence with the same bits, without Python's ten calls per layer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import is_
 from typing import TYPE_CHECKING, cast
 
@@ -11,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionMetadata, Rotary, get_forward_context
-from nanovllm.distributed.groups import get_tp_group
-from nanovllm.distributed.pipeline_parallel import Elsewhere
 from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM, SelfAttention
 from nanovllm.ops.native import call, kernel_of
 
@@ -20,15 +19,9 @@ if TYPE_CHECKING:
     from nanovllm.layers.quantization import QuantizedWeight
     from nanovllm.models.eagle import EagleLayer, EagleModel
 
-#: What the C++ code computes. A layer with a module of another file, such as a lecture or a model
-# with experts, runs as it is.
-FILES = (
-    "models.llama",
-    "models.eagle",
-    "layers.basic",
-    "layers.tensor_parallel",
-    "layers.quantization.weight",
-)
+#: What the C++ code computes. A layer with a module of another file, such as a lecture, a model
+# with experts or a rank's part of a layer, runs as it is.
+FILES = ("models.llama", "models.eagle", "layers.basic", "layers.quantization.weight")
 MODULES = {f"nanovllm.{name}" for name in FILES}
 #: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and
 # norms of queries and keys.
@@ -38,25 +31,19 @@ MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.d
 
 def fuse_layers(model: LlamaForCausalLM | EagleModel) -> None:
     """Let the layers of a model with packed weights run in one call, if this machine and these
-    layers can. Otherwise, and where a hook or a connector follows the layers of a step, they run
-    one by one."""
+    layers can. Otherwise, and where a module has a hook of PyTorch, they run one by one."""
     if not isinstance(model, LlamaForCausalLM):  # a model that drafts
         model.fused = _fuse([model.midlayer])
         return
-    layers = [
-        cast(DecoderLayer, layer)
-        for layer in model.model.layers
-        if not isinstance(layer, Elsewhere)
-    ]
-    if (fused := _fuse(layers)) is not None:
-        model.model.fused = (fused,)
-        model.model.collect_hidden_states(model.model.aux_hidden_state_layers)
+    calls = model.model.layer_calls
+    layers = [call for call in calls if isinstance(call, DecoderLayer)]
+    fused = _fuse(layers) if len(layers) == len(calls) else None
+    if fused is not None:
+        model.model.layer_calls = [fused]
 
 
 def _fuse(layers: Sequence[DecoderLayer | EagleLayer]) -> FusedLayers | None:
-    return (
-        FusedLayers(layers) if all(map(_fits, layers)) and get_tp_group().world_size == 1 else None
-    )
+    return FusedLayers(layers) if all(map(_fits, layers)) else None
 
 
 def _fits(layer: nn.Module) -> bool:
@@ -87,7 +74,7 @@ class FusedLayers:
     def __init__(self, layers: Sequence[DecoderLayer | EagleLayer]) -> None:
         self.layers = layers
         attentions = [cast(SelfAttention, layer.self_attn) for layer in layers]
-        self.self_attn = attentions[0]
+        self.attention = attentions[0]
         rows = []
         modules = [module for layer in layers for module in layer.modules()]
         self.hooks = [
@@ -110,12 +97,17 @@ class FusedLayers:
         self.functions: tuple[int, int] | None = None
         self.caches: list[Tensor] = []
 
+    def split(self, numbers: Sequence[int]) -> list[FusedLayers]:
+        """Return calls for parts of the layers, which begin at the layers with these numbers."""
+        cuts = [i for i, number in enumerate(self.numbers) if i == 0 or number in numbers]
+        return [FusedLayers(self.layers[a:b]) for a, b in pairwise([*cuts, len(self.numbers)])]
+
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         context = get_forward_context()
         batch = context.metadata
         backend = context.backend
         functions = backend.compiled_functions(x.dtype)
-        if functions is None or context.connector is not None or any(self.hooks):
+        if functions is None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
             return x, residual
@@ -138,7 +130,7 @@ class FusedLayers:
     ) -> tuple[Tensor, Tensor]:
         """Call the C++ function, whose arguments are in the order of `decoder_layers` in
         ops/cpu_layers.cpp."""
-        attention = self.self_attn
+        attention = self.attention
         x = x.clone()  # a pipeline's buffer, perhaps
         tables = batch.block_tables
         lengths = batch.seq_lens
@@ -153,7 +145,7 @@ class FusedLayers:
             batch.query_start_loc,
         )
         heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
-        width = cast(MLP, self.layers[0].mlp).down_proj.shard.size
+        width = cast(MLP, self.layers[0].mlp).down_proj.in_features
         num_blocks, _, _, block_size, _ = kv_cache.shape
         cache_sizes = (
             block_size,

@@ -12,18 +12,8 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.attention.base import Rotary
 from nanovllm.layers.basic import RMSNorm
-from nanovllm.layers.tensor_parallel import VocabParallelEmbedding
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM
-
-
-class Gemma2Embedding(VocabParallelEmbedding):
-    """The matrix row of each token, times sqrt(hidden_size)."""
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        x = super().forward(token_ids)
-        # The factor is rounded to the model's dtype, as in training.
-        return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu")
 
 
 class Gemma2RMSNorm(RMSNorm):
@@ -70,7 +60,7 @@ class Gemma2DecoderLayer(DecoderLayer):
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """A decoder-only model over packed tokens, as `LlamaForCausalLM`."""
 
-    embedding_class = Gemma2Embedding
+    scales_embedding = True
     layer_class = Gemma2DecoderLayer
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,35 +1,37 @@
 """Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): from packed tokens to
 hidden states.
 
-Built by notebooks/10_first_tokens.ipynb and 23: edit it there.
+Built by notebooks/10_first_tokens.ipynb: edit it there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, pairwise
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.attention.base import AttentionOptions, Rotary, attend
-from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
-from nanovllm.distributed.pipeline_parallel import if_here, is_elsewhere, layers_here
-from nanovllm.layers.basic import Layer, Packable, Place, RMSNorm
-from nanovllm.layers.tensor_parallel import (
-    MergedColumnParallelLinear,
-    ParallelLMHead,
-    QKVParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
+from nanovllm.attention.base import (
+    AttentionBackend,
+    AttentionOptions,
+    Rotary,
+    attend,
+    kv_cache_shape,
+)
+from nanovllm.layers.basic import (
+    Embedding,
+    Layer,
+    Linear,
+    LMHead,
+    MergedLinear,
+    Packable,
+    Place,
+    QKVLinear,
+    RMSNorm,
 )
 from nanovllm.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from nanovllm.models.fused import FusedLayers
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
@@ -73,9 +75,25 @@ def rotary_table(
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-class SelfAttention(nn.Module):
-    """Projections, rotary positions and a call of the attention backend, for the heads of this
-    rank."""
+class AttentionLayer(nn.Module):
+    """A layer's attention, which has a KV cache.
+
+    Attributes:
+        layer: its number in the model, by which the forward context finds the cache.
+    """
+
+    layer: int
+    __call__: Callable[..., Tensor]
+
+    def cache_shape(
+        self, num_blocks: int, block_size: int, backend: AttentionBackend
+    ) -> tuple[int, ...]:
+        """Return the shape of this layer's KV cache, for the backend that will use it."""
+        raise NotImplementedError
+
+
+class SelfAttention(AttentionLayer):
+    """Projections, rotary positions and a call of the attention backend."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -87,14 +105,14 @@ class SelfAttention(nn.Module):
         }
         if config.attention_soft_cap:
             self.options["soft_cap"] = config.attention_soft_cap
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = QKVLinear(
             config.hidden_size,
             config.head_dim,
             config.num_heads,
             config.num_kv_heads,
             config.qkv_bias,
         )
-        self.o_proj = RowParallelLinear(
+        self.o_proj = Linear(
             config.num_heads * config.head_dim, config.hidden_size, config.output_bias
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -111,21 +129,21 @@ class SelfAttention(nn.Module):
         out = attend(q, k, v, self.layer, self.scale, rotary=rotary, **self.options)
         return self.o_proj(out.flatten(1))
 
+    def cache_shape(
+        self, num_blocks: int, block_size: int, backend: AttentionBackend
+    ) -> tuple[int, ...]:
+        """See the base class."""
+        width = self.head_dim + backend.scale_bytes
+        return kv_cache_shape(num_blocks, self.qkv_proj.num_kv_heads, block_size, width)
+
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with gate and up in one matrix."""
 
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        bias: bool,
-        reduce: bool = True,
-        group: GroupCoordinator | None = None,
-    ) -> None:
+    def __init__(self, hidden: int, intermediate: int, bias: bool) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [intermediate] * 2, bias, group)
-        self.down_proj = RowParallelLinear(intermediate, hidden, bias, reduce, group)
+        self.gate_up_proj = MergedLinear(hidden, [intermediate, intermediate], bias)
+        self.down_proj = Linear(intermediate, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
@@ -134,7 +152,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
-    attention_class: type[nn.Module] = SelfAttention
+    attention_class: type[AttentionLayer] = SelfAttention
     norm_class: type[RMSNorm] = RMSNorm
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -155,74 +173,44 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+# What `LlamaModel.forward` calls one after another: `(x, residual, rotary)` to the next two.
+LayerCall = Callable[[Tensor, Tensor, Rotary], tuple[Tensor, Tensor]]
+
+
 class LlamaModel(nn.Module):
     """Embedding, layers and final norm. `family` names their classes.
 
     Attributes:
-        fused: what runs in the place of all layers, where a CPU can (models/fused.py).
-        aux_hidden_states: see `collect_hidden_states`.
+        layer_calls: what `forward` calls between embedding and norm: the layers, or calls that
+            stand for them.
     """
 
     __call__: Callable[..., Tensor]
-    fused: Sequence[FusedLayers] = ()
-    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
         self, config: ModelConfig, max_positions: int, family: type[LlamaForCausalLM]
     ) -> None:
-        nn.Module.__init__(self)
-        self.stage = get_pp_group()
-        self.here = layers_here(config.num_layers)
-        # The last stage needs the embedding if the output head is the same matrix.
-        embeds = self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings)
-        self.embed_tokens = if_here(
-            embeds, family.embedding_class, config.vocab_size, config.hidden_size
-        )
+        super().__init__()
+        hidden = config.hidden_size
+        factor = hidden**0.5 if family.scales_embedding else None
+        self.embed_tokens = Embedding(config.vocab_size, hidden, factor)
         self.layers = nn.ModuleList(
-            if_here(layer in self.here, family.layer_class, config, layer)
-            for layer in range(config.num_layers)
+            family.layer_class(config, layer) for layer in range(config.num_layers)
         )
-        self.norm = if_here(
-            self.stage.is_last,
-            family.layer_class.norm_class,
-            config.hidden_size,
-            config.rms_norm_eps,
-        )
+        self.layer_calls: list[LayerCall] = list(self.layers)
+        self.norm = family.layer_class.norm_class(hidden, config.rms_norm_eps)
         self.cos_sin: Tensor
         self.register_buffer(
             "cos_sin", family.rotary_table(config, max_positions), persistent=False
         )
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, received: Tensor | None = None
-    ) -> Tensor:
-        x = self.embed_tokens(input_ids) if received is None else received
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
         residual = torch.zeros_like(x)
         rotary = Rotary(positions, self.cos_sin)
-        self.aux_hidden_states = list[Tensor]()
-        layers = cast("Iterable[DecoderLayer]", self.layers)
-        for layer in self.fused or islice(layers, self.here.start, self.here.stop):
-            if (
-                self.aux_hidden_state_layers
-                and layer.self_attn.layer in self.aux_hidden_state_layers
-            ):
-                self.aux_hidden_states.append(x + residual)
-            x, residual = layer(x, residual, rotary)
-        if not self.stage.is_last:
-            return residual.add_(x)
+        for call in self.layer_calls:
+            x, residual = call(x, residual, rotary)
         return self.norm.add(x, residual)[0]
-
-    def collect_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Let each `forward` keep the residual stream at the input of some layers: in
-        `aux_hidden_states`, a `[num_tokens, hidden_size]` tensor per layer, in rising order. Layers
-        that are fused, or will be, become one call for each part between them."""
-        self.aux_hidden_state_layers = layers
-        cuts = sorted({self.here.start, self.here.stop, *layers})
-        self.fused = [
-            type(self.fused[0])(cast("list[DecoderLayer]", list(self.layers[a:b])))
-            for a, b in pairwise(cuts)
-            if self.fused
-        ]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -234,64 +222,71 @@ class LlamaForCausalLM(nn.Module):
     Args:
         config: the model's shape.
         max_positions: length of the rotary table: the longest sequence in tokens.
+
+    Attributes:
+        is_tied: embedding and output head are one matrix.
+        unused: names in the checkpoint, and beginnings of names, that this model does not need.
     """
 
-    embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
+    scales_embedding = False
     layer_class: type[DecoderLayer] = DecoderLayer
     rotary_table: Callable[[ModelConfig, int], Tensor] = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.config = config
         self.model = LlamaModel(config, max_positions, type(self))
-        self.lm_head = if_here(
-            self.model.stage.is_last, ParallelLMHead, config.vocab_size, config.hidden_size
-        )
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        self.is_tied = config.tie_word_embeddings
+        self.unused = ["lm_head.weight"] if self.is_tied else []
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Use the output head's matrix as embedding, if the checkpoint has one matrix for both and
-        this stage has a head."""
-        if self.config.tie_word_embeddings and self.model.stage.is_last:
+        """Use the output head's matrix as embedding, if the checkpoint has one matrix for both."""
+        if self.is_tied:
             self.model.embed_tokens.weight = self.lm_head.weight
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, received: Tensor | None = None
-    ) -> Tensor:
-        """Hidden states `[num_tokens, hidden_size]` of packed tokens; before the last stage of a
-        pipeline, the residual stream for the next stage.
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states `[num_tokens, hidden_size]` of packed tokens.
 
         Args:
             input_ids, positions: `[num_tokens]` int64; positions count within each token's own
                 sequence.
-            received: the previous stage's output; None on the first stage.
         """
-        return self.model(input_ids, positions, received)
+        return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, in the model's dtype. Pass only
         the rows that are needed."""
         return self.lm_head(hidden)
 
+    @property
+    def attention_layers(self) -> dict[int, AttentionLayer]:
+        """The attention of each layer that this model has, by the layer's number."""
+        found = [module for module in self.modules() if isinstance(module, AttentionLayer)]
+        return {module.layer: module for module in found}
+
     def checkpoint_places(self) -> dict[str, list[Place]]:
-        """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that
-        holds no part of a tensor that its layers share has an empty place."""
+        """Where each of the checkpoint's tensors belongs, by name."""
         found: dict[str, list[Place]] = {}
-        embedding = self.model.embed_tokens.weight
         for path, module in self.named_modules():
-            is_tied = path == "lm_head" and module.weight is embedding
-            if isinstance(module, Layer) and not is_tied:
+            is_embedding = (
+                path == "lm_head"
+                and self.is_tied
+                and module.weight is self.model.embed_tokens.weight
+            )
+            if isinstance(module, Layer) and not is_embedding:
                 for name, place in module.places(path):
                     found.setdefault(name, []).append(place)
         return found
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The name in `checkpoint_places` of a tensor in the file; None for one that this rank does
-        not need: rotary buffers, a tied output head, a tensor of another pipeline stage."""
-        unused = name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and self.config.tie_word_embeddings
+        """The name in `checkpoint_places` of a tensor in the file; None for one that the model does
+        not need: rotary buffers, a tied output head."""
+        is_unused = name.endswith("rotary_emb.inv_freq") or any(
+            f"{name}.".startswith(f"{unused}.") for unused in self.unused
         )
-        return None if unused or is_elsewhere(self, name) else name
+        return None if is_unused else name
 
     def pack_weights(self) -> None:
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be

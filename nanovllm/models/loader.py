@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,9 +23,10 @@ from nanovllm.checkpoint.weights import (
     weight_files,
     with_embedding,
 )
-from nanovllm.data.parts import load
-from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from nanovllm.data.parts import needed_for
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.registry import model_class
 from nanovllm.ops.device import weight_memory
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,7 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
 
 def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all
-    others normal with a deviation of 0.02. A tensor depends on the seed and on its name, so every
-    grid of ranks has the same model."""
+    others normal with a deviation of 0.02. A tensor depends on the seed and on its name only."""
     parameter = next(model.parameters())
     for name, [place, *_] in model.checkpoint_places().items():
         tensor = torch.ones(place.shape, dtype=parameter.dtype, device=parameter.device)
@@ -118,13 +118,19 @@ def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Ten
         yield name, tensor
 
 
-def build_model(config: ModelConfig) -> LlamaForCausalLM:
-    """The model, or this rank's part of it, on torch's meta device: with shapes, but without
-    memory."""
-    entry = SUPPORTED_ARCHITECTURES[config.architecture].model_class
-    model_class: type[LlamaForCausalLM] = load(entry, f"architecture {config.architecture}")
+# What may exchange layers of a model that has no memory yet.
+Transform = Callable[[LlamaForCausalLM], None]
+
+
+def build_model(config: ModelConfig, transforms: Sequence[Transform] = ()) -> LlamaForCausalLM:
+    """The model on torch's meta device, with shapes, but without memory, after the transforms have
+    changed it, one after another."""
     with torch.device("meta"):
-        return model_class(config, 1)
+        model = model_class(config.architecture)(config, 1)
+        for transform in transforms:
+            transform(model)
+    model.tie_weights()  # a transform may have exchanged the layers that were tied
+    return model
 
 
 def allocate_weights(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -143,12 +149,14 @@ def load_model(
     max_positions: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    transforms: Sequence[Transform] = (),
 ) -> LlamaForCausalLM:
     """Build the model and fill it from the checkpoint in `folder`, or with random weights
     (`load_format="dummy"`).
 
     Args:
         max_positions: length of the longest sequence; default: the model's own maximum.
+        transforms: see `build_model`.
 
     Raises:
         CheckpointError: see `load_weights` and `checkpoint_tensors`.
@@ -157,10 +165,12 @@ def load_model(
     dummy = load_format == "dummy"
     if not dummy:
         config = stored_config(config, folder)
-    model = build_model(config)
+    model = build_model(config, transforms)
     if config.quantization is not None:  # lecture 41
-        quantize = load("nanovllm.layers.quantization:quantize_layers", "quantization")
-        quantize(model, config.quantization, stored_tensors(config, folder, only_shapes=True))
+        with needed_for("quantization"):
+            from nanovllm.layers.quantization import quantize_layers
+        shapes = stored_tensors(config, folder, only_shapes=True)
+        quantize_layers(model, config.quantization, shapes)
     positions = max_positions or config.max_position_embeddings
     if not dummy:
         # A mismatch raises an error before memory is allocated.

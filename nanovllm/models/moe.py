@@ -19,7 +19,7 @@ from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlaceme
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
 from nanovllm.distributed.load_balance import EPLBConfig, LoadBalancer
 from nanovllm.layers.basic import Layer, Packable, Place
-from nanovllm.layers.tensor_parallel import Shard
+from nanovllm.layers.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from nanovllm.models.moe_config import MoEConfig
@@ -149,6 +149,18 @@ class Experts(Packable):
                 )
 
 
+def shared_mlp(hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> MLP:
+    """The experts that every token visits, as one MLP. The ranks of a group share it, and each
+    returns its partial sum."""
+    mlp = MLP(hidden_size, intermediate_size, bias=False)
+    sizes = [intermediate_size, intermediate_size]
+    first = MergedColumnParallelLinear(hidden_size, sizes, group=group)
+    second = RowParallelLinear(intermediate_size, hidden_size, reduce=False, group=group)
+    mlp.register_module("gate_up_proj", first)
+    mlp.register_module("down_proj", second)
+    return mlp
+
+
 class MoE(Layer):
     """A router and its experts, in place of a layer's MLP.
 
@@ -182,10 +194,7 @@ class MoE(Layer):
         shared = (
             0 if config.shared_as_routed else config.num_shared_experts * config.intermediate_size
         )
-        # Every token visits these: one MLP, whole on each rank of a group of one.
-        self.shared_experts = (
-            MLP(hidden_size, shared, False, reduce=False, group=holders) if shared else None
-        )
+        self.shared_experts = shared_mlp(hidden_size, shared, holders) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from nanovllm.checkpoint.files import Fields, check_supported
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import load
 
 # The loader lists all experts of a model. DeepSeek-V3 has 14,848.
 MOST_EXPERTS = 2**16
@@ -92,9 +91,9 @@ class MoEConfig:
         moe = replace(self, enable_expert_parallel=True)
         if not config.enable_eplb:
             return moe
-        eplb = load("nanovllm.distributed.load_balance:EPLBConfig", "enable_eplb").from_json(
-            config.eplb_config or "{}"
-        )
+        from nanovllm.distributed.load_balance import EPLBConfig  # imports torch
+
+        eplb = EPLBConfig.from_json(config.eplb_config or "{}")
         return replace(
             moe,
             num_redundant_experts=eplb.num_redundant_experts,

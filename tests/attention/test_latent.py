@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.attention import latent
-from nanovllm.attention.base import ForwardContext, forward_context, get_backend
+from nanovllm.attention.backends import get_backend
+from nanovllm.attention.base import ForwardContext, forward_context
 from nanovllm.attention.latent import (
     LatentShape,
     TorchLatentBackend,
@@ -33,6 +34,7 @@ from nanovllm.attention.latent import (
 from nanovllm.distributed.groups import Grid, get_tp_group
 from nanovllm.lab.cases import latent_case
 from nanovllm.lab.course.ranks import run_ranks
+from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import ModelConfig, UnsupportedModelError
 from nanovllm.models.deepseek import latent_rotary_table, yarn_frequencies
 from nanovllm.models.loader import load_model
@@ -260,10 +262,12 @@ def forward_on_a_rank(
     """(logits, cache of the last layer, shape of a rank's up-projection, calls of collectives) of
     one prompt."""
     config = ModelConfig.from_pretrained(folder)
-    model = load_model(folder, config, torch.float32, max_positions=64)
+    model = load_model(folder, config, torch.float32, max_positions=64, transforms=[parallelize])
     case = latent_case(0, [(len(tokens), 0)])  # for its metadata
     metadata = case.metadata
     shape = latent_cache_shape(len(case.kv_cache), 16, config.latent_width)
+    for attention in model.attention_layers.values():
+        assert attention.cache_shape(len(case.kv_cache), 16, TorchLatentBackend()) == shape
     caches = [torch.zeros(shape) for _ in range(config.num_layers)]
     get_tp_group().calls.clear()
     with (

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM, ops
+from nanovllm.assembly.executor import read_model_config
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.quantization import QuantizationConfig
 from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
-from nanovllm.executor.base import read_model_config
 from nanovllm.kv_transfer.factory import kv_identity
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.quantization import W8A8, W8A16, QuantizedWeight, Scheme

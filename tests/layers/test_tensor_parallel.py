@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.attention.base import (
-    AttentionMetadata,
-    ForwardContext,
-    forward_context,
-    kv_cache_shape,
-)
+from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.weights import CheckpointError
@@ -36,10 +31,11 @@ from nanovllm.layers.tensor_parallel import (
     Shard,
     VocabParallelEmbedding,
     num_kv_heads_of_rank,
+    parallelize,
 )
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.loader import checkpoint_tensors, load_model, load_weights
+from nanovllm.models.loader import build_model, checkpoint_tensors, load_model, load_weights
 from tests import oracle
 from tests.oracle import (
     TINY,
@@ -81,13 +77,13 @@ PROMPTS = [
 NEW_TOKENS = 12
 
 
-def dense_forward(
-    model: LlamaForCausalLM, config: ModelConfig, tp: int, prompt: list[int]
-) -> Tensor:
+def dense_forward(model: LlamaForCausalLM, prompt: list[int]) -> Tensor:
     """Logits of all rows of one sequence, with a cache of its own."""
     n = len(prompt)
-    shape = kv_cache_shape(1, num_kv_heads_of_rank(config.num_kv_heads, tp), n, config.head_dim)
-    caches = [torch.zeros(shape) for _ in range(config.num_layers)]
+    caches = [
+        torch.zeros(attention.cache_shape(1, n, TorchBackend()))
+        for attention in model.attention_layers.values()
+    ]
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor([0, n], dtype=torch.int32),
         seq_lens=torch.tensor([n], dtype=torch.int32),
@@ -110,10 +106,12 @@ def run_models(
     for name, folder in folders.items():
         config = ModelConfig.from_pretrained(folder)
         with torch.inference_mode():
-            model = load_model(folder, config, torch.float32, max_positions=256)
+            model = load_model(
+                folder, config, torch.float32, max_positions=256, transforms=[parallelize]
+            )
             group.calls.clear()
             group.bytes_sent.clear()
-            logits = dense_forward(model, config, group.world_size, prompts[0])
+            logits = dense_forward(model, prompts[0])
         counted = dict(group.calls), dict(group.bytes_sent)
         llm = LLM(
             folder,
@@ -254,7 +252,7 @@ def load_share(
     """A rank's model, and how many bytes of the checkpoint it read."""
     monkeypatch.setitem(groups.own_groups, "tp", rank_of(rank, tp))
     config, taken = ModelConfig.from_pretrained(folder), []
-    model = load_model(folder, config, torch.float32, load_format="dummy")
+    model = load_model(folder, config, torch.float32, load_format="dummy", transforms=[parallelize])
     tensors: Iterator[Any] = (
         (n, Watched(t, taken)) for n, t in checkpoint_tensors(pathlib.Path(folder))
     )
@@ -314,7 +312,8 @@ def test_a_shard_does_not_accept_a_checkpoint_of_another_size(
     """A slice of a larger tensor has the right shape; the tensor has not."""
     monkeypatch.setitem(groups.own_groups, "tp", rank_of(0, 2))
     folder = folders["llama"]
-    model = load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
+    config = ModelConfig.from_pretrained(folder)
+    model = load_model(folder, config, torch.float32, transforms=[parallelize])
     name = "model.layers.0.self_attn.q_proj.weight"
     with (
         torch.inference_mode(),
@@ -462,8 +461,7 @@ def test_grids_that_fit_are_let_through_and_can_be_built(monkeypatch: pytest.Mon
     for tp in (1, 2, 4):
         check_tensor_parallel(shape(), tp)
         monkeypatch.setitem(groups.own_groups, "tp", rank_of(tp - 1, tp))
-        with torch.device("meta"):
-            LlamaForCausalLM(shape(), 1)
+        build_model(shape(), [parallelize])
     with pytest.raises(ValueError, match="4 attention heads"):
         check_tensor_parallel(shape(), 3)
 

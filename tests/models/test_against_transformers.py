@@ -15,8 +15,9 @@ from transformers.models.gemma2 import modeling_gemma2 as transformers_gemma2
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.layers.basic import Embedding
 from nanovllm.models.config import ModelConfig, UnsupportedModelError
-from nanovllm.models.gemma2 import Gemma2Embedding, Gemma2RMSNorm
+from nanovllm.models.gemma2 import Gemma2RMSNorm
 from tests.examples import examples
 from tests.oracle import (
     VARIANTS,
@@ -174,7 +175,7 @@ def test_gemma2_rounds_in_bfloat16_as_transformers() -> None:
     theirs, ours = transformers_gemma2.Gemma2RMSNorm(72, 1e-6), Gemma2RMSNorm(72, 1e-6)
     theirs.weight.data, ours.weight.data = weight, weight
     assert torch.equal(ours(x), theirs(x))
-    embedding = Gemma2Embedding(50, 72)
+    embedding = Embedding(50, 72, factor=72**0.5)
     embedding.weight.data = x
     assert torch.equal(embedding(torch.arange(50)), x * 8.5)
 

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanovllm.attention.backends import get_backend
 from nanovllm.attention.base import (
     AttentionMetadata,
     ForwardContext,
     forward_context,
-    get_backend,
     kv_cache_shape,
 )
-from nanovllm.distributed.groups import Grid, get_tp_group
+from nanovllm.distributed.groups import Grid
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.quantization import W8A8
-from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
+from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle import EagleModel, load_draft_model, shipped_head
+from nanovllm.models.eagle import AuxHiddenStates, EagleModel, load_draft_model, shipped_head
 from nanovllm.models.fused import fuse_layers
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import load_model
@@ -176,7 +176,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
 
 
 def load(folder: pathlib.Path, target: LlamaForCausalLM) -> EagleModel:
-    return load_draft_model(folder, target, torch.float32, "cpu", 64)
+    return load_draft_model(folder, target, torch.float32, "cpu", 64, transforms=[parallelize])
 
 
 class Drafter:
@@ -184,9 +184,10 @@ class Drafter:
 
     def __init__(self, model: EagleModel) -> None:
         self.model, self.blocks, size = model, torch.tensor([7, 2, 5, 0], dtype=torch.int32), 8
-        self.backend, self.size = get_backend("auto", torch.device("cpu"), model.head_dim), size
-        heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
-        self.cache = torch.full(kv_cache_shape(8, heads, size, model.head_dim), torch.nan)
+        self.backend, self.size = get_backend("auto", torch.device("cpu"), WIDTH), size
+        self.cache = torch.full(
+            model.attention_layers[0].cache_shape(8, size, self.backend), torch.nan
+        )
 
     def __call__(self, input_ids: Tensor, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One draft step of the positions from `first` on."""
@@ -219,7 +220,7 @@ def test_prefill_and_drafts_are_those_of_the_reference(
     model = load(write(tmp_path, t, (CONFIG if eagle3 else EAGLE1) | changes), target)
     embedding, drafter = target.model.embed_tokens.weight, Drafter(model)
     assert model.aux_layers == ((0, 1, 2) if eagle3 else ())
-    assert (model.num_kv_heads, model.head_dim) == (KV_HEADS, WIDTH)
+    assert drafter.cache.shape == (8, 2, KV_HEADS, 8, WIDTH)
     if eagle3:
         assert torch.equal(model.draft_to_target, torch.arange(DRAFT_VOCAB) + t["d2t"])
         assert torch.equal(model.draft_to_target, t["t2d"].nonzero()[:, 0])
@@ -257,7 +258,12 @@ def test_prefill_and_drafts_are_those_of_the_reference(
 
 def logits_of_rank(target: pathlib.Path, head: pathlib.Path) -> Tensor:
     return logits_of(
-        load(head, load_model(target, ModelConfig.from_pretrained(target), torch.float32))
+        load(
+            head,
+            load_model(
+                target, ModelConfig.from_pretrained(target), torch.float32, transforms=[parallelize]
+            ),
+        )
     )
 
 
@@ -306,33 +312,32 @@ def test_the_residual_streams_are_those_of_transformers(
 
     plain = fresh()
     hidden = run(plain, ids)
-    assert plain.model.aux_hidden_states == []
+    num_layers = plain.config.num_layers
     for layers in [(1,), (0, 2), (0, 1, 2)]:
-        for when in ("never", "before", "after"):
+        for fuses in (False, True):
             target = fresh()
-            if when != "never":
+            if fuses:
                 target.pack_weights()
-            if when == "after":
                 fuse_layers(target)
-            target.model.collect_hidden_states(layers)
-            if when == "before":
-                fuse_layers(target)
-            fits = (
-                variant not in ("gemma2", "mixtral") and native.is_available() and when != "never"
-            )
-            assert len(target.model.fused) == (len({0, *layers}) if fits else 0)
+            plain_calls = target.model.layer_calls
+            fits = variant not in ("gemma2", "mixtral") and native.is_available() and fuses
+            assert len(plain_calls) == (1 if fits else num_layers)
+            aux = AuxHiddenStates(target.model, layers)
+            parts = len({0, *layers}) if fits else num_layers
+            assert len(aux.layer_calls) == parts + len(layers)
+            target.model.layer_calls = aux.layer_calls
             for _ in range(2):  # the second time anew
                 found = run(target, ids)
-                assert len(target.model.aux_hidden_states) == len(layers)
-                for layer, states in zip(layers, target.model.aux_hidden_states, strict=True):
+                assert len(aux.states) == len(layers)
+                for layer, states in zip(layers, aux.states, strict=True):
                     assert torch.allclose(states, expected[layer][0], atol=2e-4, rtol=1e-4), (
                         layer,
-                        when,
+                        fuses,
                     )
-            if when == "never":
+            if not fuses:
                 assert torch.equal(found, hidden)
-            target.model.collect_hidden_states(())
-            assert torch.equal(run(target, ids), found) and len(target.model.fused) == int(fits)
+            target.model.layer_calls = plain_calls
+            assert torch.equal(run(target, ids), found)
 
 
 # ---------------------------------------------------------------- names

@@ -42,9 +42,11 @@ from nanovllm.distributed.load_balance import (
     plan_moves,
     settle,
 )
+from nanovllm.distributed.pipeline_parallel import keep_stage
 from nanovllm.executor.grid import check_grid
 from nanovllm.lab.course.greedy import GreedyLoop
 from nanovllm.lab.course.ranks import run_ranks
+from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.loader import checkpoint_tensors, load_model
 from nanovllm.models.moe import Experts, MoE, Router
@@ -766,7 +768,7 @@ def generate(
     config = ModelConfig.from_pretrained(folder)
     assert config.moe is not None
     config.moe = dataclasses.replace(config.moe, **division)
-    model = load_model(folder, config, torch.float32)
+    model = load_model(folder, config, torch.float32, transforms=[parallelize])
     layers = list(model.moe_layers().values())  # type: ignore[operator]
     dp = get_dp_group()
     loop = GreedyLoop(model, prompts()[dp.rank_in_group :: dp.world_size], NUM_TOKENS)
@@ -907,7 +909,14 @@ def test_random_weights_are_the_same_on_every_grid(
             monkeypatch.setitem(
                 groups.own_groups, group, GroupCoordinator(group, list(range(size)), rank)
             )
-        model = load_model(folder, config, torch.float32, load_format="dummy", seed=3)
+        model = load_model(
+            folder,
+            config,
+            torch.float32,
+            load_format="dummy",
+            seed=3,
+            transforms=[parallelize, keep_stage],
+        )
         for tensor, places in model.checkpoint_places().items():
             for place in places:
                 if place.target.numel():

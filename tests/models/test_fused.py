@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import get_forward_context
+from nanovllm.assembly.model import LoadedModel
 from nanovllm.layers import quantization
 from nanovllm.models import llama
+from nanovllm.models.fused import FusedLayers
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint
 from tests.pairwise import half_by_day, in_turn
@@ -41,7 +42,7 @@ def generate(folder: pathlib.Path, dtype: str, **options: Any) -> tuple[bool, li
         for i in range(4)
     ]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    fused = bool(llm.engine.core.runner.model.model.fused)
+    fused = isinstance(llm.engine.core.runner.model.model.layer_calls[0], FusedLayers)
     return fused, [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
@@ -142,32 +143,33 @@ def test_a_hook_is_called(tiny_model: pathlib.Path) -> None:
     model = llm.engine.core.runner.model.model
     calls: list[int] = []
     model.layers[1].mlp.register_forward_hook(lambda module, inputs, out: calls.append(len(out)))
-    assert model.fused
+    assert isinstance(model.layer_calls[0], FusedLayers)
     llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert calls == [4, 1, 1]
 
 
-def test_a_connector_hears_of_each_layer(
+def test_a_hook_of_pytorch_hears_of_each_layer(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step whose layers are saved as they come runs them one by one, although they are fused."""
+    """A model whose attention layers have hooks runs them one by one, although they are fused. KV
+    transfer saves layers in such hooks."""
     _, expected = generate(tiny_model, "float32")
-    saved: list[int] = []
+    seen: list[int] = []
 
-    class Connector:
-        def save_kv_layer(self, layer: int, kv_cache: torch.Tensor) -> None:
-            saved.append(layer)
+    def note(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        seen.append(module.layer)
 
-    original = llama.LlamaModel.forward
+    prepare = LoadedModel.prepare
 
-    def forward(self: Any, *inputs: Any) -> torch.Tensor:
-        get_forward_context().connector = Connector()
-        return original(self, *inputs)
+    def prepare_and_hook(loaded: LoadedModel, model: Any) -> None:
+        prepare(loaded, model)
+        for attention in model.attention_layers.values():
+            attention.register_forward_hook(note)
 
-    monkeypatch.setattr(llama.LlamaModel, "forward", forward)
+    monkeypatch.setattr(LoadedModel, "prepare", prepare_and_hook)
     fused, values = generate(tiny_model, "float32")
     assert fused and values == expected
-    assert set(saved) == set(range(max(saved) + 1)) and len(saved) > 2
+    assert set(seen) == set(range(max(seen) + 1)) and len(seen) > 2
 
 
 def test_a_block_that_does_not_exist_is_refused(tiny_model: pathlib.Path) -> None:

@@ -1,16 +1,9 @@
 """A minimal generation loop for lectures and tests, to run on each rank: no scheduler, no sampling,
 a few prompts."""
 
-from typing import Any
-
 import torch
 
-from nanovllm.attention.base import (
-    AttentionMetadata,
-    ForwardContext,
-    forward_context,
-    kv_cache_shape,
-)
+from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.models.llama import LlamaForCausalLM
 
@@ -41,15 +34,15 @@ class GreedyLoop:
         self._tables = torch.arange(len(prompts) * blocks, dtype=torch.int32).view(
             len(prompts), blocks
         )
-        layers: list[Any] = list(model.model.layers)
-        shape = kv_cache_shape(
-            self._tables.numel(),
-            layers[0].self_attn.qkv_proj.num_kv_heads,
-            BLOCK_SIZE,
-            model.config.head_dim,
-        )
         dtype = model.lm_head.weight.dtype
-        self._caches = [torch.zeros(shape, dtype=dtype) for _ in layers]
+        num_blocks = self._tables.numel()
+        self._backend = TorchBackend()
+        self._caches = {
+            layer: torch.zeros(
+                attention.cache_shape(num_blocks, BLOCK_SIZE, self._backend), dtype=dtype
+            )
+            for layer, attention in model.attention_layers.items()
+        }
 
     @torch.inference_mode()
     def step(self) -> list[int]:
@@ -74,7 +67,7 @@ class GreedyLoop:
             max_seq_len=max(self._lengths),
         )
         token_ids = torch.tensor([token for tokens in self._new for token in tokens])
-        with forward_context(ForwardContext(TorchBackend(), self._caches, metadata)):
+        with forward_context(ForwardContext(self._backend, self._caches, metadata)):
             hidden = self.model(token_ids, torch.cat(positions))
         tokens = self.model.compute_logits(hidden[starts[1:] - 1]).argmax(-1).tolist()
         self._new = [[token] for token in tokens]

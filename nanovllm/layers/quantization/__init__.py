@@ -127,7 +127,8 @@ def _scheme(
     layer = name.removesuffix(".weight")
     inputs = shape[-1]
     if quantization.method in ONLINE:
-        return None if layer == "lm_head" else _online_scheme(quantization.method, inputs)
+        is_head = layer in ("lm_head", "model.embed_tokens")  # a tied one may have either name
+        return None if is_head else _online_scheme(quantization.method, inputs)
     for each in FORMATS.get(quantization.method, ()):
         if f"{layer}.{each.marker}" in stored:
             return each.scheme(layer, inputs, stored, quantization)

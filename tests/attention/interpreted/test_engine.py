@@ -51,7 +51,7 @@ def generate(checkpoint, num_prompts=None, **options) -> list[list[int]]:
         check_invariants=True,
         **({"num_kv_blocks": 64} | options),
     )
-    assert isinstance(llm.engine.core.runner.backend, TritonBackend)
+    assert isinstance(llm.engine.core.runner.forward.backend, TritonBackend)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
     batch = [{"prompt_token_ids": prompt} for prompt in prompts()[:num_prompts]]
     tokens = [output.outputs[0].token_ids for output in llm.generate(batch, params, use_tqdm=False)]

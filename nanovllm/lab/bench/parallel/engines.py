@@ -18,6 +18,7 @@ from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import run_ranks
+from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import checkpoint_tensors, load_model
 from nanovllm.ops.device import choose_dtype
@@ -29,7 +30,8 @@ def load_share(folder: str, dtype: str) -> tuple[int, int]:
     """On each rank: bytes of the weights that it holds, and of the checkpoint's tensors that it has
     to read."""
     config = ModelConfig.from_pretrained(folder)
-    model = load_model(folder, config, choose_dtype(dtype, torch.device("cpu")))
+    kind = choose_dtype(dtype, torch.device("cpu"))
+    model = load_model(folder, config, kind, transforms=[parallelize])
     held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     tensors = dict(checkpoint_tensors(pathlib.Path(folder)))
     places = model.checkpoint_places()
@@ -110,7 +112,7 @@ def count_collectives(options: dict[str, Any], batch: int, steps: int) -> dict[s
         "formula": (2 * config.num_layers + 1)
         * batch
         * config.hidden_size
-        * core.runner.dtype.itemsize,
+        * core.runner.model.lm_head.weight.dtype.itemsize,
     }
 
 
