@@ -29,6 +29,12 @@ WORDS |= {"array": "a list", "object": "a dictionary", "|": "or"}
 WORDS |= {"<=": "of at most", ">=": "of at least", ">": "above"}
 
 
+def set_fields(settings: object, **values: object) -> None:
+    """Replace values of a dataclass while it is created, in its `__post_init__`. For a frozen one,
+    this is the only way to store a value in another form than it was given in."""
+    vars(settings).update(values)
+
+
 def check_fields(settings: object) -> None:
     """Check a dataclass's values against its annotations, ranges included, and convert them:
     integers to floats, tuples to lists.
@@ -38,7 +44,7 @@ def check_fields(settings: object) -> None:
     """
     fields = _fields(type(settings))  # type: ignore[arg-type]
     try:
-        vars(settings).update(msgspec.convert(vars(settings), fields))
+        set_fields(settings, **msgspec.convert(vars(settings), fields))
     except msgspec.ValidationError as error:
         expected, place = re.fullmatch(r"(.*?) - at (.*)", str(error)).groups()  # type: ignore[union-attr]
         name = re.search(r"\$\.(\w+)", place)[1]  # type: ignore[index]
@@ -118,12 +124,15 @@ def check_keywords(
 
 
 class Keywords:
-    """Base of dataclasses that users create with keywords. Raises a TypeError for an unknown one,
-    see `check_keywords`."""
+    """Base of dataclasses that users create with keywords. Raises a TypeError for an unknown one
+    (`check_keywords`), and a ValueError for a wrong value (`check_fields`)."""
 
     def __new__(cls, *args: object, **options: object) -> typing.Self:
         check_keywords(cls.__name__, options, cls)
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def check_pipeline_parallel(num_layers: int, stages: int) -> None:

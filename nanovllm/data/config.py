@@ -1,5 +1,5 @@
-"""The engine's settings: plain data. Every field is a command-line flag and a keyword of
-`LLM(...)`, under vLLM's name."""
+"""The settings that a user gives an engine: plain data. Every field is a command-line flag and a
+keyword of `LLM(...)`, under vLLM's name."""
 
 import json
 import os
@@ -8,62 +8,68 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Amount, Count, Positive, check_fields
-from nanovllm.data.flags import Flags, Tokens, token_count
-from nanovllm.data.parts import load
+from nanovllm.data.checks import Amount, Count, Keywords, Positive, check_fields, set_fields
+from nanovllm.data.parts import needed_for
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsConfig
-from nanovllm.data.trace_settings import TraceSettings
 
 if TYPE_CHECKING:
     from nanovllm.data.kv_transfer_config import KVTransferConfig
     from nanovllm.data.speculative_config import SpeculativeConfig
 
 COURSE_MODEL = "smollm2-135m"
-DEFAULT_TOKEN_BUDGET = 2048
 # What vLLM's users write for the longest context for which there is memory, which is what None
 # means here.
 LONGEST = ("auto", "-1", -1)
+# Settings that are given as JSON, by the names of what is parsed from them. `__post_init__` reads
+# each of them, so that a mistake shows there.
+PARSED = ("kv_transfer", "structured_outputs", "speculative")
 QUANTIZATION_ALIASES: dict[str, Literal["awq", "gptq"]] = {
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
 }
 
 
+def token_count(text: str) -> int:
+    """ "8k" -> 8000, "8K" -> 8192, as in vLLM: small letters count in thousands, capitals in 1024s.
+
+    Raises:
+        ValueError: not a number; the message shows what one looks like.
+    """
+    match = re.fullmatch(r"(\d+|\d+\.\d+(?=\D))([kmgt]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}")
+    number, unit = match.groups()
+    return round(
+        float(number) * (1000.0 if unit.islower() else 1024.0) ** " kmgt".index(unit.lower() or " ")
+    )
+
+
 def context_length(text: str) -> int | None:
     """The value of `--max-model-len`: see `token_count`; None for "auto" and "-1".
 
     Raises:
-        argparse.ArgumentTypeError: something else.
+        ValueError: something else.
     """
     return None if text in LONGEST else token_count(text)
 
 
+def _as_flag(value: object) -> object:
+    """Return a keyword's value in the form of a flag's: JSON for a dictionary, text for a path."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 @dataclass(frozen=True)
-class Settlement:
-    """What `EngineConfig.settle` was called with, and which values it has filled in.
-
-    Attributes:
-        given_max_model_len, given_async_scheduling: as the user gave them.
-        max_model_len, async_scheduling: as they were filled in.
-    """
-
-    model_max_len: int
-    num_kv_blocks: int
-    on_gpu: bool
-    given_max_model_len: int | None
-    given_async_scheduling: bool | None
-    max_model_len: int
-    async_scheduling: bool
-
-
-@dataclass
-class EngineConfig(Flags):
-    """Settings of one engine. `None` and "auto" are filled in when the engine starts.
+class EngineConfig(Keywords):
+    """Settings of one engine, as the user gave them. `None` and "auto" leave a decision to the
+    engine; see `resolve`. The settings never change: `dataclasses.replace` makes other ones.
 
     Each attribute that is described here is a command-line flag, and the description is its help.
 
@@ -190,7 +196,7 @@ class EngineConfig(Flags):
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     swap_space: Amount = 1.0
     max_num_seqs: Positive = 256
-    max_num_batched_tokens: Tokens = None
+    max_num_batched_tokens: Annotated[Positive | None, token_count] = None
     long_prefill_token_threshold: Count = 0
     max_step_ms: Amount | None = None
     enable_prefix_caching: bool = True
@@ -198,7 +204,7 @@ class EngineConfig(Flags):
     batching_policy: Literal["chunked", "prefill_first", "static"] = "chunked"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    # The names in `attention.base.BACKENDS`, a module that this one cannot import: it imports
+    # The names in `attention.backends.BACKENDS`, a module that this one cannot import: it imports
     # torch.
     attention_backend: Literal["auto", "torch", "cpu", "triton"] = "auto"
     async_scheduling: bool | None = None
@@ -215,10 +221,8 @@ class EngineConfig(Flags):
     # engines meet.
     data_parallel_rank: int | None = None
     data_parallel_address: str = ""
-    # No flags, either: so that `dataclasses.replace` keeps the engine's name, and that `settle` was
-    # called.
+    # No flag, either: so that `dataclasses.replace` keeps the engine's name.
     kv_engine_id: str = field(default="", compare=False)
-    settlement: Settlement | None = None
     kv_role: Literal[
         "none", "kv_producer", "kv_consumer", "kv_both", "producer", "consumer", "both"
     ] = "none"
@@ -233,55 +237,23 @@ class EngineConfig(Flags):
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, dict):
-                setattr(self, name, json.dumps(value))
-            elif isinstance(value, os.PathLike):
-                setattr(self, name, os.fspath(value))
+        set_fields(self, **{name: _as_flag(value) for name, value in vars(self).items()})
         if self.max_model_len in LONGEST:
-            self.max_model_len = None
+            set_fields(self, max_model_len=None)
         check_fields(self)
         if self.quantization in QUANTIZATION_ALIASES:
-            self.quantization = QUANTIZATION_ALIASES[self.quantization]
+            set_fields(self, quantization=QUANTIZATION_ALIASES[self.quantization])
         if self.served_model_name == []:
             raise ValueError(
                 "served_model_name must have one name or more, or be None for the name of the model"
             )
-        self._restore_given()
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
         self._check_combinations()
-        # `settle` derives these two anew once the engine knows its model and its memory.
-        self.token_budget = self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
-        self.max_request_tokens = self.max_model_len or 0
-        # What the connector receives; None if the engine shares no KV.
-        self.kv_transfer: KVTransferConfig | None = None
-        if (
-            {self.kv_role, self.kv_connector} - {None, "none"}
-            or self.kv_transfer_config
-            or self.kv_offloading_size
-        ):
-            self.kv_engine_id = self.kv_engine_id or uuid.uuid4().hex
-            self.kv_transfer = load(
-                "nanovllm.data.kv_transfer_config:KVTransferConfig.of", "KV transfer"
-            )(self)
-        self.structured_outputs = StructuredOutputsConfig.of(self.structured_outputs_config)
-        self.speculative: SpeculativeConfig | None = None
-        if self.speculative_config:
-            self.speculative = load(
-                "nanovllm.data.speculative_config:SpeculativeConfig.of", "speculative_config"
-            )(self)
-
-        if (past := self.settlement) is not None:  # this is a copy of a settled one
-            self.settle(past.model_max_len, past.num_kv_blocks, past.on_gpu)
-
-    def _restore_given(self) -> None:
-        """Undo what `settle` has filled in, unless it was changed since."""
-        if (past := self.settlement) is not None:
-            if self.max_model_len == past.max_model_len:
-                self.max_model_len = past.given_max_model_len
-            if self.async_scheduling == past.async_scheduling:
-                self.async_scheduling = past.given_async_scheduling
+        if self._shares_kv and not self.kv_engine_id:
+            set_fields(self, kv_engine_id=uuid.uuid4().hex)
+        for name in PARSED:
+            getattr(self, name)
 
     def _check_combinations(self) -> None:
         backend = self.distributed_executor_backend
@@ -356,32 +328,6 @@ class EngineConfig(Flags):
                 f"({longest} tokens): raise it, or enable chunked prefill"
             )
 
-    def settle(self, model_max_len: int, num_kv_blocks: int, on_gpu: bool = False) -> None:
-        """Fill in what depends on the model, on the device and on the size of the pool:
-        `max_model_len`, `async_scheduling`, `token_budget` and `max_request_tokens`, the maximum
-        tokens that one request may ever have. See `check_limits` for what must hold.
-
-        A copy made by `dataclasses.replace` is settled in the same way, from what the user gave and
-        what was replaced."""
-        self._restore_given()
-        given = self.max_model_len
-        given_async = self.async_scheduling
-        if self.async_scheduling is None:
-            self.async_scheduling = on_gpu and self.pipeline_parallel_size == 1
-        self.max_model_len = self.max_model_len or model_max_len
-        self.max_request_tokens = min(self.max_model_len, num_kv_blocks * self.block_size)
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
-            self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
-        self.settlement = Settlement(
-            model_max_len=model_max_len,
-            num_kv_blocks=num_kv_blocks,
-            on_gpu=on_gpu,
-            given_max_model_len=given,
-            given_async_scheduling=given_async,
-            max_model_len=self.max_model_len,
-            async_scheduling=self.async_scheduling,
-        )
-
     def count_host_blocks(self, bytes_per_block: int) -> int:
         """The number of KV blocks in host memory.
 
@@ -398,16 +344,37 @@ class EngineConfig(Flags):
             )
         return num_host_blocks
 
-    def trace_settings(self, num_blocks: int) -> TraceSettings:
-        """Return what the header of a trace says of the engine whose steps it has."""
-        return TraceSettings(
-            block_size=self.block_size,
-            num_blocks=num_blocks,
-            token_budget=self.token_budget,
-            max_num_seqs=self.max_num_seqs,
-            batching_policy=self.batching_policy,
-            enable_prefix_caching=self.enable_prefix_caching,
+    @cached_property
+    def kv_transfer(self) -> "KVTransferConfig | None":
+        """Settings for the KV connector; None if the engine shares no KV."""
+        if not self._shares_kv:
+            return None
+        with needed_for("KV transfer"):
+            from nanovllm.data.kv_transfer_config import KVTransferConfig
+        return KVTransferConfig.of(self)
+
+    @property
+    def _shares_kv(self) -> bool:
+        return (
+            self.kv_role != "none"
+            or self.kv_connector not in (None, "none")
+            or bool(self.kv_transfer_config)
+            or self.kv_offloading_size > 0
         )
+
+    @cached_property
+    def structured_outputs(self) -> StructuredOutputsConfig:
+        """The parsed `structured_outputs_config`."""
+        return StructuredOutputsConfig.of(self.structured_outputs_config)
+
+    @cached_property
+    def speculative(self) -> "SpeculativeConfig | None":
+        """The parsed `speculative_config`; None: no drafts."""
+        if not self.speculative_config:
+            return None
+        with needed_for("speculative_config"):
+            from nanovllm.data.speculative_config import SpeculativeConfig
+        return SpeculativeConfig.of(self)
 
     @property
     def model_names(self) -> list[str]:
@@ -420,19 +387,6 @@ class EngineConfig(Flags):
     def world_size(self) -> int:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def max_num_samples(self) -> int:
-        """Tokens that a step samples, at most: one for each request, and one more for each
-        draft."""
-        drafts = self.speculative.num_speculative_tokens or 0 if self.speculative is not None else 0
-        return min(self.token_budget, self.max_num_seqs * (1 + drafts))
-
-    @property
-    def max_decodes(self) -> int:
-        """Rows of a step that a CUDA graph computes, at most: one of each request, or up to 256 if
-        there are drafts."""
-        return min(self.token_budget, max(self.max_num_seqs, min(self.max_num_samples, 256)))
 
     @property
     def is_divided(self) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from nanovllm.data.checks import Keywords, check_fields
+from nanovllm.data.checks import Keywords, check_fields, set_fields
 from nanovllm.data.json import JsonObject
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class KVTransferConfig(Keywords):
     """Settings of a connector.
 
@@ -46,9 +46,9 @@ class KVTransferConfig(Keywords):
 
     def __post_init__(self) -> None:
         if not str(self.kv_role).startswith("kv_"):
-            self.kv_role = f"kv_{self.kv_role}"  # type: ignore[assignment]
+            set_fields(self, kv_role=f"kv_{self.kv_role}")
         check_fields(self)
-        self.engine_id = self.engine_id or uuid.uuid4().hex
+        set_fields(self, engine_id=self.engine_id or uuid.uuid4().hex)
 
     @classmethod
     def of(cls, config: EngineConfig) -> KVTransferConfig:
@@ -68,11 +68,15 @@ class KVTransferConfig(Keywords):
             raise ValueError(
                 f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}'
             ) from error
-        if config.data_parallel_rank:
-            # Each engine of a data-parallel group shares KV under its own name and port.
-            kv_transfer.engine_id += f"-{config.data_parallel_rank}"
-            kv_transfer.kv_port += config.data_parallel_rank if kv_transfer.kv_port else 0
-        return kv_transfer
+        rank = config.data_parallel_rank
+        if not rank:
+            return kv_transfer
+        # Each engine of a data-parallel group shares KV under its own name and port.
+        return replace(
+            kv_transfer,
+            engine_id=f"{kv_transfer.engine_id}-{rank}",
+            kv_port=kv_transfer.kv_port + rank if kv_transfer.kv_port else 0,
+        )
 
     @property
     def is_producer(self) -> bool:

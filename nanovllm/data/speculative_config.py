@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from nanovllm.data.checks import Keywords, Positive, check_fields
+from nanovllm.data.checks import Keywords, Positive, check_fields, set_fields
 from nanovllm.data.json import JsonObject
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DEFAULT_NGRAM = 8
 DEFAULT_LOOKUP = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class SpeculativeConfig(Keywords):
     """Settings of speculative decoding.
 
@@ -59,17 +59,21 @@ class SpeculativeConfig(Keywords):
         check_fields(self)
         if self.method is None and self.model is None:
             raise ValueError('speculative_config needs a method, such as {"method": "ngram"}')
-        self.method = self.method or ("ngram" if self.model == "ngram" else "draft_model")
-        most = DEFAULT_NGRAM if self.method == "ngram" else DEFAULT_DRAFTS
-        self.num_speculative_tokens = self.num_speculative_tokens or most
-        self.prompt_lookup_max = self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
-        self.prompt_lookup_min = self.prompt_lookup_min or self.prompt_lookup_max
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            sizes = (
-                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
-                f"({self.prompt_lookup_max})"
+        method = self.method or ("ngram" if self.model == "ngram" else "draft_model")
+        most = DEFAULT_NGRAM if method == "ngram" else DEFAULT_DRAFTS
+        longest = self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
+        shortest = self.prompt_lookup_min or longest
+        set_fields(
+            self,
+            method=method,
+            num_speculative_tokens=self.num_speculative_tokens or most,
+            prompt_lookup_max=longest,
+            prompt_lookup_min=shortest,
+        )
+        if shortest > longest:
+            raise ValueError(
+                f"prompt_lookup_min ({shortest}) is above prompt_lookup_max ({longest}): lower it"
             )
-            raise ValueError(f"{sizes}: lower it")
         if self.method in ("draft_model", "eagle") and self.model is None:
             raise ValueError(f'method {self.method!r} needs a model that drafts: add "model"')
         if self.quantization and self.method != "draft_model":

@@ -56,7 +56,7 @@ class Form:
     free_text_before: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StructuredOutputsConfig:
     """Settings of a server or an `LLM`, under vLLM's names.
 

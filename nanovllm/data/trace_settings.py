@@ -14,7 +14,7 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     A field with its default is not stated: it is not in the file, and `|` does not copy it. A new
     setting is a new field here and, if it comes from the engine's configuration, a line in
-    `EngineConfig.trace_settings`.
+    `ResolvedConfig.trace_settings`.
 
     Attributes:
         model: its name.

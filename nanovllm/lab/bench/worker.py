@@ -220,13 +220,16 @@ def nanovllm_scheduler(
     """The scheduler of this project with all requests, and the stub."""
     from nanovllm import SamplingParams
     from nanovllm.assembly.scheduling import create_scheduler
+    from nanovllm.core.kv_cache_manager import KVCacheManager
+    from nanovllm.core.request import Request
+    from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
     from nanovllm.data.config import EngineConfig
-    from nanovllm.data.request import EngineRequest, Request
-    from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
-    from nanovllm.kv.manager import KVCacheManager
+    from nanovllm.data.request import EngineRequest
+    from nanovllm.data.resolved_config import resolve
 
-    config = EngineConfig(**sizes)
-    config.settle(sizes["max_model_len"], num_blocks)
+    config = resolve(
+        EngineConfig(**sizes), model_max_len=sizes["max_model_len"], num_kv_blocks=num_blocks
+    )
     scheduler = create_scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
     for i, request in enumerate(requests):
         params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=True)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.core.scheduler import Scheduler
-from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
-from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.resolved_config import DEFAULT_TOKEN_BUDGET, ResolvedConfig, resolve
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.kv.manager import KVCacheManager
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
@@ -80,27 +81,30 @@ def simulate(
     """
     budget = engine_options.get("max_num_batched_tokens") or DEFAULT_TOKEN_BUDGET
     engine_options = {"max_num_seqs": min(256, budget)} | engine_options
-    config = EngineConfig(num_kv_blocks=num_kv_blocks, **engine_options)
-    config.settle(config.max_model_len or num_kv_blocks * config.block_size, num_kv_blocks)
+    given = EngineConfig(num_kv_blocks=num_kv_blocks, **engine_options)
     if num_host_blocks is None:
-        num_host_blocks = num_kv_blocks if config.preemption_mode == "swap" else 0
-    manager = KVCacheManager(
-        num_kv_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+        num_host_blocks = num_kv_blocks if given.preemption_mode == "swap" else 0
+    config = resolve(
+        given,
+        model_max_len=num_kv_blocks * given.block_size,
+        num_kv_blocks=num_kv_blocks,
+        num_host_blocks=num_host_blocks,
     )
-    simulation = _Simulation(config, create_scheduler(config, manager), step_cost, token_cost)
+    scheduler = create_scheduler(config, create_manager(config))
+    simulation = _Simulation(config, scheduler, step_cost, token_cost)
     return simulation.serve(requests, max_steps)
 
 
 class _Simulation:
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, step_cost: float, token_cost: float
+        self, config: ResolvedConfig, scheduler: Scheduler, step_cost: float, token_cost: float
     ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.step_cost = step_cost
         self.token_cost = token_cost
         settings = TraceSettings(model="simulated", time_unit="simulated units")
-        settings |= config.trace_settings(scheduler.manager.pool.num_blocks)
+        settings |= config.trace_settings
         self.recorder = StepRecorder(Trace(settings=settings), scheduler)
         self.clock = 0.0
         self.num_added = 0
@@ -138,7 +142,7 @@ class _Simulation:
         request = Request(
             EngineRequest(name, prompt, params, priority=source.priority), self.num_added
         )
-        if self.config.scheduling_policy == "fcfs":
+        if self.config.given.scheduling_policy == "fcfs":
             request.order = (0, self.num_added)
         self.scheduler.add_request(request)
         self.recorder.arrived(name, len(prompt))
@@ -163,5 +167,5 @@ class _Simulation:
         duration = self.step_cost + self.token_cost * plan.num_tokens
         self.recorder.finish(record, duration, result, outputs)
         self.clock += duration
-        if self.config.check_invariants:
+        if self.config.given.check_invariants:
             self.scheduler.check_invariants()

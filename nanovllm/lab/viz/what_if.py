@@ -10,7 +10,9 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
+from nanovllm.assembly.flags import choices_of
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.resolved_config import DEFAULT_TOKEN_BUDGET
 from nanovllm.lab.viz.metrics import percentile, request_metrics
 from nanovllm.lab.viz.player import play, still
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
@@ -209,7 +211,7 @@ def _usual(name: str, begin: Any) -> list[Any]:
     if name in _POWERS:
         powers = [2**i for i in range(15)]
         return [power for power in powers if begin / 16 <= power <= begin * 8]
-    return list(EngineConfig.choices().get(name, ()))
+    return list(choices_of(EngineConfig).get(name, ()))
 
 
 def figures(trace: Trace) -> dict[str, float | None]:
