@@ -6,22 +6,17 @@ Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.data.parts import load
-from nanovllm.ops.support import why_no_triton
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -141,27 +136,17 @@ def kv_cache_shape(
     return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
-class SavesLayers(Protocol):
-    """Receives each layer's cache after its attention."""
-
-    def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
-        """Save what this step has written to a layer's cache, or do nothing."""
-
-
 @dataclass
 class ForwardContext:
     """The inputs of a forward pass beyond the model's: attention backend, caches and metadata.
 
     Attributes:
         kv_caches: by the layer's number in the model, for the layers of this rank.
-        connector: if KV is shared with other engines (lecture 31), may save a layer after its
-            attention.
     """
 
     backend: AttentionBackend
     kv_caches: list[Tensor] | dict[int, Tensor]
     metadata: AttentionMetadata
-    connector: SavesLayers | None = None
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
@@ -213,7 +198,7 @@ def attend(
 ) -> Tensor:
     """Attention as a model calls it: the model names its layer, and the forward context supplies
     cache and metadata. Shapes and options as in `AttentionBackend.forward`. With `rotary`, q and k
-    are not rotated yet, and may be overwritten. A connector may save the layer then."""
+    are not rotated yet, and may be overwritten."""
     context = get_forward_context()
     backend = context.backend
     kv_cache = context.kv_caches[layer]
@@ -221,64 +206,6 @@ def attend(
         q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
     # An argument of backends with `fuses_rotary` alone.
     fused: dict[str, Rotary | None] = {"rotary": rotary} if backend.fuses_rotary else {}
-    connector = context.connector
-    out = backend.forward(
+    return backend.forward(
         q, k, v, kv_cache, metadata=context.metadata, scale=scale, **options, **fused
     )
-    if connector is not None:
-        connector.save_kv_layer(layer, kv_cache)
-    return out
-
-
-# Modules and classes of each backend, for ordinary and for latent attention (lecture 26); imported
-# when it is chosen.
-BACKENDS = {
-    "torch": ("torch:TorchBackend", "latent:TorchLatentBackend"),
-    "cpu": ("torch:CpuBackend", "latent:TorchLatentBackend"),
-    "triton": ("triton:TritonBackend", "latent_kernels:TritonLatentBackend"),
-}
-
-
-def get_backend(
-    name: str, device: torch.device, head_dim: int = 64, latent: bool = False
-) -> AttentionBackend:
-    """The backend called `name`; "auto" takes the fastest one for the device; `latent` for latent
-    attention.
-
-    Raises:
-        ValueError: an unknown name, or a backend that cannot run this model on this device; names
-            the alternative.
-    """
-    if name not in (*BACKENDS, "auto"):
-        raise ValueError(
-            f"attention backend {name!r} is not available here; available: {', '.join(BACKENDS)}"
-        )
-    if name == "cpu" and device.type != "cpu":
-        raise ValueError(f"attention backend 'cpu' does not run on {device.type}; use 'torch'")
-    if name == "auto" and device.type == "cpu":
-        name = "cpu"
-    if name in ("auto", "triton"):
-        obstacle = why_no_triton(device, head_dim)
-        if obstacle is not None and name == "triton":
-            raise ValueError(
-                f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'"
-            )
-        if obstacle is not None:
-            logger.warning(
-                "using the slow attention backend 'torch', because 'triton' cannot run: %s",
-                obstacle,
-            )
-        name = "triton" if obstacle is None else "torch"
-    kind: type[AttentionBackend] = load(
-        f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}"
-    )
-    return kind()
-
-
-def backend_name(backend: AttentionBackend, given: str = "auto") -> str:
-    """Return the name in `BACKENDS` of a backend: the given one, or else the one that "auto" has
-    become."""
-    names = {spec.partition(":")[2]: name for name, specs in BACKENDS.items() for spec in specs}
-    if given != "auto":
-        return given
-    return next(names[kind.__name__] for kind in type(backend).__mro__ if kind.__name__ in names)

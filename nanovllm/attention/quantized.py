@@ -8,7 +8,6 @@ prefix-cache hit, a preemption or a KV transfer."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,12 +15,11 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.parts import MissingPartError, needed_for
 from nanovllm.ops import quantized_cache
 
 if TYPE_CHECKING:
     from nanovllm.attention.triton import TritonBackend
-    from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -38,10 +36,12 @@ class QuantizedBackend(TorchBackend):
         self.operators = quantized_cache
         self._compiled: dict[torch.dtype, tuple[int, int]] = {}
         if backend.name == "cpu":
-            with contextlib.suppress(MissingPartError):
-                load("nanovllm.ops.native:is_available", "compiled operators")
-                self.operators = importlib.import_module("nanovllm.ops.native_quantized_cache")
-                self._compiled = self.operators.compiled(kv_dtype)
+            with contextlib.suppress(MissingPartError), needed_for("compiled operators"):
+                import nanovllm.ops.native  # noqa: F401 (which the next module imports)
+                from nanovllm.ops import native_quantized_cache
+
+                self.operators = native_quantized_cache
+                self._compiled = native_quantized_cache.compiled(kv_dtype)
 
     def compiled_functions(self, dtype: torch.dtype) -> tuple[int, int] | None:
         """See the base class."""
@@ -65,8 +65,7 @@ def create(backend: AttentionBackend, config: EngineConfig, latent: bool) -> Att
         )
     kv_dtype = FORMATS[config.kv_cache_dtype.partition("_")[0]]
     if backend.name == "triton":
-        kind: type[QuantizedTritonBackend] = load(
-            "nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton"
-        )
-        return kind(cast("TritonBackend", backend), kv_dtype)
+        from nanovllm.attention.triton_quantized import QuantizedTritonBackend
+
+        return QuantizedTritonBackend(cast("TritonBackend", backend), kv_dtype)
     return QuantizedBackend(backend, kv_dtype)

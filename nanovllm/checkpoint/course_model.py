@@ -33,7 +33,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from nanovllm.checkpoint.hub import ModelNotFoundError, nanovllm_home
+from nanovllm.checkpoint.home import ModelNotFoundError, nanovllm_home
 from nanovllm.checkpoint.pip_run import run_pip
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.disk import HOME_REMEDY, full_disk, is_full

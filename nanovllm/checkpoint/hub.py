@@ -1,12 +1,12 @@
 """Finds or fetches a model: a name, a folder or a hub id becomes a local folder in Hugging Face
 format."""
 
-import os
 import threading
 from pathlib import Path
 
+from nanovllm.checkpoint.home import ModelNotFoundError
 from nanovllm.data.config import COURSE_MODEL
-from nanovllm.data.parts import load
+from nanovllm.data.parts import needed_for
 
 # Weights that the loader cannot read: Mistral's own layout, and fine-tuned adapters; and folders
 # with other formats. Only templates are read from a folder: additional_chat_templates.
@@ -19,15 +19,6 @@ _IGNORED_FILES = [
     "adapter_model.safetensors",
 ]
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
-
-
-class ModelNotFoundError(ValueError):
-    """A model could not be found or fetched; the message says what to do about it."""
-
-
-def nanovllm_home() -> Path:
-    """The cache folder: `$NANOVLLM_HOME`, or `~/.cache/nanovllm`."""
-    return Path(os.environ.get("NANOVLLM_HOME") or "~/.cache/nanovllm").expanduser()
 
 
 def resolve_model(
@@ -46,11 +37,9 @@ def resolve_model(
             be fetched.
     """
     if name == COURSE_MODEL:
-        fetch = load(
-            "nanovllm.checkpoint.course_model:fetch_course_model",
-            f"{COURSE_MODEL}, which is shipped as a GGUF file,",
-        )
-        return Path(fetch(stop))
+        with needed_for(f"{COURSE_MODEL}, which is shipped as a GGUF file,"):
+            from nanovllm.checkpoint.course_model import fetch_course_model
+        return fetch_course_model(stop)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked_folder(folder)

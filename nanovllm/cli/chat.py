@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import re
 import sys
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import httpx
 
-from nanovllm.data.checks import Amount, Positive, did_you_mean
+from nanovllm.assembly.flags import add_flags, read_flags, words_of
+from nanovllm.data.checks import Amount, Keywords, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import Flags, ServerError, UsageError
-from nanovllm.data.parts import load
+from nanovllm.data.errors import ServerError, UsageError
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server.access import api_keys
 
@@ -49,7 +48,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 @dataclass
-class ChatFlags(Flags):
+class ChatFlags(Keywords):
     """Flags of this command alone.
 
     Attributes:
@@ -84,8 +83,8 @@ class ChatFlags(Flags):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
-    ChatFlags.add_arguments(parser.add_argument_group("chat"))
-    EngineConfig.add_arguments(parser.add_argument_group("engine"))
+    add_flags(ChatFlags, parser.add_argument_group("chat"))
+    add_flags(EngineConfig, parser.add_argument_group("engine"))
 
 
 def check_template(engine: AsyncEngine, name: str | None) -> None:
@@ -173,12 +172,12 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: flags that make no sense, or have no effect.
     """
-    flags = ChatFlags.from_arguments(arguments)
-    config = EngineConfig.from_arguments(arguments)
+    flags = read_flags(ChatFlags, arguments)
+    config = read_flags(EngineConfig, arguments)
     url = flags.url
     key = flags.api_key
     prompt = flags.system_prompt
-    idle = [word.partition("=")[0] for word in config.words() if not word.startswith("--model=")]
+    idle = [word.partition("=")[0] for word in words_of(config) if not word.startswith("--model=")]
     if url is None and key is not None:
         raise UsageError("--api-key has no effect without --url, which names the server it is for")
     if url is not None and idle:
@@ -201,7 +200,9 @@ def run(arguments: argparse.Namespace) -> None:
             client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
             runner.run(choose_model(client, options))
             return converse(runner, partial(server_answer, client, options), start)
-        engine = runner.run(load("nanovllm.engine.async_engine:AsyncEngine", "chat").start(config))
+        from nanovllm.engine.async_engine import AsyncEngine
+
+        engine = runner.run(AsyncEngine.start(config))
         try:
             check_template(engine, flags.chat_template)
             converse(runner, partial(engine_answer, engine, options), start)
@@ -215,7 +216,8 @@ def converse(runner: asyncio.Runner, answer: Answer, start: list[Message]) -> No
     interactive = sys.stdin.isatty()
     messages = list(start)
     if interactive:
-        importlib.import_module("readline")  # lines can be edited and recalled
+        import readline  # noqa: F401 (lines can be edited and recalled)
+
         print("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.")
     while True:
         try:

@@ -6,38 +6,13 @@ import sys
 from collections.abc import Sequence
 
 import nanovllm
-from nanovllm.checkpoint.hub import ModelNotFoundError
+from nanovllm.assembly.flags import Parser
+from nanovllm.checkpoint.home import ModelNotFoundError
+from nanovllm.cli.doors import COMMANDS, load_command
 from nanovllm.data.disk import REMEDIES
-from nanovllm.data.flags import Parser, ServerError, UsageError
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.errors import ServerError, UsageError
+from nanovllm.data.parts import MissingPartError
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
-
-# For each command: what it does, and the module whose `add_arguments` declares its flags and whose
-# `run` runs it.
-COMMANDS = {
-    "serve": ("serve a model through OpenAI's API", "nanovllm.cli.serve"),
-    "router": (
-        "route requests to several servers, with prefill and decode together or separate",
-        "nanovllm.router.command",
-    ),
-    "chat": ("chat with a model in the terminal", "nanovllm.cli.chat"),
-    "trace": ("summarise a recorded trace, or convert it", "nanovllm.cli.trace"),
-    "replay": (
-        "replay a recorded trace in the browser, for anyone who can reach the port",
-        "nanovllm.cli.replay",
-    ),
-    "fetch": ("download a model", "nanovllm.cli.fetch"),
-    "quantize": ("make a quantized checkpoint", "nanovllm.offline.command"),
-    "train-eagle": (
-        "train a draft head for speculative decoding",
-        "nanovllm.offline.eagle_command",
-    ),
-    "bench": ("measure speed", "nanovllm.lab.bench"),
-    "kernels": (
-        "compile the GPU kernels, and show their registers, shared memory and spills",
-        "nanovllm.lab.kernels",
-    ),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0] if words and words[0] in COMMANDS else ""
     try:
         if name:
-            load(f"{COMMANDS[name][1]}:add_arguments", f"nanovllm {name}")(commands.choices[name])
+            load_command(name).add_arguments(commands.choices[name])
         parsed = parser.parse_args(words)
-        return load(f"{COMMANDS[name][1]}:run", f"nanovllm {name}")(parsed) or 0
+        return load_command(name).run(parsed) or 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:

@@ -4,6 +4,7 @@ torch."""
 import argparse
 import asyncio
 
+from nanovllm.assembly.flags import add_flags, read_flags
 from nanovllm.cli.trace import add_file_arguments, mistakes
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.server.access import Access, url_of
@@ -14,7 +15,7 @@ from nanovllm.trace.trace import read_trace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_file_arguments(parser)
-    Access.add_arguments(parser)
+    add_flags(Access, parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -23,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: a file that cannot be used.
     """
-    listener, access = Access.from_arguments(arguments).listen()
+    listener, access = read_flags(Access, arguments).listen()
     with mistakes(arguments.trace):
         settings, lines, records = read_trace(arguments.trace, arguments.partial)
         require_sizes(settings, arguments.trace)

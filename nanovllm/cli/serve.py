@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
+import dataclasses
 import logging
 import math
 import os
@@ -17,20 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nanovllm.assembly.flags import add_flags, read_flags
 from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.cli import vllm_flags
-from nanovllm.data.checks import Count
+from nanovllm.cli import doors, vllm_flags
+from nanovllm.data.checks import Count, Keywords
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
-from nanovllm.data.flags import Flags, UsageError
-from nanovllm.data.parts import MissingPartError, is_there, load
+from nanovllm.data.errors import UsageError
 from nanovllm.server.access import LIMITS, Access, api_keys, is_loopback
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
+    from nanovllm.server.parts import ServerParts
 
 # When the engine dies, the server still answers requests for this time.
 LAST_ANSWER_SECONDS = 0.5
-FLEET = "nanovllm serve --prefill"
 LOG_INTERVAL = "VLLM_LOG_STATS_INTERVAL"
 # Of `max_step_ms`: while prompts are computed, each stream still gets some five tokens per second,
 # about as fast as people read.
@@ -38,7 +38,7 @@ STEP_MS = 200
 
 
 @dataclass
-class ServeFlags(Flags):
+class ServeFlags(Keywords):
     """Flags of this command alone.
 
     Attributes:
@@ -73,36 +73,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
     group = parser.add_argument_group("server", LIMITS)
-    Access.add_arguments(group)
-    ServeFlags.add_arguments(group)
-    with contextlib.suppress(MissingPartError):
-        flags = load("nanovllm.router.config:RouterConfig", FLEET)
-        flags.add_arguments(parser.add_argument_group("router", "with --prefill and --decode"))
-    EngineConfig.add_arguments(parser.add_argument_group("engine"))
+    add_flags(Access, group)
+    add_flags(ServeFlags, group)
+    router_flags = doors.router_flags()
+    if router_flags is not None:
+        group = parser.add_argument_group("router", "with --prefill and --decode")
+        add_flags(router_flags, group)
+    add_flags(EngineConfig, parser.add_argument_group("engine"))
     vllm_flags.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes. Under torchrun only rank 0 listens; the other ranks compute for
     it, and end with it."""
-    from nanovllm.executor.base import is_follower
+    from nanovllm.assembly.executor import follow_rank_0
 
     ignored = vllm_flags.answer(arguments.vllm_flags)
-    config = EngineConfig.from_arguments(arguments)
-    if is_follower(config):
-        follow = load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")
-        try:
-            follow(config)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+    config = read_flags(EngineConfig, arguments)
+    try:
+        follow_rank_0(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     arguments.api_key = api_keys(arguments.api_key)
-    flags = ServeFlags.from_arguments(arguments)
+    flags = read_flags(ServeFlags, arguments)
     if ignored:
         print(f"nanovllm serve: {ignored}", file=sys.stderr)
     seconds = 0.0 if config.disable_log_stats else log_interval()
     if flags.prefill or flags.decode:
-        return int(load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments))
-    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
+        return doors.run_fleet(config, arguments)
+    listener, access = read_flags(Access, arguments).listen(arguments.api_key)
     if flags.show_text and not access.api_keys and not is_loopback(listener):
         host = listener.getsockname()[0]
         print(
@@ -147,13 +146,13 @@ async def _serve(
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
-    if config.max_step_ms is None and is_there("nanovllm.features.step_time_limit"):
-        config.max_step_ms = STEP_MS
+    if config.max_step_ms is None and doors.can_limit_steps():
+        config = dataclasses.replace(config, max_step_ms=STEP_MS)
     print(f"Starting {config.model}", flush=True)
     # While the engine's process imports torch and loads the weights, this process imports the web
     # framework, and the process that renders templates starts.
-    server, _, engine = await asyncio.gather(
-        asyncio.to_thread(importlib.import_module, "nanovllm.server.app"),
+    parts, _, engine = await asyncio.gather(
+        asyncio.to_thread(_import_server),
         asyncio.to_thread(PROCESS.start),
         AsyncEngine.start(config, flags.show_text),
     )
@@ -161,7 +160,9 @@ async def _serve(
         # The process that has started this server starts another one in its place; this one would
         # answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    await server.run_server(
+    from nanovllm.server.app import run_server
+
+    await run_server(
         engine,
         listener,
         access,
@@ -169,7 +170,15 @@ async def _serve(
         strict=flags.strict,
         metrics_prefix=flags.metrics_prefix,
         log_seconds=log_seconds,
+        parts=parts,
     )
+
+
+def _import_server() -> ServerParts:
+    """Import the server; returns its parts."""
+    import nanovllm.server.app  # noqa: F401
+
+    return doors.server_parts()
 
 
 async def _end_with(engine: AsyncEngine) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from nanovllm.cli import doors
 from nanovllm.data.disk import writing
-from nanovllm.data.flags import UsageError
-from nanovllm.data.parts import load
+from nanovllm.data.errors import UsageError
 from nanovllm.trace.format import require_sizes
 from nanovllm.trace.trace import Trace
 
@@ -137,10 +137,7 @@ def animation(trace: Trace, view: str, steps: range | None) -> bytes:
     chosen = None if steps is None else [record.step for record in trace if record.step in steps]
     progress = partial(track, description="Filming", console=Console(stderr=True), transient=True)
     try:
-        film: bytes = load("nanovllm.lab.viz.film:animate", "an animation")(
-            trace, view, chosen, progress=progress
-        )
-        return film
+        return doors.animate(trace, view, chosen, progress)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"pictures need {error.name}: pip install 'nanovllm[course]' playwright"

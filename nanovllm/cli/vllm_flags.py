@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.data.sampling_params import MAX_LOGPROBS
 
 

@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import AsyncIterator
 
+from nanovllm.assembly.executor import read_model_config
+from nanovllm.assembly.front_end import create_client
+from nanovllm.assembly.requests import Preparation
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import RequestOutput
@@ -27,7 +30,6 @@ from nanovllm.engine.request_stream import (
     RequestStream,
     RequestTimes,
 )
-from nanovllm.executor.base import read_model_config
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import InputProcessor, OutputProcessor
@@ -60,6 +62,7 @@ class AsyncEngine(FrontEnd):
         asyncio.run(main())
     """
 
+    preparation: Preparation
     input_processor: InputProcessor
 
     # ---------------------------------------------------------------- start
@@ -87,7 +90,7 @@ class AsyncEngine(FrontEnd):
         # torch first
         try:
             read_model_config(config, folder)
-            engine = cls(config, folder)
+            engine = cls(config, create_client(config, folder))
             # the tokenizer loads here while the other process imports torch and loads the weights
             try:
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.of, config)
@@ -102,7 +105,10 @@ class AsyncEngine(FrontEnd):
             raise EngineStartError(str(error)) from error
         engine.limits = engine.client.limits
         engine._show_trace(ready.trace_settings, show_text)
-        engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
+        engine.preparation = Preparation(engine.tokenizer, engine.limits)
+        engine.input_processor = InputProcessor(
+            engine.tokenizer, engine.limits, config.seed, prepare=engine.preparation.prepare
+        )
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._reader = asyncio.create_task(engine._read_reports())
         return engine

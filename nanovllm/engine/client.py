@@ -1,8 +1,8 @@
 """An engine in a process of its own, as the process that starts it sees it.
 
 `EngineClient` starts a process in which `main` runs, with the number of a socket to this process.
-The first message on it holds the engine's settings; heartbeats go back, see `data_rank`. Commands
-and reports go over sockets of their own, see `process`."""
+The first message on it holds the engine's settings; heartbeats may go back, see `data_rank`.
+Commands and reports go over sockets of their own, see `process`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
-from nanovllm.data.parts import MissingPartError, load
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.processes import how_it_ended, kill_tree, start_process
 from nanovllm.engine.process import STOP_STARTING, Command, Report, run_engine
@@ -38,6 +37,10 @@ LAST_WORDS_SECONDS = 0.1
 CLEAN_UP_SECONDS = 1.0
 
 
+def start_no_heart(connection: Connection, config: EngineConfig) -> None:
+    """In the engine's process: send no heartbeats. If it hangs, its parent does not notice."""
+
+
 class EngineClient:
     """Starts an engine's process, sends it commands, and takes in its reports.
 
@@ -48,6 +51,7 @@ class EngineClient:
 
     Attributes:
         program: what runs as the engine.
+        start_heart: called in its process before the engine starts: begins to send heartbeats.
         connection: heartbeats arrive on it; it is closed when the process ends.
         folder: for the names of the sockets, until both sides are connected; readable by this user
             alone.
@@ -59,6 +63,7 @@ class EngineClient:
     """
 
     program = "from nanovllm.engine.client import main; main()"
+    start_heart = staticmethod(start_no_heart)
     is_ready = False
     limits: EngineLimits
     trace_settings: TraceSettings
@@ -77,7 +82,7 @@ class EngineClient:
         self.folder = tempfile.mkdtemp(prefix="nanovllm-")
         addresses = [f"ipc://{self.folder}/{kind}" for kind in ("commands", "reports")]
         self._bind(*addresses)
-        self.connection.send((config, *addresses))
+        self.connection.send((config, *addresses, self.start_heart))
 
     def _bind(self, *addresses: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -98,7 +103,8 @@ class EngineClient:
 
     def watch(self, sink: RecordSink) -> None:
         """Hand `sink`, the only one, a record of every step from now on; see `EngineCore.watch`."""
-        decode = load("nanovllm.trace.record:decode_record", "a trace")
+        from nanovllm.trace.record import decode_record as decode
+
         self._sink = lambda encoded: sink(decode(encoded))
         self.send(Command(order="watch"))
 
@@ -208,10 +214,8 @@ class EngineClient:
 def main() -> None:
     """Run the process of one engine from beginning to end."""
     connection = Connection(int(sys.argv[1]))
-    config, commands, reports = connection.recv()
-    with contextlib.suppress(MissingPartError):
-        # Without that part, a process that hangs is not noticed.
-        load("nanovllm.engine.data_rank:start_heart", "several processes")(connection, config)
+    config, commands, reports, start_heart = connection.recv()
+    start_heart(connection, config)
     code = 0
     try:
         run_engine(config, commands, reports, connection.fileno())

@@ -16,6 +16,23 @@ from nanovllm.distributed.standstill import Activity, CollectiveError
 from nanovllm.engine.client import EngineClient
 
 
+def start_heart(connection: Connection, config: EngineConfig) -> None:
+    """In the engine's process: send heartbeats, and report if the calling thread hangs in a
+    step."""
+    activities: Callable[[], dict[int, Activity]] = dict
+    if config.data_parallel_rank is not None:
+        activities = life_signs.heard_activities.copy
+        if config.world_size == 1:  # else its ranks have processes of their own
+            activities = life_signs.activity_of_this_thread(config.data_parallel_rank)
+        # If an engine is gone, the coordinator names it; tracebacks of the engines that miss it
+        # would only hide that.
+        logging.getLogger("nanovllm.engine").addFilter(
+            lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))
+        )
+    # If the parent is gone, the engine's loop notices that as well and ends, unless it hangs.
+    Mouth(connection.send, activities, patience=2 * life_signs.SILENCE_SECONDS)
+
+
 class DataRank(Peer, EngineClient):
     """An engine as the coordinator of several engines knows it, or as a front end knows its only
     one.
@@ -25,6 +42,7 @@ class DataRank(Peer, EngineClient):
     """
 
     process: subprocess.Popen[bytes]
+    start_heart = staticmethod(start_heart)
 
     def __init__(
         self,
@@ -94,20 +112,3 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
     for rank, environment in enumerate(environments):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[rank * ranks : (rank + 1) * ranks])
     return environments
-
-
-def start_heart(connection: Connection, config: EngineConfig) -> None:
-    """In the engine's process: send heartbeats, and report if the calling thread hangs in a
-    step."""
-    activities: Callable[[], dict[int, Activity]] = dict
-    if config.data_parallel_rank is not None:
-        activities = life_signs.heard_activities.copy
-        if config.world_size == 1:  # else its ranks have processes of their own
-            activities = life_signs.activity_of_this_thread(config.data_parallel_rank)
-        # If an engine is gone, the coordinator names it; tracebacks of the engines that miss it
-        # would only hide that.
-        logging.getLogger("nanovllm.engine").addFilter(
-            lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))
-        )
-    # If the parent is gone, the engine's loop notices that as well and ends, unless it hangs.
-    Mouth(connection.send, activities, patience=2 * life_signs.SILENCE_SECONDS)

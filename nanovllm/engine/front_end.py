@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import pathlib
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from nanovllm.assembly.front_end import create_broadcasts, create_texts
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats, RequestOutput
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.parts import MissingPartError
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import LOOK_SECONDS
-from nanovllm.engine.client import EngineClient
 from nanovllm.engine.process import Command, Report
 from nanovllm.engine.request_stream import EngineDeadError, EngineObserver, EngineStartError
 from nanovllm.text.processor import OutputProcessor
@@ -23,10 +20,9 @@ from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nanovllm.engine.client import EngineClient
     from nanovllm.engine.request_stream import RequestStream, RequestTimes
     from nanovllm.trace.stream import RequestTexts, StepBroadcast, StepStream
-
-WATCHING = "watching the engine"
 
 
 class FrontEnd:
@@ -49,7 +45,7 @@ class FrontEnd:
     limits: EngineLimits
     output_processor: OutputProcessor
 
-    def __init__(self, config: EngineConfig, folder: pathlib.Path) -> None:
+    def __init__(self, config: EngineConfig, client: EngineClient) -> None:
         self.config = config
         self.observer = EngineObserver()
         self.died = asyncio.Event()
@@ -57,18 +53,13 @@ class FrontEnd:
         self.trace_settings: list[TraceSettings] = []
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
+        self._why_unwatched = ""
         self._texts: RequestTexts | None = None
         self.num_preparing = 0
         self._closing = False
         self._reader: asyncio.Task[None] | None = None
         self.name = config.model_names[0]
-        create: type[EngineClient] = EngineClient
-        with contextlib.suppress(MissingPartError):
-            # Without that part, a process that hangs is not noticed.
-            create = load("nanovllm.engine.data_rank:DataRank", "several processes")
-        self.client = create(
-            dataclasses.replace(config, model=str(folder), served_model_name=config.model_names), {}
-        )
+        self.client = client
         self._arrival = asyncio.Event()  # of a report
         asyncio.get_running_loop().add_reader(self.client.reports.fileno(), self._arrival.set)
 
@@ -156,14 +147,14 @@ class FrontEnd:
         """Open a broadcast of each engine's steps, if that part is there."""
         self.trace_settings = settings
         if show_text:
-            self._texts = load("nanovllm.trace.stream:RequestTexts", "show_text")(self.tokenizer)
-        with contextlib.suppress(MissingPartError):
-            create = load("nanovllm.trace.stream:StepBroadcast", WATCHING)
-            shown = TraceSettings(model=self.name, live=True)
-            self.broadcasts = [
-                create(each | shown, partial(self._order, i), self._texts)
-                for i, each in enumerate(settings)
-            ]
+            self._texts = create_texts(self.tokenizer)
+        shown = TraceSettings(model=self.name, live=True)
+        try:
+            self.broadcasts = create_broadcasts(
+                [each | shown for each in settings], self._order, self._texts
+            )
+        except MissingPartError as error:
+            self._why_unwatched = str(error)
 
     def watch(self, engine: int = 0) -> StepStream:
         """Stream the lines of the trace of one engine, in whole, as they come. The engine records
@@ -171,9 +162,10 @@ class FrontEnd:
         has ended, as it does with the engine.
 
         Raises:
-            ValueError: there is no such engine; names the engines.
+            ValueError: there is no such engine; names the engines. Or nothing can be watched.
         """
-        load("nanovllm.trace.stream:StepStream", WATCHING)
+        if self._why_unwatched:
+            raise ValueError(self._why_unwatched)
         if engine not in range(count := len(self.broadcasts)):
             fitting = f"from 0 to {count - 1}" if count > 1 else "0, the only one"
             raise ValueError(f"engine must be {fitting}, not {engine}")

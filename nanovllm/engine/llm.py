@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from nanovllm.assembly.core import create_core, create_trace
+from nanovllm.assembly.executor import follow_rank_0
+from nanovllm.assembly.requests import Preparation
 from nanovllm.data.checks import check_keywords
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import OutputCollector, RequestOutput
-from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import create_core
-from nanovllm.executor.base import is_follower
 from nanovllm.text.processor import InputProcessor, OutputProcessor
 from nanovllm.text.prompts import Message, Prompt, encode_chats, pair_prompts
 from nanovllm.text.tokenizer import Tokenizer
@@ -40,7 +40,9 @@ class LLMEngine:
         self.config = config
         self.core = create_core(config, trace)
         self.tokenizer = Tokenizer.of(config)
-        self.input_processor = InputProcessor(self.tokenizer, self.core.limits, config.seed)
+        limits = self.core.limits
+        prepare = Preparation(self.tokenizer, limits).prepare
+        self.input_processor = InputProcessor(self.tokenizer, limits, config.seed, prepare)
         self.output_processor = OutputProcessor(self.tokenizer)
 
     def add_request(
@@ -122,12 +124,11 @@ class LLM:
             logger.warning(
                 "trust_remote_code does nothing: nanovllm never runs code from a model's folder"
             )
-        config = EngineConfig(model=model, **options)
-        if is_follower(config):
-            load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
         if trace and not isinstance(trace, bool):
-            config.trace = os.fspath(trace)
-        record = load("nanovllm.trace.trace:Trace", "a trace")() if trace is True else None
+            options["trace"] = os.fspath(trace)
+        config = EngineConfig(model=model, **options)
+        follow_rank_0(config)
+        record = create_trace() if trace is True else None
         self.engine = LLMEngine(config, record)
         self._num_requests = 0
 

@@ -244,7 +244,8 @@ def run_engine(
     reports.connect(report_address)
     core = None
     try:
-        from nanovllm.engine.core import create_core  # imports torch, which the parent never needs
+        # Imports torch, which the parent never needs.
+        from nanovllm.assembly.core import create_core
 
         core = create_core(config, blocking=False)
         signal.signal(STOP_STARTING, signal.SIG_IGN)

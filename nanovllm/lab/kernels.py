@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.data.parts import load
 from nanovllm.lab.kernel_compiler import INSTRUCTIONS, KIB, TARGETS, Launch, compile_launch
 

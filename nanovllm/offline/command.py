@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanovllm.data.checks import Positive
+from nanovllm.assembly.flags import add_flags, read_flags
+from nanovllm.data.checks import Keywords, Positive
 from nanovllm.data.config import COURSE_MODEL
-from nanovllm.data.flags import Flags, UsageError
-from nanovllm.data.parts import load
+from nanovllm.data.errors import UsageError
 
 
 @dataclass
-class Recipe(Flags):
+class Recipe(Keywords):
     """How to quantize a checkpoint.
 
     Attributes:
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, metavar="FOLDER", help="new folder for the quantized checkpoint"
     )
-    Recipe.add_arguments(parser)
+    add_flags(Recipe, parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -96,12 +96,10 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: a model, a folder or flags that do not fit; the message says what would.
     """
-    recipe = Recipe.from_arguments(arguments)
+    recipe = read_flags(Recipe, arguments)
+    from nanovllm.offline.quantize import quantize
+
     try:
-        print(
-            load("nanovllm.offline.quantize:quantize", "quantize")(
-                arguments.model, arguments.out, recipe
-            )
-        )
+        print(quantize(arguments.model, arguments.out, recipe))
     except ValueError as error:
         raise UsageError(str(error)) from error

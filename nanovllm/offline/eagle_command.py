@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Positive
+from nanovllm.assembly.flags import Seconds, add_flags, read_flags
+from nanovllm.data.checks import Keywords, Positive
 from nanovllm.data.config import COURSE_MODEL
-from nanovllm.data.flags import Flags, Seconds, UsageError
-from nanovllm.data.parts import load
+from nanovllm.data.errors import UsageError
 
 
 @dataclass
-class TrainingRecipe(Flags):
+class TrainingRecipe(Keywords):
     """How to train a draft head.
 
     Attributes:
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder for the head; run the same command again to resume from it",
     )
-    TrainingRecipe.add_arguments(parser)
+    add_flags(TrainingRecipe, parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -85,12 +85,10 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: a model, a folder or flags that do not fit; the message says what would.
     """
-    recipe = TrainingRecipe.from_arguments(arguments)
+    recipe = read_flags(TrainingRecipe, arguments)
+    from nanovllm.offline.train_eagle import train_eagle
+
     try:
-        print(
-            load("nanovllm.offline.train_eagle:train_eagle", "train-eagle")(
-                arguments.model, arguments.out, recipe
-            )
-        )
+        print(train_eagle(arguments.model, arguments.out, recipe))
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +18,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.attention.backends import get_backend
 from nanovllm.attention.base import (
     AttentionMetadata,
     ForwardContext,
     forward_context,
-    get_backend,
     kv_cache_shape,
 )
 from nanovllm.checkpoint.weights import save_tensors
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.llm import LLM
+from nanovllm.models.eagle import AuxHiddenStates, default_aux_layers
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.text import PLACEHOLDER, pieces
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.offline.eagle_command import TrainingRecipe
 
 USER_TOKENS = 64  # at most, of a turn that the model writes for the user
 BLOCK_SIZE = 16
@@ -232,6 +236,8 @@ def target_states(
     ] * config.num_layers
     backend = get_backend("auto", device, config.head_dim)
     within = torch.arange(longest)
+    plain_calls = target.model.layer_calls
+    aux = AuxHiddenStates(target.model, default_aux_layers(config.num_layers))
     for group in tqdm(groups, desc="Computing hidden states", unit="batch", dynamic_ncols=True):
         sizes = samples.lengths[group]
         first = int(samples.offsets[group[0]])
@@ -249,8 +255,7 @@ def target_states(
         )
         token_ids = samples.token_ids[first : first + int(sizes.sum())].to(device)
         with forward_context(ForwardContext(backend, caches, metadata)):
+            target.model.layer_calls = aux.layer_calls
             hidden = target(token_ids, within.expand(len(group), -1)[real].to(device))
-        yield (
-            torch.cat([*target.model.aux_hidden_states, hidden], 1),
-            target.compute_logits(hidden).argmax(-1),
-        )
+            target.model.layer_calls = plain_calls
+        yield (torch.cat([*aux.states, hidden], 1), target.compute_logits(hidden).argmax(-1))

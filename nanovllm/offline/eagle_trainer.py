@@ -6,15 +6,18 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import Samples, target_states
 from nanovllm.offline.eagle_head import DraftHead
+
+if TYPE_CHECKING:
+    from nanovllm.offline.eagle_command import TrainingRecipe
 
 # Held-out samples for the evaluation: their share, and their largest number.
 HELD_OUT = 0.05

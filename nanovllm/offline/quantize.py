@@ -8,18 +8,19 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.assembly.flags import words_of
+from nanovllm.attention.backends import get_backend
 from nanovllm.attention.base import (
     AttentionMetadata,
     ForwardContext,
     forward_context,
-    get_backend,
     kv_cache_shape,
 )
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
@@ -40,9 +41,11 @@ from nanovllm.offline.algorithms import (
     hessian_of,
     rtn,
 )
-from nanovllm.offline.command import Recipe
 from nanovllm.offline.text import samples
 from nanovllm.ops.reference_quantized import pack
+
+if TYPE_CHECKING:
+    from nanovllm.offline.command import Recipe
 
 # But for config.json, which is written anew.
 COPIED = (".json", ".jinja", ".txt", "tokenizer.model")
@@ -102,7 +105,7 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
         "quantization_config": settings_of(recipe),
         "quantized_from": {
             "model": str(folder) if Path(name_or_folder).is_dir() else name_or_folder,
-            "settings": recipe.words(),
+            "settings": words_of(recipe),
         },
         "tie_word_embeddings": config.tie_word_embeddings and not recipe.quantize_head,
     }

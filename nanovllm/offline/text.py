@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.llm import LLM
-from nanovllm.offline.command import Recipe
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.offline.command import Recipe
 
 # Stands for what the user says, to find where it begins in the chat template's text.
 PLACEHOLDER = "\N{SNOWMAN}"

@@ -13,7 +13,9 @@ import math
 import time
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nanovllm.assembly.flags import words_of
 from nanovllm.checkpoint.files import UnsupportedModelError, read_json
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.checkpoint.weights import save_tensors
@@ -21,10 +23,12 @@ from nanovllm.data.json import JsonObject
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle import default_aux_layers
 from nanovllm.models.loader import load_model
-from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.eagle_data import load_samples
 from nanovllm.offline.eagle_trainer import Trainer
 from nanovllm.ops.device import choose_device, choose_dtype
+
+if TYPE_CHECKING:
+    from nanovllm.offline.eagle_command import TrainingRecipe
 
 
 def head_config(folder: Path, config: ModelConfig, draft_vocab_size: int) -> JsonObject:
@@ -80,7 +84,6 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     work.mkdir(parents=True, exist_ok=True)
     samples = load_samples(str(folder), work, recipe, device.type, begin + 0.4 * limit)
     target = load_model(folder, config, choose_dtype("auto", device), device, recipe.sample_length)
-    target.model.collect_hidden_states(default_aux_layers(config.num_layers))
     trainer = Trainer(target, samples, recipe, device)
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
@@ -88,7 +91,7 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     trainer.train(begin + 0.93 * limit, checkpoint)
     raw = head_config(folder, config, len(trainer.draft_to_target))
     found = trainer.evaluate()
-    command = " ".join(["nanovllm train-eagle", name_or_folder, *recipe.words()])
+    command = " ".join(["nanovllm train-eagle", name_or_folder, *words_of(recipe)])
     raw["trained"] = {
         "command": command,
         "date": str(date.today()),

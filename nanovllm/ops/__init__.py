@@ -18,7 +18,6 @@ one contiguous copy; the head comes before the offset, so that a kernel which at
 reads one contiguous `[block_size, head_dim]` matrix per block."""
 
 import contextlib
-import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.parts import MissingPartError, needed_for
 from nanovllm.ops import reference
 from nanovllm.ops.support import why_no_triton
 
@@ -65,14 +64,18 @@ class Kernels(Protocol):
 def _kernels(device: torch.device) -> Kernels:
     """The module whose functions serve tensors on this device; decided once per process."""
     if device.type == "cpu":
-        with contextlib.suppress(MissingPartError):
-            if load("nanovllm.ops.native:is_available", "compiled operators")():
-                return cast(Kernels, importlib.import_module("nanovllm.ops.native"))
+        with contextlib.suppress(MissingPartError), needed_for("compiled operators"):
+            import nanovllm.ops.native as native
+
+            if native.is_available():
+                return cast(Kernels, native)
     if device.type == "cuda":
         # Each operator checks dtypes and sizes itself.
         obstacle = why_no_triton(device, head_dim=0)
         if obstacle is None:
-            return cast(Kernels, importlib.import_module("nanovllm.ops.triton"))
+            from nanovllm.ops import triton
+
+            return cast(Kernels, triton)
         logger.warning("no Triton operators, using plain torch: %s", obstacle)
     return cast(Kernels, reference)
 

@@ -15,8 +15,6 @@ inputs. `zeros`, if there are any, are nibbles, too: `[..., out_features, groups
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Protocol, cast
@@ -45,9 +43,16 @@ class Kernels(Protocol):
 @cache
 def _kernels(device: torch.device) -> Kernels:
     """The module whose functions serve tensors on this device; decided once per process."""
-    name = f"{ops._kernels(device).__name__}_quantized"
-    has_module = importlib.util.find_spec(name) is not None
-    return cast(Kernels, importlib.import_module(name) if has_module else reference_quantized)
+    name = ops._kernels(device).__name__
+    if name == "nanovllm.ops.native":
+        from nanovllm.ops import native_quantized
+
+        return cast(Kernels, native_quantized)
+    if name == "nanovllm.ops.triton":
+        from nanovllm.ops import triton_quantized
+
+        return cast(Kernels, triton_quantized)
+    return cast(Kernels, reference_quantized)
 
 
 def linear_w4a16(

@@ -7,15 +7,12 @@ same up to the order of a sum and the last bits of `exp` and `rsqrt`. Inputs tha
 (other dtypes, rows with gaps, gradients) go to `reference`, and so do the operators that torch's
 own kernels serve well."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.data.parts import load
-from nanovllm.ops import reference, triton_interpreter
+from nanovllm.ops import reference
 from nanovllm.ops.reference import (  # noqa: F401
     argmax,
     embedding,
@@ -25,12 +22,8 @@ from nanovllm.ops.reference import (  # noqa: F401
     widen,
     write_kv_cache,
 )
-from nanovllm.ops.support import is_interpreted
+from nanovllm.ops.triton_common import covers
 
-if is_interpreted():
-    triton_interpreter.repair()
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A program holds a whole row in registers.
 LARGEST_ROW = 16384
 # Gated channels of one program.
@@ -41,18 +34,6 @@ def _num_warps(elements: int) -> int:
     """Warps for a program over `elements` numbers: 16 per thread, which are two loads of 16 bytes
     in bfloat16."""
     return min(max(elements // 512, 1), 16)
-
-
-def covers(*tensors: Tensor) -> bool:
-    """Whether the kernels can take these tensors: of one known dtype, without gaps in a row,
-    without gradient."""
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and not any(
-        tensor.dtype != dtype
-        or tensor.stride(-1) != 1
-        or (torch.is_grad_enabled() and tensor.requires_grad)
-        for tensor in tensors
-    )
 
 
 # ------------------------------------------------------------------------------------ normalisation
@@ -267,7 +248,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    product: Callable[[Tensor, Tensor, Tensor], Tensor] = load(
-        "nanovllm.ops.triton_grouped:grouped_linear", "a mixture of experts on a GPU"
-    )
-    return product(x, weight, counts)
+    from nanovllm.ops import triton_grouped
+
+    return triton_grouped.grouped_linear(x, weight, counts)

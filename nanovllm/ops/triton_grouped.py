@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops import reference
-from nanovllm.ops.triton import covers
+from nanovllm.ops.triton_common import covers
 
 
 class GroupedTiles(NamedTuple):

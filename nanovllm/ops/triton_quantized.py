@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nanovllm.ops import reference_quantized as reference
 from nanovllm.ops.reference_quantized import compiled, pack_values  # noqa: F401
-from nanovllm.ops.triton import covers
+from nanovllm.ops.triton_common import covers
 
 # A sum has four parts. Fewer programs than these leave much of a GPU idle: then each computes one
 # part of its sums.

@@ -13,7 +13,7 @@ from typing import Literal
 import httpcore
 import msgspec
 
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.router.call import Call
 from nanovllm.router.config import RouterConfig
 

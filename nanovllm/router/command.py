@@ -5,7 +5,8 @@ import argparse
 import asyncio
 import logging
 
-from nanovllm.data.flags import UsageError
+from nanovllm.assembly.flags import add_flags, read_flags
+from nanovllm.data.errors import UsageError
 from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import LIMITS, Access, api_keys
 
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--metrics-prefix", choices=("vllm", "nanovllm"), default="vllm", help=METRICS_HELP
     )
-    Access.add_arguments(group)
-    RouterConfig.add_arguments(group)
+    add_flags(Access, group)
+    add_flags(RouterConfig, group)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -53,9 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
             "name servers: either --prefill URL ... and --decode URL ..., or --worker-urls URL ..."
         )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    config = RouterConfig.from_arguments(arguments)
+    config = read_flags(RouterConfig, arguments)
     key = next(iter(api_keys([arguments.api_key])), None)
     servers = backends_of({"prefill": prefill, "decode": decode, "regular": regular}, config, key)
-    listener, access = Access.from_arguments(arguments).listen()
+    listener, access = read_flags(Access, arguments).listen()
     router = RouterServer(servers, listener, access, metrics_prefix=arguments.metrics_prefix)
     asyncio.run(router.route())

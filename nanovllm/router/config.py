@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nanovllm.data.flags import Flags, Seconds
+from nanovllm.assembly.flags import Seconds
+from nanovllm.data.checks import Keywords
 
 
 @dataclass
-class RouterConfig(Flags):
+class RouterConfig(Keywords):
     """Routing settings: flags of `router` and of `serve --prefill N --decode M`.
 
     Attributes:

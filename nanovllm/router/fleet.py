@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from nanovllm.assembly.flags import read_flags, words_of
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import ServerError, UsageError
+from nanovllm.data.errors import ServerError, UsageError
 from nanovllm.distributed.processes import is_stopped, kill_tree
 from nanovllm.router.backends import Role
 from nanovllm.router.config import RouterConfig
@@ -193,7 +194,7 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
             "yourself"
         )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
+    listener, access = read_flags(Access, arguments).listen(arguments.api_key)
     # Once for all servers, where the progress can be seen.
     resolve_model(config.model, config.revision)
     # Until the router handles signals.
@@ -207,7 +208,7 @@ async def _run(
 ) -> None:
     """Start all servers, route requests to them until a signal arrives or one of them cannot serve,
     and end them."""
-    routing = RouterConfig.from_arguments(arguments)
+    routing = read_flags(RouterConfig, arguments)
     routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
     fleet = processes(config, arguments)
 
@@ -258,7 +259,7 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
         kv_role: KVRole = "kv_producer" if role == "prefill" else "kv_consumer"
         settings = server_config(config, kv_role, arguments.kv_load_failure_policy, shares)
         environment = common | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
-        found.append(ServerProcess(role, name, [*words, *settings.words()], environment))
+        found.append(ServerProcess(role, name, [*words, *words_of(settings)], environment))
     return found
 
 

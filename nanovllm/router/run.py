@@ -5,7 +5,7 @@ import contextlib
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
 
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Role
 from nanovllm.router.config import RouterConfig

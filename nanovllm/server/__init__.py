@@ -3,6 +3,7 @@
 errors        errors in OpenAI's shape
 protocol      the bodies of requests: fields, defaults, checks
 responses     answers and chunks, and responses that are sent piece by piece
+parts         tools, KV transfer and the page, which a door passes to the server
 generation    one HTTP request as one or several engine requests
 completions   /v1/completions
 chat          /v1/chat/completions

@@ -16,8 +16,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Amount
-from nanovllm.data.flags import Flags, UsageError, Words, json_words
+from nanovllm.assembly.flags import Words, json_words
+from nanovllm.data.checks import Amount, Keywords
+from nanovllm.data.errors import UsageError
 
 MAX_BODY_BYTES = 10 * 2**20
 # The bodies of all unanswered requests together.
@@ -59,7 +60,7 @@ Origins = Annotated[Sequence[str], partial(json_words, pattern=ORIGIN, what=ORIG
 
 
 @dataclass(frozen=True)
-class Access(Flags):
+class Access(Keywords):
     """Where a server listens, and which clients may use it. The CORS flags have vLLM's names and
     form, with a safe default.
 

@@ -12,7 +12,6 @@ from fastapi.responses import PlainTextResponse, Response
 
 import nanovllm
 from nanovllm.data.json import JsonObject
-from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
 from nanovllm.server.access import Access, ready_message
@@ -22,6 +21,7 @@ from nanovllm.server.errors import APIError, blaming_client, install_error_handl
 from nanovllm.server.generation import Endpoint, check_model, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics, Prefix
 from nanovllm.server.middleware import protect
+from nanovllm.server.parts import NO_PARTS, ServerParts
 from nanovllm.server.signalled import SignalledServer
 from nanovllm.server.stats_log import StatsLog
 
@@ -30,17 +30,24 @@ LAST_CHUNK_SECONDS = 5
 
 
 def create_app(
-    engine: AsyncEngine, access: Access, metrics: Metrics, demo: bool = False, strict: bool = False
+    engine: AsyncEngine,
+    access: Access,
+    metrics: Metrics,
+    demo: bool = False,
+    strict: bool = False,
+    parts: ServerParts = NO_PARTS,
 ) -> FastAPI:
     """The application around a running engine, for clients that have access. See `run_server`."""
     app = FastAPI(
         title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS
     )
     install_error_handlers(app)
-    add_generation_routes(app, ChatEndpoint(engine, strict), CompletionEndpoint(engine, strict))
-    add_token_routes(app, Endpoint(engine, strict))
+    add_generation_routes(
+        app, ChatEndpoint(engine, strict, parts), CompletionEndpoint(engine, strict, parts)
+    )
+    add_token_routes(app, Endpoint(engine, strict, parts))
     add_information_routes(app, engine, metrics)
-    add_page_routes(app, engine, demo)
+    parts.add_page(app, engine, demo)
     protect(app, access)
     # The description, which FastAPI makes once, with what it cannot know.
     schemas = app.openapi()["components"]["schemas"]
@@ -170,20 +177,6 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) 
         return metrics.response()
 
 
-def add_page_routes(app: FastAPI, engine: AsyncEngine, demo: bool) -> None:
-    """The page that shows the engine at work, and the trace that it draws; or the reason why this
-    copy has neither."""
-    try:
-        load("nanovllm.server.page:add_live_routes", "the page")(app, engine, demo)
-    except MissingPartError as error:
-        reason = str(error)
-
-        @app.get("/", include_in_schema=False)
-        @app.get("/trace", include_in_schema=False)
-        async def missing() -> Response:
-            raise APIError(501, reason)
-
-
 async def run_server(
     engine: AsyncEngine,
     listener: socket.socket,
@@ -192,6 +185,7 @@ async def run_server(
     strict: bool = False,
     metrics_prefix: Prefix = "vllm",
     log_seconds: float = 0.0,
+    parts: ServerParts = NO_PARTS,
 ) -> None:
     """Serve until a signal comes, then let running requests end, and stop the engine.
 
@@ -203,10 +197,11 @@ async def run_server(
         strict: whether requests with unknown fields are refused.
         metrics_prefix: the first word of the metrics' names.
         log_seconds: between two lines of statistics in the log; 0: none.
+        parts: what the server has besides text generation.
     """
     try:
         metrics = Metrics(engine, metrics_prefix)
-        app = create_app(engine, access, metrics, demo, strict)
+        app = create_app(engine, access, metrics, demo=demo, strict=strict, parts=parts)
         grace = int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
         banner = ready_message(listener, engine.name, access.api_keys)
         drain = partial(engine.drain, access.shutdown_timeout)

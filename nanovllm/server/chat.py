@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from nanovllm.data.outputs import CompletionOutput
-from nanovllm.data.parts import load
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import responses
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import Endpoint, Generation, encoded
@@ -34,28 +36,48 @@ class ChatEndpoint(Endpoint):
             defaults = self.engine.limits.generation_defaults
             params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
             if body.tools or body.tool_choice not in (None, "none"):
-                constrained = load("nanovllm.server.tools:constrained", "tools")
-                params = await asyncio.to_thread(
-                    constrained, params, body, self.engine.input_processor
-                )
+                constrain = self.parts.tools.constrained
+                forms = self.engine.preparation.forms
+                params = await asyncio.to_thread(constrain, params, body, forms)
             token_ids = await self.encode_chat(body)
             self.check_length(len(token_ids), max_tokens, name)
-            return await self.submit(ChatGeneration(self.engine, body, [token_ids], params))
+            create_reader: Callable[[], responses.TextReader] = responses.TextReader
+            if body.tools and body.tool_choice != "none":
+                is_named = isinstance(body.tool_choice, Tool)
+                create_reader = partial(self.parts.tools.create_reader, is_named)
+            return await self.submit(
+                ChatGeneration(self.engine, body, [token_ids], params, create_reader)
+            )
 
 
 class ChatGeneration(Generation):
-    """One chat request, and its answer; see `Generation`."""
+    """One chat request, and its answer; see `Generation`.
+
+    Args:
+        create_reader: creates what reads one of the `n` answers.
+    """
 
     body: ChatCompletionRequest
     prefix = "chatcmpl"
     chunk_kind = responses.ChatChunk
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        body: ChatCompletionRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        create_reader: Callable[[], responses.TextReader] = responses.TextReader,
+    ) -> None:
+        super().__init__(engine, body, prompts, params)
+        self._create_reader = create_reader
 
     async def complete(self) -> responses.ChatCompletion:
         """The whole answer."""
         (output,) = await self.collect()
         choices = []
         for piece in output.outputs:
-            reader = self._reader()
+            reader = self._create_reader()
             logprobs = await self._logprobs(piece)
             message = reader.message(piece.text)
             choices.append(
@@ -85,7 +107,7 @@ class ChatGeneration(Generation):
                 if piece.index not in readers:
                     if not piece.token_ids and piece.finish_reason is None:
                         continue
-                    readers[piece.index] = self._reader()
+                    readers[piece.index] = self._create_reader()
                     yield responses.ChatChunkChoice(piece.index, delta=first)
                 reader = readers[piece.index]
                 logprobs = await self._logprobs(piece)
@@ -104,13 +126,6 @@ class ChatGeneration(Generation):
                         stop_reason=piece.stop_reason,
                         delta=responses.Delta(),
                     )
-
-    def _reader(self) -> responses.TextReader:
-        if not self.body.tools or self.body.tool_choice == "none":
-            return responses.TextReader()
-        create = load("nanovllm.server.tools:ToolCallReader", "tools")
-        reader: responses.TextReader = create(isinstance(self.body.tool_choice, Tool))
-        return reader
 
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:

@@ -16,11 +16,11 @@ from msgspec import UNSET, UnsetType
 from nanovllm.data.json import JsonObject
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import Logprob, OutputCollector, PositionLogprobs, RequestOutput
-from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import RequestStream
 from nanovllm.server.errors import APIError, as_api_error
+from nanovllm.server.parts import NO_PARTS, ServerParts
 from nanovllm.server.protocol import Body, ChatBody, SamplingBody, StreamOptions
 from nanovllm.server.responses import Answer, Choice, TokenLogprob, TopLogprob, Usage
 from nanovllm.server.shares import current_share, render_chat
@@ -195,11 +195,19 @@ class Generation:
 
 
 class Endpoint:
-    """Checks and queues requests; the base of all generating endpoints."""
+    """Checks and queues requests; the base of all generating endpoints.
 
-    def __init__(self, engine: AsyncEngine, strict: bool = False) -> None:
+    Args:
+        strict: reject requests with unknown fields.
+        parts: what the server has besides.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, strict: bool = False, parts: ServerParts = NO_PARTS
+    ) -> None:
         self.engine = engine
         self.strict = strict
+        self.parts = parts
 
     def check(self, body: Body) -> None:
         """Refuse an unknown model and unsupported fields; if `strict`, unknown ones too.
@@ -223,8 +231,7 @@ class Endpoint:
                 "chat_template",
             )
         if body.mentions_tools:
-            described = load("nanovllm.server.tools:described", "tools")
-            arguments |= described(arguments["messages"], body, templates)
+            arguments |= self.parts.tools.described(arguments["messages"], body, templates)
         return await self.engine.encode(
             await render_chat(self.engine, arguments), add_special_tokens
         )
@@ -273,9 +280,7 @@ class Endpoint:
                 "kv_transfer_params: do_remote_decode needs one prompt and n = 1, not "
                 f"{num_sequences}"
             )
-        load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(
-            kv_transfer_params, roles[0]
-        )
+        self.parts.check_transfer(kv_transfer_params, roles[0])
 
     async def submit(self, generation: GenerationKind) -> GenerationKind:
         """Queue all prompts, or none of them.

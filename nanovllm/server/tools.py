@@ -28,9 +28,10 @@ from nanovllm.data.json import JsonObject
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsParams
 from nanovllm.server.errors import APIError
+from nanovllm.server.parts import Tools
 from nanovllm.server.protocol import ChatBody, ChatCompletionRequest, FunctionDefinition, Tool
-from nanovllm.server.responses import AssistantMessage, Delta, FunctionCall, ToolCall
-from nanovllm.text.processor import InputProcessor
+from nanovllm.server.responses import AssistantMessage, Delta, FunctionCall, TextReader, ToolCall
+from nanovllm.text.forms import Forms
 from nanovllm.text.schemas import SPELLING
 
 if TYPE_CHECKING:
@@ -147,13 +148,13 @@ def spelled_out(messages: list[Message], tools: str) -> list[Message]:
 
 
 def constrained(
-    params: SamplingParams, body: ChatCompletionRequest, processor: InputProcessor
+    params: SamplingParams, body: ChatCompletionRequest, forms: Forms
 ) -> SamplingParams:
     """Sampling parameters that hold an answer to the form of calls, and to `tool_choice`.
 
     Args:
         params: with the form of an answer that is no call, if the client wants one.
-        processor: checks schemas, and knows the special tokens.
+        forms: checks schemas, and knows the special tokens.
 
     Raises:
         APIError: names the field that is wrong.
@@ -183,16 +184,15 @@ def constrained(
             raise APIError(400, message, "tools")
         answer = json.loads(others.json) if isinstance(others.json, str) else others.json
         answer = {"type": "object"} if answer is None else answer
-        answer = processor.grammars().prepared_schema(answer, others.place)
+        answer = forms.checker().prepared_schema(answer, others.place)
     functions = {f"tools[{i}].function.parameters": tool.function for i, tool in tools}
     schemas = {
-        place: schema_of(function, place, processor.grammars())
-        for place, function in functions.items()
+        place: schema_of(function, place, forms.checker()) for place, function in functions.items()
     }
     calls = [function_call(function, schemas[place]) for place, function in functions.items()]
     several = body.parallel_tool_calls is not False and not isinstance(choice, Tool)
-    tokenizer = processor.tokenizer
-    size = processor.limits.vocab_size
+    tokenizer = forms.tokenizer
+    size = forms.limits.vocab_size
     special = {
         tokenizer.decode_token(token): token for token in tokenizer.all_special_ids if token < size
     }
@@ -201,7 +201,7 @@ def constrained(
     )
     if choice in ("none", "auto") and answer is None:
         grammar.free_text_before = OPEN
-    processor.grammars().check(grammar)
+    forms.checker().check(grammar)
     # Special tokens are no text unless it is asked for.
     skips = params.skip_special_tokens and OPEN not in special
     return params.clone(structured_outputs=grammar, skip_special_tokens=skips)
@@ -281,7 +281,7 @@ TEXT_AND_TAG: /(?s:.*){OPEN}/ & ~/(?s:.*{OPEN}.+)/
 # ---------------------------------------------------------------- what the client reads
 
 
-class ToolCallReader:
+class ToolCallReader(TextReader):
     """Divides an answer, which comes in pieces, into text and calls. The result does not depend on
     where the text is cut.
 
@@ -356,3 +356,27 @@ class ToolCallReader:
         return AssistantMessage(
             content if content or not calls else None, tool_calls=[*calls.values()] or UNSET
         )
+
+
+# ---------------------------------------------------------------- what the server gets
+
+
+class ToolCalls(Tools):
+    """Tool calls in the form of Hermes and Qwen."""
+
+    def described(
+        self, messages: list[Message], body: ChatBody, templates: dict[str, str]
+    ) -> JsonObject:
+        """See `described`."""
+        return described(messages, body, templates)
+
+    def constrained(
+        self, params: SamplingParams, body: ChatCompletionRequest, forms: Forms | None
+    ) -> SamplingParams:
+        """See `constrained`."""
+        assert forms is not None, "belongs to the same part of the package"
+        return constrained(params, body, forms)
+
+    def create_reader(self, is_named: bool) -> TextReader:
+        """See `ToolCallReader`."""
+        return ToolCallReader(is_named)

@@ -8,9 +8,7 @@ Built by notebooks/18_engine.ipynb: edit it there.
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from nanovllm.data.outputs import (
     CompletionOutput,
@@ -19,7 +17,6 @@ from nanovllm.data.outputs import (
     RequestOutput,
     join_pieces,
 )
-from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import GrammarError
@@ -31,12 +28,8 @@ from nanovllm.text.prompts import (
     encode_bad_words,
     logprob_dictionary,
     read_prompt,
-    with_form,
 )
 from nanovllm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanovllm.text.grammar_check import GrammarChecker
 
 # The latest ids that are remembered. A step in flight computes a sequence that ended only a few
 # sequences ago.
@@ -48,11 +41,19 @@ class InputProcessor:
 
     Args:
         seed: seeds the requests that have no seed of their own.
+        prepare: completes a request's sampling parameters once they are checked; raises ValueError.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        seed: int = 0,
+        prepare: Callable[[SamplingParams], SamplingParams] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
+        self._prepare = prepare
         self._seeds = random.Random(seed)
         # The tokenizer's end-of-sequence token, unless the model's files name it or the model
         # cannot sample it.
@@ -61,19 +62,6 @@ class InputProcessor:
         self._tokenizer_eos = (
             [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
         )
-        self._checker: GrammarChecker | None = None
-        self._creating_checker = threading.Lock()
-
-    def grammars(self) -> GrammarChecker:
-        """The checker of grammars. The first request that needs it creates it, which takes a
-        quarter of a second."""
-        with self._creating_checker:
-            if self._checker is None:
-                create = load("nanovllm.text.grammar_check:GrammarChecker", "structured_outputs")
-                self._checker = create(
-                    self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids
-                )
-            return self._checker
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -87,7 +75,8 @@ class InputProcessor:
         """
         text, token_ids, fields = read_prompt(prompt, self.tokenizer)
         check_request(token_ids, params, priority, self.limits)
-        params = with_form(params, self.limits, self.grammars, self.tokenizer.all_special_ids)
+        if self._prepare is not None:
+            params = self._prepare(params)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed

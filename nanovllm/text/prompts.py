@@ -3,9 +3,9 @@ queued."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from nanovllm.data.json import JsonObject
 from nanovllm.data.kv_transfer import ConnectorInformation
@@ -13,9 +13,6 @@ from nanovllm.data.outputs import Logprob
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanovllm.text.grammar_check import GrammarChecker
 
 # Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt",
 # "kv_transfer_params").
@@ -96,36 +93,6 @@ def check_request(
             raise ValueError(
                 f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary"
             )
-
-
-def with_form(
-    params: SamplingParams,
-    limits: EngineLimits,
-    grammars: Callable[[], GrammarChecker],
-    special_ids: Collection[int],
-) -> SamplingParams:
-    """Return the sampling parameters of an output with a form; without a form, they stay as they
-    are.
-
-    The grammar is checked and prepared. No stop string and no token of the form's text ends the
-    output; text before a form may end with a stop string or a special token.
-
-    Args:
-        grammars: returns a `GrammarChecker`.
-        special_ids: the tokenizer's special tokens, which no form has.
-
-    Raises:
-        GrammarError: the grammar cannot be followed; names the place.
-    """
-    wanted = params.structured_outputs
-    if wanted is None:
-        return params
-    if limits.disable_any_whitespace:
-        wanted = replace(wanted, disable_any_whitespace=True, whitespace_pattern=None)
-    wanted = replace(wanted, form=grammars().check(wanted))
-    stop = params.stop if wanted.free_text_before else []
-    stop_token_ids = [token for token in params.stop_token_ids if token in special_ids]
-    return params.clone(structured_outputs=wanted, stop=stop, stop_token_ids=stop_token_ids)
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from nanovllm.checkpoint import course_model, weights
 from nanovllm.checkpoint import gguf as gguf_convert
 from nanovllm.checkpoint.course_model import fetch_course_model
-from nanovllm.checkpoint.hub import ModelNotFoundError, resolve_model
+from nanovllm.checkpoint.home import ModelNotFoundError
+from nanovllm.checkpoint.hub import resolve_model
 from tests.stand_ins import set_failure, set_hub, set_installed
 
 # --- A small GGUF file, as llama.cpp's converter would make it of a small Llama -------------------

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import nanovllm
+from nanovllm.assembly.flags import flags_of
 from nanovllm.checkpoint import course_model
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import converse
@@ -95,7 +96,7 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         text = capsys.readouterr().out
-        for field in EngineConfig.flags():
+        for field in flags_of(EngineConfig):
             assert "--" + field.name.replace("_", "-") in text
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.assembly.flags import Parser, add_flags
 from nanovllm.cli import main as cli
 from nanovllm.cli import serve, vllm_flags
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import Parser
 from tests.stand_ins import note_starts
 
 # Each with the flags that have no effect, and settings that the engine must get.
@@ -198,7 +198,7 @@ def test_no_flag_has_two_answers_and_help_lists_none() -> None:
 
 def test_the_servers_own_flags_keep_their_meaning() -> None:
     own = Parser(prog="serve")
-    EngineConfig.add_arguments(own)
+    add_flags(EngineConfig, own)
     before = dict(own._option_string_actions)
     vllm_flags.add_arguments(own)
     assert all(own._option_string_actions[flag] is action for flag, action in before.items())

@@ -41,12 +41,9 @@ def deep(folder: pathlib.Path, variant: str) -> pathlib.Path:
     return make_checkpoint(folder, f"{variant}-deep")
 
 
-def load(folder: pathlib.Path, aux: tuple[int, ...] = ()) -> LlamaForCausalLM:
-    target = load_model(
-        folder, ModelConfig.from_pretrained(folder), torch.float32, max_positions=64
-    )
-    target.model.collect_hidden_states(aux)
-    return target
+def load(folder: pathlib.Path) -> LlamaForCausalLM:
+    config = ModelConfig.from_pretrained(folder)
+    return load_model(folder, config, torch.float32, max_positions=64)
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2", *by_night(["llama3-rope", "qwen3"])])
@@ -57,7 +54,7 @@ def test_the_head_in_training_is_the_engine_s(
     all at once."""
     folder = folder if variant == "llama" else deep(tmp_path / "model", variant)
     train_eagle(str(folder), tmp_path, TrainingRecipe(**RECIPE))
-    target, plain = load(folder, (2, 4, 5)), load(folder)
+    target, plain = load(folder), load(folder)
     head = load_draft_model(tmp_path, plain, torch.float32, "cpu", 64)
     assert head.aux_layers == (2, 4, 5)
     pairs = [([1, 7, 9], list(range(20, 34)), True), ([5], list(range(90, 100)), False)]
@@ -98,7 +95,7 @@ def test_a_few_samples_can_be_learned_by_heart(
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (4, 6), generator=generator).tolist()
     pairs = [(prompt, reference_tokens(str(folder), prompt, 16), True) for prompt in prompts]
-    target = load(folder, (2, 4, 5))
+    target = load(folder)
     trainer = Trainer(target, Samples.of(pairs), recipe, torch.device("cpu"))
     trainer.training = trainer.held_out = torch.arange(4)
     before = trainer.evaluate()["temperature 0"]
@@ -113,7 +110,7 @@ def test_the_walk_through_a_sample(folder: pathlib.Path, monkeypatch: pytest.Mon
     step."""
     pairs = [([1, 2], list(range(30, 50)), True), ([3], list(range(60, 75)), True)]
     trainer = Trainer(
-        load(folder, (2, 4, 5)), Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu")
+        load(folder), Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu")
     )
     trainer.held_out = torch.tensor([0, 1])
     ids = trainer.token_ids

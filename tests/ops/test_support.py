@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from nanovllm.attention.base import get_backend
+from nanovllm.attention.backends import get_backend
 from nanovllm.ops.support import why_no_triton
 from tests.stand_ins import set_gpu, set_installed
 

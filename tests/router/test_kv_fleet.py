@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nanovllm.assembly.flags import add_flags, read_flags, words_of
 from nanovllm.data.config import EngineConfig
 from nanovllm.router.fleet import divide_gpus, server_config, visible_gpus
 from tests.forking import children
@@ -310,9 +311,10 @@ def test_settings_reach_the_servers() -> None:
         kv_transfer_config='{"kv_connector_extra_config": {"lease_seconds": 3}}',
     )
     parser = argparse.ArgumentParser()
-    EngineConfig.add_arguments(parser)
-    arrived = EngineConfig.from_arguments(
-        parser.parse_args(server_config(config, "consumer", "fail", shares=2).words())
+    add_flags(EngineConfig, parser)
+    arrived = read_flags(
+        EngineConfig,
+        parser.parse_args(words_of(server_config(config, "consumer", "fail", shares=2))),
     )
     assert (arrived.model, arrived.max_num_seqs, arrived.gpu_memory_utilization) == (
         "some where",

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from nanovllm.assembly.flags import read_flags
 from nanovllm.cli.serve import ServeFlags
 from nanovllm.data.config import EngineConfig
 from nanovllm.router.app import Metrics as RouterMetrics
@@ -333,9 +334,9 @@ def test_each_engine_has_its_cache_and_its_requests(
 def test_a_fleets_router_and_servers_have_the_same_prefix(words: tuple[str, ...]) -> None:
     arguments = arguments_of("serve", "--prefill", "1", "--decode", "1", "--device", "cpu", *words)
     prefix = words[-1] if words else "vllm"
-    for process in processes(EngineConfig.from_arguments(arguments), arguments):
+    for process in processes(read_flags(EngineConfig, arguments), arguments):
         own = arguments_of("serve", *process.words)
-        assert ServeFlags.from_arguments(own).metrics_prefix == prefix
+        assert read_flags(ServeFlags, own).metrics_prefix == prefix
     router = RouterMetrics([], arguments.metrics_prefix)
     assert f"{prefix}_router_retries_total 0.0" in bytes(router.response().body).decode()
     assert arguments_of("router", "--worker-urls", "http://a", *words).metrics_prefix == prefix

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from nanovllm.cli.main import COMMANDS, main
+from nanovllm.assembly.flags import Parser, read_flags
+from nanovllm.cli.doors import load_command
+from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import Parser
-from nanovllm.data.parts import load
 from nanovllm.router.fleet import processes
 from nanovllm.server import access, signalled
 from nanovllm.server.access import Access, api_keys
@@ -62,7 +62,7 @@ def client_of(access: Access, base: str = "http://127.0.0.1:8000") -> httpx.Asyn
 def arguments_of(command: str, *words: str) -> argparse.Namespace:
     """A command line as `main` parses it."""
     parser = Parser()
-    load(f"{COMMANDS[command][1]}:add_arguments", command)(parser)
+    load_command(command).add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -198,7 +198,7 @@ def test_which_hosts_a_command_line_lets_in(
         arguments = arguments_of(
             command, *words, "--port", "0", *(["trace"] if command == "replay" else [])
         )
-        listener, access = Access.from_arguments(arguments).listen()
+        listener, access = read_flags(Access, arguments).listen()
         listener.close()
         assert all(map(access.knows_host, accepted)) and not any(map(access.knows_host, refused))
         assert not access.allowed_origins
@@ -298,7 +298,7 @@ def test_no_key_is_on_the_command_line_of_a_fleets_servers(monkeypatch: pytest.M
     monkeypatch.setenv("NANOVLLM_API_KEY", "stale")
     arguments = arguments_of("serve", "--prefill", "1", "--decode", "1", "--device", "cpu")
     arguments.api_key = ["sesame", "open"]
-    started = processes(EngineConfig.from_arguments(arguments), arguments)
+    started = processes(read_flags(EngineConfig, arguments), arguments)
     assert len(started) == 2
     for process in started:
         assert not any("sesame" in word or "api-key" in word for word in process.words)

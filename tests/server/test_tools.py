@@ -26,8 +26,8 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.server.protocol import ChatCompletionRequest
 from nanovllm.server.tools import CLOSE, OPEN, ToolCallReader, constrained, described
+from nanovllm.text.forms import Forms
 from nanovllm.text.grammars import to_grammar, token_trie
-from nanovllm.text.processor import InputProcessor
 from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer
 from tests.server_process import ServerProcess
@@ -178,14 +178,14 @@ class Answers:
             tokenizer.backend, tokenizer.special_tokens, tokenizer.chat_templates
         )
         size = tokenizer.backend.get_vocab_size()
-        self.processor = InputProcessor(self.tokenizer, EngineLimits(1000, 1000, size))
+        self.forms = Forms(self.tokenizer, EngineLimits(1000, 1000, size))
         self.trie = token_trie(self.tokenizer, size, [])
 
     def may_be(self, *parts: str, **fields: Any) -> bool:
         """Whether an answer to a request with these fields may consist of these parts, each with
         tokens of its own, and end there."""
         body = ChatCompletionRequest.model_validate({"messages": QUESTION, "tools": TOOLS} | fields)
-        params = constrained(body.sampling_params({}, max_tokens=None), body, self.processor)
+        params = constrained(body.sampling_params({}, max_tokens=None), body, self.forms)
         assert params.structured_outputs is not None
         hidden = self.tokenizer.backend.token_to_id(OPEN) in self.tokenizer.all_special_ids
         assert params.skip_special_tokens != hidden, "the reader sees the tags"
@@ -615,9 +615,8 @@ def answers_with_calls(model: pathlib.Path, **options: Any) -> tuple[list[str], 
     try:
         fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
         body = ChatCompletionRequest.model_validate({"messages": QUESTION} | fields)
-        params = constrained(
-            body.sampling_params({}, n=2, seed=4, max_tokens=220), body, llm.engine.input_processor
-        )
+        forms = Forms(llm.get_tokenizer(), llm.engine.core.limits)
+        params = constrained(body.sampling_params({}, n=2, seed=4, max_tokens=220), body, forms)
         outputs = llm.generate([[7 + i] * (9 * i + 3) for i in range(4)], params, use_tqdm=False)
         return [
             each.text for output in outputs for each in output.outputs

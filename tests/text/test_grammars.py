@@ -25,9 +25,9 @@ from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsPara
 from nanovllm.distributed.processes import start_process
 from nanovllm.text import chat_template
 from nanovllm.text.chat_template import HelperProcessError
+from nanovllm.text.forms import Forms
 from nanovllm.text.grammar_check import GrammarChecker, find_fault
 from nanovllm.text.grammars import describe, new_matcher, of_schema, to_grammar, token_trie
-from nanovllm.text.processor import InputProcessor
 from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer
 from tests.examples import examples
@@ -449,8 +449,8 @@ def test_requests_that_come_together_share_one_checker(monkeypatch: pytest.Monke
         created.append(GrammarChecker(*arguments))
         return created[-1]
 
-    monkeypatch.setattr("nanovllm.text.processor.load", lambda name, part: create)
-    processor = InputProcessor(TOKENIZER, EngineLimits(256, 256, 259))
+    monkeypatch.setattr("nanovllm.text.grammar_check.GrammarChecker", create)
+    forms = Forms(TOKENIZER, EngineLimits(256, 256, 259))
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: processor.grammars(), range(8)))
+        found = list(threads.map(lambda _: forms.checker(), range(8)))
     assert len(created) == 1 and all(each is created[0] for each in found)

@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.assembly.flags import add_flags, choices_of, read_flags
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.data.parts import load
 from nanovllm.lab.bench.engines import ENGINES, PEERS, EngineFailed, EngineSettings, llama_server
 from nanovllm.lab.bench.machine import measure_limits, usable_cores
@@ -210,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument(
                 "--dtype",
                 default="auto",
-                choices=EngineConfig.choices()["dtype"],
+                choices=choices_of(EngineConfig)["dtype"],
                 help="data type of weights and KV cache",
             )
             command.add_argument(
@@ -224,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 command.add_argument(
                     "model", nargs="?", default=argparse.SUPPRESS, help="the same as --model"
                 )
-            EngineConfig.add_arguments(command.add_argument_group("engine"))
+            add_flags(EngineConfig, command.add_argument_group("engine"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -476,7 +477,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a bad value, or a setting that would change what is compared.
     """
-    config = EngineConfig.from_arguments(arguments)
+    config = read_flags(EngineConfig, arguments)
     if config.device == "cuda":
         raise UsageError("the benchmark measures CPUs; do not set --device")
     options = {

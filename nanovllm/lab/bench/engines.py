@@ -20,8 +20,9 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from nanovllm.assembly.flags import words_of
 from nanovllm.data.config import EngineConfig, parse_bytes
-from nanovllm.data.flags import ServerError
+from nanovllm.data.errors import ServerError
 from nanovllm.lab.bench import client
 from nanovllm.lab.bench.machine import peak_memory, process_tree, usable_cores
 from nanovllm.lab.bench.metrics import Timeline
@@ -362,7 +363,14 @@ class Server(EngineProcess):
         if settings.name == "vllm":
             module = ["vllm.entrypoints.openai.api_server"]
             extra = ["--enforce-eager"]
-        return [settings.python, "-m", *module, *address, *extra, *EngineConfig(**options).words()]
+        return [
+            settings.python,
+            "-m",
+            *module,
+            *address,
+            *extra,
+            *words_of(EngineConfig(**options)),
+        ]
 
     def _first_token(self) -> dict[str, str]:
         deadline = time.perf_counter() + START_SECONDS

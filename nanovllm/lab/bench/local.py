@@ -11,11 +11,11 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.assembly.core import create_core
 from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import create_core
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.config import ModelConfig

@@ -21,6 +21,7 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import Grid
 from nanovllm.engine.llm import LLMEngine
 from nanovllm.engine.process import Report
+from nanovllm.features.cuda_graphs.graphs import GraphForward
 from nanovllm.lab.bench.engines import EngineSettings, SchedulerAlone
 from nanovllm.lab.bench.local import TINY, add_requests, start_engine, write_config
 from nanovllm.lab.bench.metrics import alternate, timed
@@ -87,13 +88,15 @@ def time_parts(
     pipe = SimpleNamespace(
         carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs
     )
+    # On a GPU, a step of decoding requests is the replay of a graph.
+    forward = "replay" if isinstance(runner.forward, GraphForward) else "run"
     functions: dict[str, list[tuple[Any, str]]] = {
         "scheduler": [(core.scheduler, "schedule"), (core.scheduler, "update_from_output")],
         "batch building": [(runner, "prepare_inputs"), (runner, "_sampling_rows")],
         "sampling": [(runner.sampler, "start")],
         "message to the front end": [(pipe, "carry")],
         "output processing": [(engine.output_processor, "process")],
-        "model": [(runner, "_forward"), (runner.model, "compute_logits")],
+        "model": [(runner.forward, forward), (runner.model, "compute_logits")],
     }
     watches = {
         part: [Stopwatch(owner, name) for owner, name in those] for part, those in functions.items()

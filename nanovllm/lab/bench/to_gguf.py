@@ -8,8 +8,8 @@ from dataclasses import replace
 import gguf
 import gguf.quants
 
-from nanovllm.checkpoint.hub import nanovllm_home
-from nanovllm.data.flags import UsageError
+from nanovllm.checkpoint.home import nanovllm_home
+from nanovllm.data.errors import UsageError
 from nanovllm.distributed.groups import Grid
 from nanovllm.lab.processes import run_ranks
 from nanovllm.models.config import ModelConfig

@@ -2,17 +2,17 @@
 
 The first lines of a code cell may be directives:
 
-    #| default_exp kv.block_pool    following exports go to nanovllm/kv/block_pool.py
+    #| default_exp core.block_pool    following exports go to nanovllm/core/block_pool.py
     #| export                       this cell does
     #| export attention.torch       this cell goes to nanovllm/attention/torch.py
-    #| extend kv.block_pool         this cell continues a module of an earlier lecture
+    #| extend core.block_pool         this cell continues a module of an earlier lecture
     #| yours BlockPool.touch: TEST  a workbook leaves this function of the cell blank; TESTs, with
     spaces between, check it
 
 `export` and `extend` of a cell that continues a class (`@extend`) may say where its new members
 stand in the module. Members that replace earlier ones keep their places.
 
-    #| extend kv.block_pool after=touch     below the method `touch`, in the order of the cell
+    #| extend core.block_pool after=touch     below the method `touch`, in the order of the cell
     #| export before=touch                  above it
     #| export after=touch trim:after=free   the same, but the new member `trim` below `free`
     #| export into=__init__                 an assignment `x = 0` of the class body becomes
@@ -219,7 +219,7 @@ def _direct(cell: Cell, current: str | None) -> str | None:
             argument = _take_places(cell, argument, row + 1)
         if (argument or directive != "export") and not _MODULE_NAME.fullmatch(argument):
             raise cell.error(
-                f"`{directive}` needs the name of a module, such as kv.block_pool", row + 1
+                f"`{directive}` needs the name of a module, such as core.block_pool", row + 1
             )
         if argument.split(".")[0] == PACKAGE:
             raise cell.error(f"name the module without `{PACKAGE}.`", row + 1)

@@ -12,17 +12,13 @@ SERVER = 90  # lectures from here on are about the way in, which every stage has
 # The parts that the package can do without: for each, the first lecture that builds or names it,
 # and patterns of its files.
 PARTS: dict[str, tuple[int, list[str]]] = {
-    "KV on the move": (
-        31,
-        ["kv_transfer/**/*", "router/**/*", "kv/connector.py", "data/kv_transfer_config.py"],
-    ),
+    "KV on the move": (31, ["kv_transfer/**/*", "router/**/*", "data/kv_transfer_config.py"]),
     "many processes": (
         20,
         [
             "executor/multiprocess.py",
             "executor/remote.py",
             "executor/reception.py",
-            "executor/aggregator.py",
             "executor/grid.py",
             "executor/ray.py",
             "executor/torchrun.py",
@@ -31,8 +27,8 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "engine/data_rank.py",
             "features/data_parallel.py",
             "features/lock_step.py",
+            "distributed/groups.py",
             "distributed/process_groups.py",
-            "distributed/stage_link.py",
             "distributed/shared_collectives.py",
             "distributed/life_signs.py",
             "distributed/starvation.py",
@@ -54,7 +50,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     "Triton": (15, ["ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"]),
-    "CUDA graphs": (40, ["runner/cuda_graphs.py", "runner/gpu_memory.py"]),
+    "CUDA graphs": (40, ["features/cuda_graphs/*"]),
     "compiled operators": (10, ["ops/native.py", "ops/cpu_*"]),
     "layers in one call": (40, ["models/fused.py"]),
     "GGUF files": (
@@ -79,7 +75,6 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [
             "data/speculative_config.py",
             "features/speculation/*",
-            "runner/speculative/*",
             "models/eagle.py",
             "models/heads/*",
             "offline/*eagle*",
@@ -90,11 +85,12 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [
             "text/grammar_check.py",
             "text/examples.py",
+            "text/forms.py",
             "text/grammars.py",
             "text/guides.py",
             "text/schema_sizes.py",
             "text/schemas.py",
-            "runner/structured_output.py",
+            "features/structured_output/*",
             "server/tools.py",
         ],
     ),
@@ -104,9 +100,12 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     ),
     "chat in the terminal": (90, ["cli/chat.py"]),
     "workshop": (89, ["lab/**/*"]),
-    "stages of a pipeline": (23, ["distributed/pipeline_parallel.py"]),
     "limits and older policies": (19, ["features/batching_policies.py", "features/step_time*.py"]),
-    "steps of a pipeline": (23, ["features/pipeline.py"]),
+    "pipelines": (
+        23,
+        ["features/pipeline/*", "distributed/pipeline_parallel.py", "distributed/stage_link.py"],
+    ),
+    "layers of several ranks": (22, ["layers/tensor_parallel.py"]),
     "the fast path for decodes": (43, ["features/decodes_first.py"]),
 }
 

@@ -3,7 +3,7 @@ with what the learner wrote.
 
 A blank is named in the cell that defines it, with the tests that decide whether it is right:
 
-    #| yours BlockPool.touch: tests/scheduler/test_block_pool.py tests/kv/test_pools.py::TestPool
+    #| yours BlockPool.touch: tests/core/test_block_pool.py tests/kv/test_pools.py::TestPool
 """
 
 import ast

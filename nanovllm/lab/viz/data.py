@@ -13,7 +13,7 @@ from nanovllm.lab.viz.metrics import StepScale, step_edges
 from nanovllm.trace.trace import StepRecord, Trace
 
 if TYPE_CHECKING:
-    from nanovllm.kv.block_pool import BlockPool
+    from nanovllm.core.block_pool import BlockPool
 
 
 @dataclass

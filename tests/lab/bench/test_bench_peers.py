@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from nanovllm.cli.main import main
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.lab.bench import client, speculation, worker
 from nanovllm.lab.bench.engines import SLOTS, EngineSettings, Server
 from nanovllm.lab.bench.local import TINY, write_checkpoint

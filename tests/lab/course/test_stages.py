@@ -31,7 +31,7 @@ OPERATORS_AND_SERVER = [
     "server/",
     "router/",
     "cli/",
-    "data/flags",  # the command line's parser; the settings only derive their flags from it
+    "assembly/flags",  # the command line's parser; the settings only derive their flags from it
     "trace/",
     "text/chat_template",
     "text/long_texts",
@@ -41,7 +41,7 @@ OPERATORS_AND_SERVER += [
     f"engine/{name}"
     for name in ("async_engine", "front_end", "process", "client", "request_stream")
 ]
-STAGE_18 = 6_000  # code lines of the rest, of 100 columns, at most
+STAGE_18 = 6_300  # code lines of the rest, of 100 columns, at most
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
@@ -130,6 +130,9 @@ def test_what_lectures_changed_is_shown() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     changed = set(re.findall(r"^\+\+\+ \w+/23/(\S+)$", done.stdout, re.MULTILINE))
-    assert {"nanovllm/distributed/process_groups.py", "nanovllm/features/pipeline.py"} <= changed
+    assert {
+        "nanovllm/distributed/process_groups.py",
+        "nanovllm/features/pipeline/scheduling.py",
+    } <= changed
     assert not any(name.startswith("nanovllm/core/") for name in changed), "nothing extends it"
-    assert "nanovllm/kv/block_pool.py" not in changed
+    assert "nanovllm/core/block_pool.py" not in changed

@@ -109,7 +109,9 @@ def test_a_wrong_body_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     data = changed(data, BLANK + '"write BlockPool.touch")', WRONG)
     said = check("11", data, tmp_path, capsys)
     assert "BlockPool.free_blocks: not written yet\nBlockPool.touch: wrong\n___" in said
-    assert "nanovllm/kv/block_pool.py:" in said and ": in touch\n    return self.nothing\n" in said
+    assert (
+        "nanovllm/core/block_pool.py:" in said and ": in touch\n    return self.nothing\n" in said
+    )
     assert "E   AttributeError: 'BlockPool' object has no attribute 'nothing'" in said
 
 
@@ -145,7 +147,7 @@ def test_a_right_workbook_makes_an_engine(
     assert main(["--root", str(ROOT), "check", "11", str(file), "--out", str(out)]) == 0
     assert f"cd {out} && PYTHONPATH=. " in capsys.readouterr().out
     program = (
-        "from nanovllm import LLM; from nanovllm.kv.block_pool import BlockPool as B; p = B(1); "
+        "from nanovllm import LLM; from nanovllm.core.block_pool import BlockPool as B; p = B(1); "
         "p.touch([0]); print(p.mine)"
     )
     environment = os.environ | {"PYTHONPATH": str(out)}

@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 import nanovllm
-from nanovllm.kv.block_pool import BlockPool
+from nanovllm.core.block_pool import BlockPool
 from nanovllm.lab.viz import (
     PALETTE,
     PoolState,

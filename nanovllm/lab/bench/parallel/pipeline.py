@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
+from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.distributed.groups import Grid, get_world_group
+from nanovllm.features.pipeline.stage import StageForward
 from nanovllm.lab.bench.local import add_requests, start_engine
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal
@@ -88,9 +89,10 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
     Every stage has a scheduler of its own, and all make the same plans: no orders are sent, so only
     the pipeline is measured."""
     core = start_engine(max_num_batched_tokens=tokens, max_num_seqs=max(MICRO_BATCHES), **options)
-    assert core.runner.link is not None, "there are several stages"
-    receiving = Stopwatch(core.runner.link, "receive")
-    sending = Stopwatch(core.runner.link, "send")
+    forward = core.runner.forward
+    assert isinstance(forward, StageForward), "there are several stages"
+    receiving = Stopwatch(forward.link, "receive")
+    sending = Stopwatch(forward.link, "send")
     found = []
     for turn in range(rounds + 1):
         for count in MICRO_BATCHES:
@@ -115,7 +117,7 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
                 on_the_line = receiving.seconds + sending.seconds - on_the_line
                 computing.append(time.perf_counter() - started - on_the_line)
             end = time.perf_counter()
-            core.runner.link.flush()
+            forward.link.flush()
             if turn:  # the first round is to warm up
                 found.append(Passage(begin, end, computing))
             for plan in plans:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from nanovllm.assembly.engine import Engine
+from nanovllm.assembly.start_log import log_start
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
-from nanovllm.engine.start_log import log_start
 
 if TYPE_CHECKING:
     from nanovllm.engine.group import DataParallelCore
@@ -28,8 +28,16 @@ def create_core(
         ExecutorError: a process could not start.
     """
     if config.is_divided:
-        create = load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")
-        return cast("DataParallelCore", create(config, trace, blocking))
+        create: type[DataParallelCore] = load(
+            "nanovllm.engine.group:DataParallelCore", "data_parallel_size"
+        )
+        return create(config, trace, blocking)
     engine = Engine(config, trace)
-    log_start(config, engine.model_config, engine.executor, engine.manager.pool.num_blocks)
+    log_start(engine.resolved, engine.model_config, engine.executor)
     return engine
+
+
+def create_trace() -> Trace:
+    """Create an empty trace, for the steps of an engine."""
+    create: type[Trace] = load("nanovllm.trace.trace:Trace", "a trace")
+    return create()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from nanovllm.data.config import EngineConfig
+from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
 
@@ -16,33 +16,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm.engine")
 
 
-def log_start(
-    config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int
-) -> None:
+def log_start(config: ResolvedConfig, model: ModelConfig, executor: Executor) -> None:
     """Log the engine's model, device and KV cache, if the level of the logger is INFO or lower."""
     if logger.isEnabledFor(logging.INFO):
-        for line in describe(config, model, executor, num_blocks):
+        for line in describe(config, model, executor):
             logger.info(line)
 
 
-def describe(
-    config: EngineConfig, model: ModelConfig, executor: Executor, num_blocks: int
-) -> list[str]:
-    """Return the lines about an engine whose settings are complete."""
-    assert config.max_model_len is not None
+def describe(config: ResolvedConfig, model: ModelConfig, executor: Executor) -> list[str]:
+    """Return the lines about an engine."""
+    given = config.given
+    num_blocks = config.num_kv_blocks
     rank: dict[str, str] = executor.collective_rpc("describe")[0]
-    name = f"Engine {config.data_parallel_rank or 0:03d}"
-    ranks = f" on {config.world_size} ranks" if config.world_size > 1 else ""
-    num_tokens = num_blocks * config.block_size
+    name = f"Engine {given.data_parallel_rank or 0:03d}"
+    ranks = f" on {given.world_size} ranks" if given.world_size > 1 else ""
+    num_tokens = num_blocks * given.block_size
     size = in_mebibytes(num_blocks * executor.bytes_per_block) + (" per rank" if ranks else "")
     context = f"context length {config.max_model_len} tokens"
     if config.max_request_tokens < config.max_model_len:
         context += f", of which the KV cache has room for {config.max_request_tokens}"
     return [
-        f"{name}: model {config.model_names[0]} ({model.architecture}), "
+        f"{name}: model {given.model_names[0]} ({model.architecture}), "
         f"dtype {rank['dtype']}, quantization {quantization_name(model.quantization)}, "
         f"device {rank['device']}{ranks}, attention backend {rank['attention_backend']}",
-        f"{name}: KV cache of {num_blocks} blocks of {config.block_size} tokens "
+        f"{name}: KV cache of {num_blocks} blocks of {given.block_size} tokens "
         f"({num_tokens} tokens, {size}, {rank['kv_dtype']}), {context}",
     ]
 
