@@ -13,13 +13,14 @@ import random
 from collections.abc import Collection
 from functools import lru_cache
 
-from nanovllm.data.schedule import (
+from nanovllm.core.schedule import (
     ModelRunnerOutput,
     SampledToken,
     ScheduledRequest,
     SchedulerOutput,
 )
-from nanovllm.runner.speculative.verification import keep_accepted
+from nanovllm.features.speculation.scheduling import DRAFTS, num_drafts_wanted
+from nanovllm.features.speculation.verification import keep_accepted
 
 VOCABULARY = 6
 
@@ -80,7 +81,7 @@ class ContentRunner:
                 assert slot not in written, "two writers in one step"
                 written.add(slot)
                 self.device[slot] = self._content(scheduled.request_id, position)
-        sampled: dict = {}
+        sampled: dict[str, list[SampledToken]] = {}
         for scheduled in schedule.requests:
             name, drafts = scheduled.request_id, self.drafts[scheduled.request_id]
             tokens, end = self.tokens[name], scheduled.start + scheduled.num_tokens
@@ -92,21 +93,26 @@ class ContentRunner:
             assert scheduled.samples == (1 + len(drafts)) * (end == len(tokens) + len(drafts))
             for place in range(scheduled.samples):
                 self.sampled[name] = next_token([*tokens, *drafts[:place]])
-                sampled[(name, place) if place else name] = SampledToken(self.sampled[name])
-        result = keep_accepted(schedule, sampled)
-        for scheduled in schedule.requests:
-            if scheduled.num_drafts:
-                result.draft_token_ids[scheduled.request_id] = self._draft(scheduled, result)
+                sampled.setdefault(name, []).append(SampledToken(self.sampled[name]))
+        result = ModelRunnerOutput(keep_accepted(schedule, sampled))
+        wanted = num_drafts_wanted(schedule)
+        result.extras[DRAFTS] = {
+            scheduled.request_id: self._draft(scheduled, wanted[scheduled.request_id], result)
+            for scheduled in schedule.requests
+            if scheduled.request_id in wanted
+        }
         return result
 
-    def _draft(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[int]:
+    def _draft(
+        self, scheduled: ScheduledRequest, num_drafts: int, result: ModelRunnerOutput
+    ) -> list[int]:
         """Some drafts, of which most are right. A model that makes them writes all but the last
         into the request's blocks."""
         name, drafts = scheduled.request_id, list[int]()
-        end = scheduled.start + scheduled.num_tokens + scheduled.num_drafts
+        end = scheduled.start + scheduled.num_tokens + num_drafts
         assert end <= len(self.tables[name]) * self.block_size, "drafts have no slots"
         new = result.sampled[name]
-        for _ in range(scheduled.num_drafts):
+        for _ in range(num_drafts):
             right = next_token([*self.tokens[name], *(token.token_id for token in new), *drafts])
             drafts.append(
                 right if self.random.random() < 0.7 else self.random.randrange(VOCABULARY)

@@ -28,11 +28,9 @@ ROOMS = [
     "layers",
     "attention",
     "models",
-    "kv",
     "core",
     "features",
     "kv_transfer",
-    "runner",
     "executor",
     "trace",
     "assembly",
@@ -45,10 +43,7 @@ ROOMS = [
 ]
 
 # What can be deleted, as patterns below the package: the rest still generates and serves.
-ONLY_IN_STAGES = ["stages of a pipeline"]  # the whole engine's models import it
-PARTS = {
-    name: patterns for name, (_, patterns) in stages.PARTS.items() if name not in ONLY_IN_STAGES
-}
+PARTS = {name: patterns for name, (_, patterns) in stages.PARTS.items()}
 
 # Packages of features that came after the first engine; `sizes` counts them apart.
 LATER = "quantization, speculation and structured output"
@@ -58,10 +53,10 @@ LATER_FILES = ["data/structured_outputs.py", "data/spec_decoding.py"]
 
 # The core in an afternoon.
 READING_PATH = [
-    "data/request",
-    "data/schedule",
-    "kv/block_pool",
-    "kv/manager",
+    "core/request",
+    "core/schedule",
+    "core/block_pool",
+    "core/kv_cache_manager",
     "core/queues",
     "core/hooks",
     "core/external_kv",
@@ -69,8 +64,8 @@ READING_PATH = [
     "attention/base",
     "attention/torch",
     "models/llama",
-    "runner/batch",
-    "runner/runner",
+    "core/batch",
+    "core/runner",
     "core/engine",
     "engine/llm",
 ]

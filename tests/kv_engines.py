@@ -15,6 +15,8 @@ from nanovllm import SamplingParams
 from nanovllm.assembly.engine import Engine
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.kv_transfer.connector import KVConnectorWorker
+from nanovllm.kv_transfer.factory import connector_of
 from tests.processes import CONTEXT
 
 OPTIONS: dict[str, Any] = {
@@ -86,6 +88,11 @@ class Fleet:
         """End all."""
         for engine in self.engines:
             engine.close()
+
+
+def worker_connector(core: Engine) -> KVConnectorWorker:
+    """The rank's half of an engine whose only rank is in this process."""
+    return connector_of(core.runner)
 
 
 def ask(

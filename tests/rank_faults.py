@@ -9,16 +9,18 @@ starts no wave."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import threading
 import time
 from typing import Any
 
-from nanovllm.data.schedule import ModelRunnerOutput
+from nanovllm.assembly import engine as engine_assembly
+from nanovllm.assembly import runner as runner_assembly
+from nanovllm.core.schedule import ModelRunnerOutput
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.groups import get_world_group
-from nanovllm.executor import uniproc, worker
 from nanovllm.executor.uniproc import Worker, WorkerSetup
 from nanovllm.features.data_parallel import Waves
 
@@ -65,26 +67,30 @@ class Fault:
         return self.how == "skip"
 
 
-class FaultyWorker(Worker):
+create_worker = runner_assembly.create_worker
+
+
+@functools.wraps(create_worker)  # so that it is pickled under the same name
+def create_faulty_worker(setup: WorkerSetup) -> Worker:
     """A worker in which something goes wrong."""
+    fault = Fault(setup.rank)
+    fault.strike("construct")
+    if fault.strike("wave"):
+        Waves.start = lambda waves, wave: None  # type: ignore[method-assign]
+    worker = create_worker(setup)
+    launch = worker.launch
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self.fault = Fault(setup.rank)
-        self.fault.strike("construct")
-        if self.fault.strike("wave"):
-            Waves.start = lambda waves, wave: None  # type: ignore[method-assign]
-        super().__init__(setup)
+    def launch_if_all_goes_well(*arguments: Any) -> Any:
+        return ModelRunnerOutput if fault.strike("launch") else launch(*arguments)
 
-    def launch(self, *arguments: Any) -> Any:
-        """A step, if all goes well."""
-        if self.fault.strike("launch"):
-            return ModelRunnerOutput
-        return super().launch(*arguments)
+    worker.launch = launch_if_all_goes_well  # type: ignore[method-assign]
+    return worker
 
 
 def install() -> None:
     """Let everything that this process starts as a rank or an engine be faulty."""
-    worker.Worker = uniproc.Worker = FaultyWorker  # type: ignore[misc]
+    runner_assembly.create_worker = create_faulty_worker
+    engine_assembly.create_worker = create_faulty_worker
 
 
 def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from nanovllm.assembly.runner import create_worker
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.executor.base import Executor
-from nanovllm.executor.uniproc import Worker
+from nanovllm.executor.uniproc import Worker, WorkerFunction, WorkerSetup
+from nanovllm.features.pipeline.stage import StageForward
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.memory import num_blocks_that_fit
-from nanovllm.runner.runner import ModelRunner
 from tests.stand_ins import set_executor
 
 
@@ -41,15 +41,11 @@ class Wire(StageLink):
     """A line within this process."""
 
     def __init__(self, link: StageLink, wires: list[deque[Tensor]]) -> None:
-        super().__init__(link.hidden_size, link.dtype, link.device)
+        super().__init__(link.dtype, link.device)
         self.wires = wires
 
-    def receive(self, num_tokens: int) -> Tensor | None:
-        if self.group.is_first:
-            return None
-        hidden = self.wires[self.group.rank_in_group - 1].popleft()
-        assert len(hidden) == num_tokens
-        return hidden
+    def receive(self, hidden: Tensor) -> None:
+        hidden.copy_(self.wires[self.group.rank_in_group - 1].popleft())
 
     def send(self, hidden: Tensor) -> None:
         self.wires[self.group.rank_in_group].append(hidden.clone())
@@ -65,47 +61,36 @@ class StagedExecutor(Executor):
     ) -> None:
         self.stages = config.pipeline_parallel_size
         self.wires: list[deque[Tensor]] = [deque() for _ in range(self.stages)]
-        self.runners: list[ModelRunner] = []
+        self.workers: list[Worker] = []
         for _ in self._in_turn():
-            runner = ModelRunner(config, model_config, folder)
-            if runner.link is not None:
-                runner.link = Wire(runner.link, self.wires)
-            self.runners.append(runner)
-        self.runner = self.runners[-1]
+            worker = create_worker(WorkerSetup(config, model_config, folder, create_worker))
+            if isinstance(forward := worker.runner.forward, StageForward):
+                forward.link = Wire(forward.link, self.wires)
+            self.workers.append(worker)
+        self.runner = self.workers[-1].runner
         self.launch = self._launch  # type: ignore[method-assign]
-        self.bytes_per_block = max(runner.bytes_per_block for _, runner in self._each())
+        self._take_memory()
 
     def _in_turn(self) -> Iterator[int]:
         for stage in range(self.stages):
             with as_stage(self.stages, stage):
                 yield stage
 
-    def _each(self) -> Iterator[tuple[int, ModelRunner]]:
+    def _each(self) -> Iterator[Worker]:
         for stage in self._in_turn():
-            yield stage, self.runners[stage]
-
-    @property
-    def num_blocks(self) -> int:  # type: ignore[override]
-        return min(num_blocks_that_fit(runner) for _, runner in self._each())
-
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        for _, runner in self._each():
-            runner.allocate(num_blocks, num_host_blocks)
+            yield self.workers[stage]
 
     def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        waits = [runner.launch(schedule) for _, runner in self._each()]
+        waits = [worker.launch(schedule) for worker in self._each()]
         for wait in waits[:-1]:
             assert wait() == ModelRunnerOutput(), "only the last stage samples"
         return waits[-1]
 
-    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        if method == "describe":  # a worker's method, not a runner's
-            return [Worker.describe(self) for _ in self._in_turn()]  # type: ignore[arg-type]
-        return [getattr(runner, method)(*arguments) for _, runner in self._each()]
+    def collective_rpc(self, method: str | WorkerFunction, *arguments: Any) -> list[Any]:
+        return [worker.call(method, *arguments) for worker in self._each()]
 
     def forget_requests(self) -> None:
-        for _, runner in self._each():
-            runner.forget_requests()
+        super().forget_requests()
         for wire in self.wires:
             wire.clear()
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 
 
 def set_constants(patch: pytest.MonkeyPatch, module: ModuleType, **values: Any) -> None:
@@ -76,10 +76,10 @@ def set_backend(
     Args:
         make_backend, make_graph: called without arguments.
     """
-    from nanovllm.runner import runner
+    from nanovllm.assembly import model, runner
 
     if make_backend is not None:
-        patch.setattr(runner, "get_backend", lambda *_, **__: make_backend())
+        patch.setattr(model, "get_backend", lambda *_, **__: make_backend())
     if make_graph is not None:
         patch.setattr(
             runner, "graph_maker", lambda *arguments: None if arguments[2] else make_graph

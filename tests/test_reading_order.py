@@ -29,14 +29,13 @@ ORDER: dict[str, dict[str, str]] = {
         "memory": "_preempt",
         "invariants": "check_invariants",
     },
-    "runner.runner:ModelRunner": {
-        "state": "__init__ connector structured_output link balancer make_graph speculator "
-        "prepare_model allocate _make_caches layers _cache_shape _cache_shapes "
-        "bytes_per_block",
-        "intake": "prepare_inputs _sequences _padded_size",
-        "step": "execute_model launch _launch _forward _run_model blank blank_output",
-        "results": "_sampling_rows _sample any_unfinished",
-        "errors": "forget_requests",
+    "core.runner:ModelRunner": {
+        "state": "__init__ model allocate make_buffers _make_caches _cache_shapes bytes_per_block",
+        "intake": "prepare_inputs",
+        "step": "execute_model launch _launch",
+        "results": "_sampling_rows _sample",
+        "errors": "_remove forget_requests",
+        "control": "close",
     },
     "core.engine:EngineCore": {
         "state": "__init__ stats has_unfinished has_work is_idle",
@@ -73,7 +72,7 @@ ORDER: dict[str, dict[str, str]] = {
         "errors": "forget_requests _end",
         "control": "close",
     },
-    "kv.connector:KVConnectorScheduler": {
+    "kv_transfer.connector:KVConnectorScheduler": {
         "state": "sources __init__ has_work has_news idle_seconds information",
         "intake": "check_request get_num_new_matched_tokens update_state_after_alloc decline",
         "step": "build_connector_meta",
@@ -82,10 +81,11 @@ ORDER: dict[str, dict[str, str]] = {
         "errors": "forget_requests",
         "control": "close",
     },
-    "kv.connector:KVConnectorWorker": {
-        "state": "metadata model backend __init__ empty_kv_cache get_handshake_metadata",
+    "kv_transfer.connector:KVConnectorWorker": {
+        "state": "metadata model backend token_budget __init__ empty_kv_cache "
+        "get_handshake_metadata",
         "step": "start_load_kv save_kv_layer save_kv_layers wait_for_save",
-        "results": "get_finished transfers",
+        "results": "get_finished begin_step end_step",
         "errors": "forget_requests",
         "control": "close",
     },

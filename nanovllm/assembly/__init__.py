@@ -1,1 +1,2 @@
-"""Where an engine is put together: the only package that knows all features."""
+"""Where settings become flags, and an engine is put together: the only package that knows all
+features."""

@@ -6,24 +6,26 @@ import functools
 import pathlib
 from typing import TYPE_CHECKING, cast
 
-from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.assembly.executor import allocate, create_executor, read_model_config
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.core.engine import EngineCore, EngineSettings
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.peers import Peers
 from nanovllm.core.recorder import Recorder
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
+from nanovllm.data.resolved_config import ResolvedConfig, resolve
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.executor.base import Executor, create_executor, read_model_config
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
+    from nanovllm.core.runner import ModelRunner
     from nanovllm.executor.uniproc import InProcessExecutor
-    from nanovllm.kv.connector import KVConnectorScheduler
-    from nanovllm.runner.runner import ModelRunner
+    from nanovllm.kv_transfer.connector import KVConnectorScheduler
     from nanovllm.trace.trace import Trace
 
 
@@ -31,10 +33,12 @@ class Engine(EngineCore):
     """An engine that was made from settings, and what others have to know of these.
 
     Args:
-        config: the settings; the engine fills in those that are left open.
+        config: the settings; the engine decides what they leave open.
         trace: records every step; by default a file if `config.trace` names one.
 
     Attributes:
+        config: as given.
+        resolved: the settings with which the engine runs.
         limits: the limits against which a front end checks requests.
         trace_settings: the header of the engine's trace: sizes and policies, and which of several
             engines this is.
@@ -56,23 +60,25 @@ class Engine(EngineCore):
 
     def _assemble(self, executor: Executor, folder: pathlib.Path) -> None:
         config = self.config
-        manager = _allocate(config, self.model_config, executor)
+        self.resolved = _resolve(config, self.model_config, executor)
+        allocate(executor, self.resolved)
         connector = _connect(config, self.model_config, folder, executor)
-        scheduler = create_scheduler(config, manager, connector)
+        scheduler = create_scheduler(self.resolved, create_manager(self.resolved), connector)
         super().__init__(
             scheduler=scheduler,
             executor=executor,
             settings=EngineSettings(
                 by_priority=config.scheduling_policy == "priority",
-                steps_ahead=config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling)),
+                steps_ahead=config.pipeline_parallel_size - 1
+                or int(self.resolved.async_scheduling),
                 is_one_device=config.pipeline_parallel_size == 1,
                 check_invariants=config.check_invariants,
             ),
             peers=create_peers(scheduler, executor, connector),
             create_recorder=functools.partial(create_recorder, scheduler),
         )
-        self.limits = limits_of(config, self.model_config, connector)
-        self.trace_settings = trace_settings_of(config, manager)
+        self.limits = limits_of(self.resolved, self.model_config, connector)
+        self.trace_settings = trace_settings_of(self.resolved)
 
     def _start_trace(self, trace: Trace | None) -> Trace | None:
         """Record all steps to a trace, or to the file that `config.trace` names, if there is
@@ -124,17 +130,16 @@ class Engine(EngineCore):
         return cast("InProcessExecutor", self.executor).runner
 
 
-def _allocate(
-    config: EngineConfig, model_config: ModelConfig, executor: Executor
-) -> KVCacheManager:
-    """Have the ranks allocate their caches; returns the manager of their blocks."""
-    num_blocks = executor.num_blocks
-    config.check_limits(model_config.max_position_embeddings, num_blocks)
-    config.settle(model_config.max_position_embeddings, num_blocks, executor.on_gpu)
-    num_host_blocks = config.count_host_blocks(executor.bytes_per_block)
-    executor.allocate(num_blocks, num_host_blocks)
-    return KVCacheManager(
-        num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+def _resolve(config: EngineConfig, model_config: ModelConfig, executor: Executor) -> ResolvedConfig:
+    """Decide what the settings leave open, now that the ranks have the model and know how many KV
+    blocks they have room for."""
+    config.check_limits(model_config.max_position_embeddings, executor.num_blocks)
+    return resolve(
+        config,
+        model_max_len=model_config.max_position_embeddings,
+        num_kv_blocks=executor.num_blocks,
+        num_host_blocks=config.count_host_blocks(executor.bytes_per_block),
+        on_gpu=executor.on_gpu,
     )
 
 
@@ -151,7 +156,9 @@ def _connect(
             "share: do not set enable_expert_parallel, or use data_parallel_size 1"
         )
     create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
-    ranks = executor.collective_rpc("handshake_metadata")
+    ranks = executor.collective_rpc(
+        load("nanovllm.kv_transfer.factory:handshake_metadata", "KV transfer")
+    )
     return cast("KVConnectorScheduler", create(config, model_config, folder, ranks))
 
 
@@ -173,10 +180,9 @@ def create_recorder(scheduler: Scheduler, trace: Trace | None = None) -> Recorde
 
 
 def limits_of(
-    config: EngineConfig, model_config: ModelConfig, connector: KVConnectorScheduler | None
+    config: ResolvedConfig, model_config: ModelConfig, connector: KVConnectorScheduler | None
 ) -> EngineLimits:
     """Return the limits against which a front end checks requests."""
-    assert config.max_model_len is not None
     return EngineLimits(
         max_model_len=config.max_model_len,
         max_request_tokens=config.max_request_tokens,
@@ -184,16 +190,16 @@ def limits_of(
         eos_token_ids=model_config.eos_token_ids,
         generation_defaults=model_config.generation_defaults,
         kv_transfer=[] if connector is None else [connector.information],
-        scheduling_policy=config.scheduling_policy,
-        disable_any_whitespace=config.structured_outputs.disable_any_whitespace,
+        scheduling_policy=config.given.scheduling_policy,
+        disable_any_whitespace=config.given.structured_outputs.disable_any_whitespace,
     )
 
 
-def trace_settings_of(config: EngineConfig, manager: KVCacheManager) -> TraceSettings:
+def trace_settings_of(config: ResolvedConfig) -> TraceSettings:
     """Return the header of an engine's trace; see `Engine.trace_settings`."""
-    settings = config.trace_settings(manager.pool.num_blocks)
-    if config.data_parallel_size == 1:
-        return settings
-    return settings | TraceSettings(
-        data_rank=config.data_parallel_rank, data_parallel_size=config.data_parallel_size
+    given = config.given
+    if given.data_parallel_size == 1:
+        return config.trace_settings
+    return config.trace_settings | TraceSettings(
+        data_rank=given.data_parallel_rank, data_parallel_size=given.data_parallel_size
     )

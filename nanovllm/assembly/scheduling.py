@@ -6,25 +6,35 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from nanovllm.core.hooks import SchedulerHooks
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
 from nanovllm.core.scheduler import Scheduler, SchedulerSettings
-from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.features.async_scheduling import OneStepAhead
-from nanovllm.kv.manager import KVCacheManager
 
 if TYPE_CHECKING:
     from nanovllm.features.lock_step import LockStep
-    from nanovllm.features.pipeline import PipelineSteps
+    from nanovllm.features.pipeline.scheduling import PipelineSteps
     from nanovllm.features.speculation.scheduling import Speculation
-    from nanovllm.kv.connector import KVConnectorScheduler
+    from nanovllm.kv_transfer.connector import KVConnectorScheduler
     from nanovllm.kv_transfer.scheduling import KVTransfer
 
 POLICIES = "nanovllm.features.batching_policies"
 
 
+def create_manager(config: ResolvedConfig) -> KVCacheManager:
+    """Create the manager of the KV blocks, all of which are free."""
+    return KVCacheManager(
+        config.num_kv_blocks,
+        config.given.block_size,
+        config.given.enable_prefix_caching,
+        config.num_host_blocks,
+    )
+
+
 def create_scheduler(
-    config: EngineConfig,
+    config: ResolvedConfig,
     manager: KVCacheManager,
     connector: KVConnectorScheduler | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
@@ -32,7 +42,7 @@ def create_scheduler(
     """Create a scheduler with empty queues, and the features that the settings ask for.
 
     Args:
-        config: the settings, of which none is left open.
+        config: the settings with which the engine runs.
         connector: the scheduler's half of the KV connector, if the engine has one.
         scheduler_class: for experiments, a class that decides in another way.
     """
@@ -46,16 +56,16 @@ def create_scheduler(
     scheduler = scheduler_class(
         SchedulerSettings(
             token_budget=config.token_budget,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.given.max_num_seqs,
             max_request_tokens=config.max_request_tokens,
-            swaps=config.preemption_mode == "swap",
+            swaps=config.given.preemption_mode == "swap",
         ),
         queues=queues,
         manager=manager,
         features=features,
         external_kv=kv_transfer,
     )
-    if config.batching_policy != "chunked":
+    if config.given.batching_policy != "chunked":
         scheduler.fill = load(f"{POLICIES}:prefill_first", "batching_policy")
     elif not scheduler.hooks.concerns_decodes:
         with contextlib.suppress(MissingPartError):
@@ -64,35 +74,36 @@ def create_scheduler(
 
 
 def choose_features(
-    config: EngineConfig, queues: Queues, manager: KVCacheManager
+    config: ResolvedConfig, queues: Queues, manager: KVCacheManager
 ) -> list[SchedulerHooks]:
     """Create the features that the settings ask for, in the order in which they are asked. If
     several have a reason why a request is not admitted, the trace shows that of the first one."""
+    given = config.given
     features: list[SchedulerHooks] = []
-    if config.speculative is not None:
+    if given.speculative is not None:
         create: type[Speculation] = load(
             "nanovllm.features.speculation.scheduling:Speculation", "speculative_config"
         )
-        features.append(create(config.speculative, queues, manager, config.max_num_seqs))
-    if not config.enable_chunked_prefill:
+        features.append(create(given.speculative, queues, manager, given.max_num_seqs))
+    if not given.enable_chunked_prefill:
         features.append(load(f"{POLICIES}:WholePrompts", "enable_chunked_prefill=False")())
-    elif config.long_prefill_token_threshold > 0:
+    elif given.long_prefill_token_threshold > 0:
         long_prompts = load(f"{POLICIES}:LongPrompts", "long_prefill_token_threshold")
-        features.append(long_prompts(config.long_prefill_token_threshold))
+        features.append(long_prompts(given.long_prefill_token_threshold))
     # With another policy, a step is all prefill or all decode.
-    if config.max_step_ms and config.batching_policy == "chunked":
+    if given.max_step_ms and given.batching_policy == "chunked":
         limit = load("nanovllm.features.step_time_limit:StepTimeLimit", "max_step_ms")
-        features.append(limit(queues, config.max_step_ms, config.enable_chunked_prefill))
-    if config.pipeline_parallel_size > 1:
+        features.append(limit(queues, given.max_step_ms, given.enable_chunked_prefill))
+    if given.pipeline_parallel_size > 1:
         divide: type[PipelineSteps] = load(
-            "nanovllm.features.pipeline:PipelineSteps", "pipeline_parallel_size"
+            "nanovllm.features.pipeline.scheduling:PipelineSteps", "pipeline_parallel_size"
         )
-        features.append(divide(queues, config.pipeline_parallel_size, config.max_num_seqs))
+        features.append(divide(queues, given.pipeline_parallel_size, given.max_num_seqs))
     elif config.async_scheduling:
-        features.append(OneStepAhead(queues, needs_tokens=config.speculative is not None))
-    if config.batching_policy == "static":
+        features.append(OneStepAhead(queues, needs_tokens=given.speculative is not None))
+    if given.batching_policy == "static":
         features.append(load(f"{POLICIES}:StaticBatch", "batching_policy")(queues))
-    if config.in_lock_step:
+    if given.in_lock_step:
         keep_step: type[LockStep] = load(
             "nanovllm.features.lock_step:LockStep", "data_parallel_size"
         )

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.peers import Peers
 from nanovllm.core.recorder import Recorder
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.outputs import EngineStats
-from nanovllm.data.request import EngineOutput, EngineRequest, Request
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.kv.block_pool import InvariantError
+from nanovllm.data.request import EngineOutput, EngineRequest
 
 if TYPE_CHECKING:
     from nanovllm.executor.base import Executor
@@ -34,7 +35,8 @@ class EngineSettings:
     Attributes:
         by_priority: requests run in the order of their priority; otherwise in that of arrival.
         steps_ahead: the most steps in flight when `step` returns. The scheduler plans the next step
-            without their results.
+            without their results: above 0, a feature must hold back what needs them
+            (`features.async_scheduling`).
         is_one_device: steps run one after another. A step in flight then begins when the one before
             it has ended.
         check_invariants: check queues, tables and pools after each step.

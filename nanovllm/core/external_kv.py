@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.data.request import Request
+from nanovllm.core.request import Request
 
 
 class ExternalKV:

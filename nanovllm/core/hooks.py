@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.data.outputs import EngineStats
-from nanovllm.data.request import EngineOutput, Request
-from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from nanovllm.data.request import EngineOutput
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,16 +26,17 @@ class SchedulerHooks:
     own state, its own fields of a request, and what the hook's description names.
 
     Attributes:
-        concerns_decodes: the feature has a say about requests that miss a single token. If no
-            feature does, the scheduler may use a fast path for them (`fill`).
+        concerns_decodes: `limit_share` or `scheduled` of this feature matter for requests that miss
+            a single token, too. If they matter for none, the scheduler may use a fast path for
+            these requests, which does not call them (`fill`).
     """
 
-    concerns_decodes = False
+    concerns_decodes = True
 
     # ---------------------------------------------------------------- one step
 
     def may_plan(self) -> bool:
-        """False: plan no step before the next result arrives."""
+        """False: plan no step before the next result arrives; a step must be in flight."""
         return True
 
     def before_step(self, plan: SchedulerOutput) -> None:
@@ -45,13 +47,14 @@ class SchedulerHooks:
         return share
 
     def scheduled(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """A request has its share, and blocks for it. The hook may add to both.
+        """A request has its share, and blocks for it. The hook may append to `new_block_ids`.
 
         A feature that needs more blocks for the request takes them now: the next request may get
         the last free ones."""
 
     def why_not(self, request: Request, plan: SchedulerOutput) -> str:
-        """Return why the next request in line cannot be admitted to this step; "" if it can."""
+        """Return why the next request in line cannot be admitted to this step; "" if it can. While
+        no request runs, and no step is in flight, one must be admitted."""
         return ""
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -101,7 +104,12 @@ class SchedulerHookCalls:
     """
 
     def __init__(self, features: Sequence[SchedulerHooks]) -> None:
-        self.concerns_decodes = any(feature.concerns_decodes for feature in features)
+        shares = (SchedulerHooks.limit_share, SchedulerHooks.scheduled)
+        self.concerns_decodes = any(
+            feature.concerns_decodes
+            for feature in features
+            if any(overriding([feature], method) for method in shares)
+        )
         self.may_plan = overriding(features, SchedulerHooks.may_plan)
         self.before_step = overriding(features, SchedulerHooks.before_step)
         self.limit_share = overriding(features, SchedulerHooks.limit_share)

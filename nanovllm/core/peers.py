@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nanovllm.data.request import EngineOutput, Request
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
+from nanovllm.data.request import EngineOutput
 
 if TYPE_CHECKING:
     from nanovllm.core.engine import EngineCore

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from nanovllm.data.request import Request, RequestStatus
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import SchedulerOutput
 
 
 class Queues:

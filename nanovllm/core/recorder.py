@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.request import EngineOutput
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from nanovllm.trace.recorder import RecordSink

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 from nanovllm.core.external_kv import ExternalKV
 from nanovllm.core.hooks import SchedulerHookCalls, SchedulerHooks
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
-from nanovllm.data.outputs import EngineStats
-from nanovllm.data.request import EngineOutput, Request, RequestStatus
-from nanovllm.data.schedule import (
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import (
     ModelRunnerOutput,
     SampledToken,
     ScheduledRequest,
     SchedulerOutput,
 )
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.data.outputs import EngineStats
+from nanovllm.data.request import EngineOutput
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,10 @@ class StageLink:
     of tokens.
 
     Args:
-        hidden_size, dtype, device: of the tensors.
+        dtype, device: of the tensors.
     """
 
-    def __init__(
-        self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
-        self.hidden_size = hidden_size
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.dtype = dtype
         self.device = device
         group = self.group = get_pp_group()
@@ -47,15 +44,11 @@ class StageLink:
         )
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def receive(self, num_tokens: int) -> Tensor | None:
-        """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`;
-        None on the first stage."""
-        if self.group.is_first:
-            return None
-        received = torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+    def receive(self, hidden: Tensor) -> None:
+        """Wait for the previous stage's hidden states of this step, and write them to `hidden`,
+        `[num_tokens, hidden_size]`."""
         with waiting_for_others(), self._received.call("receive"):
-            dist.recv(received, self._previous, group=self._connections)
-        return received
+            dist.recv(hidden, self._previous, group=self._connections)
 
     def send(self, hidden: Tensor) -> None:
         """Start to send to the next stage, without waiting until it has finished the previous step.

@@ -4,7 +4,6 @@ the settings ask for."""
 import os
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import load
 from nanovllm.executor.base import choose_backend
 from nanovllm.models.config import ModelConfig
 
@@ -49,10 +48,9 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     pipeline = config.pipeline_parallel_size
     data = config.data_parallel_size
     if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
-        placement = load(
-            "nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel"
-        )
-        placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
+        from nanovllm.distributed.expert_parallel import ExpertPlacement
+
+        ExpertPlacement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
     backend = choose_backend(config)
     here = config.world_size
     asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"

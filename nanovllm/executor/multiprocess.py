@@ -18,7 +18,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.processes import end_processes
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor
-from nanovllm.executor.uniproc import WorkerSetup
+from nanovllm.executor.uniproc import CreateWorker, WorkerSetup
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,15 @@ class MultiprocessExecutor(RemoteExecutor):
     answers come back through one socket per rank."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        folder: pathlib.Path,
+        create_worker: CreateWorker,
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
         self._orders: MessageQueue | None = None
-        super().__init__(config, model_config, folder)
+        super().__init__(config, model_config, folder, create_worker)
         if not self.on_gpu:  # NCCL uses the file when two ranks first talk; gloo has used it
             shutil.rmtree(self._folder, ignore_errors=True)
 

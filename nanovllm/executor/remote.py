@@ -17,15 +17,14 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
 from nanovllm.distributed.processes import start_process, uninterrupted
-from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.executor.base import Executor, ExecutorError
-from nanovllm.executor.uniproc import WorkerSetup
+from nanovllm.executor.uniproc import CreateWorker, WorkerFunction, WorkerSetup
 from nanovllm.features.data_parallel import engine_grid
 from nanovllm.models.config import ModelConfig
 
@@ -145,14 +144,19 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
     program = "from nanovllm.executor.worker import main; main()"
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        folder: pathlib.Path,
+        create_worker: CreateWorker,
     ) -> None:
         super().__init__()
         self.config = config
         self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
         self._num_orders = 0
-        self._transfers = OutputAggregator(self.grid.world_size)
-        setup = WorkerSetup(config, model_config, folder, log_level=logger.getEffectiveLevel())
+        setup = WorkerSetup(
+            config, model_config, folder, create_worker, log_level=logger.getEffectiveLevel()
+        )
         try:
             self._start_ranks(setup)
             _, first = engine_grid(config)
@@ -188,7 +192,7 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
         """End all ranks, whatever they do. Their connections are closed."""
         raise NotImplementedError
 
-    def collective_rpc(self, method: str, *arguments: object) -> list[Any]:
+    def collective_rpc(self, method: str | WorkerFunction, *arguments: object) -> list[Any]:
         """See `Executor`."""
         number = self._order(method, *arguments)
         return [self._answer(rank, number) for rank in self.ranks]
@@ -198,30 +202,27 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
 
         Returns:
             A function that waits for the result (`_answer`), which comes from the first tensor rank
-            of the last stage; the ranks are in order, stage by stage. If the step has
-            `connector_metadata`, every rank answers, with a `connector_output`: `_transfers.add`
-            combines them into that of the result. Such a step also drops the notifications about
-            transfers that have ended (`forget_ends`) before the order, since each rank will report.
+            of the last stage; the ranks are in order, stage by stage. If all ranks report on the
+            step (`all_report`), every rank answers, and the `extras` of the others become the
+            result's `others`, in the order of the ranks. Such a step also drops the notifications
+            of the ranks (`forget_ends`) before the order, since each rank will report.
         """
-        output_rank = -self.grid.tensor
-        has_transfers = schedule.connector_metadata is not None
-        if has_transfers:
+        output_rank = self.ranks[-self.grid.tensor]
+        if schedule.all_report:
             self.forget_ends()
         number = self._order("launch", schedule)
 
         def gather() -> ModelRunnerOutput:
-            if not has_transfers:
-                return cast(ModelRunnerOutput, self._answer(self.ranks[output_rank], number))
+            if not schedule.all_report:
+                return cast(ModelRunnerOutput, self._answer(output_rank, number))
             results = [cast(ModelRunnerOutput, self._answer(rank, number)) for rank in self.ranks]
-            # A KV transfer has ended once it has ended on every rank.
-            results[output_rank].connector_output = self._transfers.add(
-                [r.connector_output for r in results]
-            )
-            return results[output_rank]
+            result = results.pop(-self.grid.tensor)
+            result.others = [other.extras for other in results]
+            return result
 
         return gather
 
-    def _order(self, name: str, *arguments: object) -> int:
+    def _order(self, name: str | WorkerFunction, *arguments: object) -> int:
         """Send all ranks an order; returns its number."""
         self._check()
         order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
@@ -285,7 +286,6 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
         """Drop the state of all requests on every rank; see `Executor`."""
         if not self._reason:
             Executor.forget_requests(self)
-            self._transfers = OutputAggregator(self.grid.world_size)
 
     def _end(self, reason: str) -> None:
         self._reason = reason

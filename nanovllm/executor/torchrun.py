@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import pathlib
 import pickle
 import signal
 import socket
@@ -22,14 +23,13 @@ import psutil
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.executor.base import read_model_config
 from nanovllm.executor.grid import check_grid
 from nanovllm.executor.reception import Card, Reception, connect, use_network_of
 from nanovllm.executor.remote import CLOSE_SECONDS, RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
+from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -128,17 +128,20 @@ def _shut_down(connections: list[Connection]) -> None:
             connection.send_bytes(pickle.dumps(("shutdown", ())))
 
 
-def follow_to_the_end(config: EngineConfig) -> NoReturn:
+def follow_to_the_end(
+    config: EngineConfig, folder: pathlib.Path, model_config: ModelConfig
+) -> NoReturn:
     """Be one of the ranks above 0: load a part of the model, carry out rank 0's orders, and end the
     process together with rank 0. (At once: threads of libraries that still talk to other ranks do
     not survive the end of the interpreter.)
 
+    Args:
+        folder: where this machine has the checkpoint.
+
     Raises:
-        ValueError: not under torchrun, not with as many processes as the grid has ranks, or no such
-            model.
+        ValueError: not under torchrun, or not with as many processes as the grid has ranks.
     """
-    folder = resolve_model(config.model, config.revision)
-    check_grid(config, read_model_config(config, folder))
+    check_grid(config, model_config)
     launch = Launch()
     launch.join_network()
     host, port, key = json.loads(open_store().get("executor"))  # waits for rank 0
@@ -152,7 +155,6 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     was_shut_down = False
     with contextlib.suppress(EOFError, OSError):
         # Rank 0 tells the user why; torchrun ends it once this process ends.
-        # Where this machine has the checkpoint.
         setup = dataclasses.replace(connection.recv(), folder=folder)
         was_shut_down = run_worker(setup, connection)
         while not was_shut_down:

@@ -18,8 +18,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.checks import users_mistake
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import at_rest, in_step
 from nanovllm.distributed.groups import get_pp_group, get_tp_group
 from nanovllm.distributed.life_signs import (
@@ -29,7 +29,7 @@ from nanovllm.distributed.life_signs import (
     activity_of_this_thread,
 )
 from nanovllm.distributed.shared_memory import MessageQueue
-from nanovllm.executor.uniproc import Worker, WorkerSetup
+from nanovllm.executor.uniproc import Worker, WorkerFunction, WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
 
     Args:
         connection: brings orders, if they do not come through shared memory: pickled names of
-            methods with their arguments. Takes answers and heartbeats.
+            methods, or functions, with their arguments. Takes answers and heartbeats.
 
     Returns:
         True if the executor has shut the rank down.
@@ -48,15 +48,14 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
     mouth = Mouth(connection.send, activity_of_this_thread(setup.rank))
     is_starting = True
     try:
-        worker = Worker(setup)
+        worker = setup.create_worker(setup)
+        worker.runner.notify = lambda: mouth.answer(TRANSFER_ENDED, lambda: None)
         for number, (name, arguments) in enumerate(_orders(setup, connection), start=1):
             if name == "launch":
                 is_starting = False
                 _launch(worker, arguments[0], number, mouth)
                 continue
-            value = getattr(worker, name)(*arguments)
-            if name == "allocate":
-                worker.runner.connector.notify = lambda: mouth.answer(TRANSFER_ENDED, lambda: None)
+            value = worker.call(name, *arguments)
             mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
         worker.close()
         return True
@@ -75,7 +74,9 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
         mouth.close()
 
 
-def _orders(setup: WorkerSetup, connection: Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def _orders(
+    setup: WorkerSetup, connection: Connection
+) -> Iterator[tuple[str | WorkerFunction, tuple[Any, ...]]]:
     """Wait for orders, and yield them until the rank is shut down. Raises EOFError when the
     executor is gone."""
     receive = connection.recv_bytes
@@ -93,14 +94,14 @@ def _orders(setup: WorkerSetup, connection: Connection) -> Iterator[tuple[str, t
 
 
 def _launch(worker: Worker, schedule: SchedulerOutput, number: int, mouth: Mouth) -> None:
-    """Start a step. The output rank reports the sampled tokens, every other rank only its KV
-    transfers, if there are any."""
+    """Start a step. The output rank reports the sampled tokens, every other rank only what its
+    features have to tell, and only if all ranks report."""
     with in_step():
         wait = worker.launch(schedule)
     if get_pp_group().is_last and get_tp_group().is_first:
         mouth.answer(number, wait)
-    elif schedule.connector_metadata is not None:
-        mouth.answer(number, lambda: ModelRunnerOutput(connector_output=wait().connector_output))
+    elif schedule.all_report:
+        mouth.answer(number, lambda: ModelRunnerOutput(extras=wait().extras))
 
 
 def main() -> None:

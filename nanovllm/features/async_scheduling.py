@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.queues import Queues
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
 
 
 class OneStepAhead(SchedulerHooks):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.queues import Queues
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import SchedulerOutput
 
 
 class WholePrompts(SchedulerHooks):
     """Without `enable_chunked_prefill`: a prompt is computed whole in one step, or not yet."""
+
+    concerns_decodes = False
 
     def limit_share(self, request: Request, share: int, plan: SchedulerOutput) -> int:
         """Give a prompt all that it misses, or nothing."""
@@ -20,6 +22,8 @@ class WholePrompts(SchedulerHooks):
 
 class LongPrompts(SchedulerHooks):
     """`long_prefill_token_threshold`: no prompt gets more tokens of a step."""
+
+    concerns_decodes = False
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold

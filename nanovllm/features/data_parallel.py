@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 
+from nanovllm.core.kv_cache_manager import hash_block, hash_salt
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.distributed.groups import Grid
-from nanovllm.kv.manager import hash_block, hash_salt
 
 
 def engine_grid(config: EngineConfig) -> tuple[Grid, int]:

@@ -5,9 +5,9 @@ Built by notebooks/43_async_scheduling.ipynb: edit it there.
 
 from __future__ import annotations
 
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 
 
 def decodes_first(scheduler: Scheduler, plan: SchedulerOutput) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.queues import Queues
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.features.step_times import StepTimes
 
 
@@ -20,6 +20,8 @@ class StepTimeLimit(SchedulerHooks):
     Attributes:
         step_times: predicts how long a step will take, from the times of earlier ones.
     """
+
+    concerns_decodes = False
 
     def __init__(self, queues: Queues, max_step_ms: float, cuts_prompts: bool) -> None:
         self.queues = queues

@@ -4,7 +4,7 @@ tokens."""
 from collections import deque
 from statistics import median
 
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.core.schedule import SchedulerOutput
 
 # A step with a time limit computes a multiple of this many prompt tokens, but at least this many,
 # so that every prompt makes progress.

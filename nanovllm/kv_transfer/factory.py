@@ -1,50 +1,75 @@
 """Which connectors there are, how the two halves of one are made, and what must be equal on engines
 that share KV."""
 
+from __future__ import annotations
+
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import xxhash
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend
 from nanovllm.checkpoint.weights import weight_files
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_tp_group
-from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
+from nanovllm.kv_transfer import running
+from nanovllm.kv_transfer.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.ops.device import choose_device, choose_dtype
 
-# Name -> its two halves, imported when they are asked for.
-PD = "nanovllm.kv_transfer.pd.disaggregated"
-BLEND = "nanovllm.kv_transfer.blend.connector"
-OFFLOADING = "nanovllm.kv_transfer.stores.offloading"
-CONNECTORS = {
-    "local": (f"{PD}:DisaggregatedScheduler", f"{PD}:DisaggregatedWorker"),
-    "nixl": (f"{PD}:DisaggregatedScheduler", f"{PD}:NixlWorker"),
-    "offloading": (f"{OFFLOADING}:OffloadingScheduler", f"{OFFLOADING}_worker:OffloadingWorker"),
-    "pool": (f"{OFFLOADING}:OffloadingScheduler", f"{OFFLOADING}_worker:OffloadingWorker"),
-    "blend": (f"{BLEND}:BlendScheduler", f"{BLEND}:BlendWorker"),
+if TYPE_CHECKING:
+    from nanovllm.core.runner import ModelRunner
+    from nanovllm.executor.uniproc import Worker
+
+# The scheduler's half of a connector, and a rank's.
+Halves = tuple[type[KVConnectorScheduler], type[KVConnectorWorker]]
+
+
+def _local() -> Halves:
+    from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedScheduler, DisaggregatedWorker
+
+    return DisaggregatedScheduler, DisaggregatedWorker
+
+
+def _nixl() -> Halves:
+    from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedScheduler, NixlWorker
+
+    return DisaggregatedScheduler, NixlWorker
+
+
+def _offloading() -> Halves:
+    from nanovllm.kv_transfer.stores.offloading import OffloadingScheduler
+    from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
+
+    return OffloadingScheduler, OffloadingWorker
+
+
+def _blend() -> Halves:
+    from nanovllm.kv_transfer.blend.connector import BlendScheduler, BlendWorker
+
+    return BlendScheduler, BlendWorker
+
+
+# The function that imports a connector, by the connector's name.
+CONNECTORS: dict[str, Callable[[], Halves]] = {
+    "local": _local,
+    "nixl": _nixl,
+    "offloading": _offloading,
+    "pool": _offloading,
+    "blend": _blend,
 }
 
 
-def _halves(config: EngineConfig) -> tuple[str, str]:
-    """The names of the two classes of the connector that the settings name: the scheduler's half,
-    and a rank's."""
+def _halves(config: EngineConfig) -> Halves:
+    """Import the connector that the settings name."""
     assert config.kv_transfer is not None
     name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    return CONNECTORS[name]
-
-
-def _worker_half(config: EngineConfig) -> type[KVConnectorWorker]:
-    half: type[KVConnectorWorker] = load(_halves(config)[1], "this kv_connector")
-    return half
+    return CONNECTORS[name]()
 
 
 def create_scheduler_connector(
@@ -60,33 +85,30 @@ def create_scheduler_connector(
         ValueError: the connector does not exist (the message lists those that do), or its settings
             make no sense.
     """
-    half: type[KVConnectorScheduler] = load(_halves(config)[0], "this kv_connector")
+    half, _ = _halves(config)
     return half(config, kv_identity(config, model_config, folder), ranks)
 
 
 def cache_maker(config: EngineConfig) -> Callable[..., Tensor]:
     """The function that makes a layer's cache `(shape, dtype, device)` in memory that the connector
     can use."""
-    return _worker_half(config).empty_kv_cache
+    _, half = _halves(config)
+    return half.empty_kv_cache
 
 
 def create_worker_connector(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    kv_caches: dict[int, Tensor],
-    model: LlamaForCausalLM,
-    backend: AttentionBackend,
+    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner
 ) -> KVConnectorWorker:
     """Make a rank's half.
 
     Args:
-        kv_caches: the rank's caches, by the layer's number in the model.
-        model, backend: what computes on the rank.
+        runner: has its caches.
 
     Raises:
         ValueError: see `create_scheduler_connector`.
     """
     group = get_tp_group()
+    kv_caches = runner.forward.kv_caches  # by the layer's number in the model
     cache = next(iter(kv_caches.values()))
     layout = KVLayout(
         num_layers=model_config.num_layers,
@@ -100,10 +122,24 @@ def create_worker_connector(
         tp_rank=group.rank_in_group,
         tp_size=group.world_size,
     )
-    connector = _worker_half(config)(config, layout, kv_caches)
-    connector.model = model
-    connector.backend = backend
+    _, half = _halves(config)
+    connector = half(config, layout, kv_caches)
+    connector.model = runner.forward.model
+    connector.backend = runner.forward.backend
+    connector.token_budget = runner.settings.token_budget
     return connector
+
+
+def handshake_metadata(worker: Worker) -> object:
+    """Return how the ranks of other engines reach this rank, as plain data; see
+    `KVConnectorWorker.get_handshake_metadata`."""
+    return connector_of(worker.runner).get_handshake_metadata()
+
+
+def connector_of(runner: ModelRunner) -> KVConnectorWorker:
+    """Return the rank's half of the connector, of a runner with KV transfer."""
+    [transfer] = [each for each in runner.features if isinstance(each, running.KVTransferRunner)]
+    return transfer.connector
 
 
 def weights_digest(folder: pathlib.Path) -> str:

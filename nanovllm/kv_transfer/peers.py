@@ -8,9 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nanovllm.core.peers import Peers
-from nanovllm.data.request import EngineOutput, Request
-from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
+from nanovllm.data.request import EngineOutput
 from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
+from nanovllm.kv_transfer.connector import KV_TRANSFER
 
 if TYPE_CHECKING:
     from nanovllm.core.engine import EngineCore
@@ -93,7 +95,7 @@ class TransferPeers(Peers):
 
     def must_run(self, plan: SchedulerOutput) -> bool:
         """Whether the ranks have something to load or to save."""
-        return plan.connector_metadata is not None
+        return KV_TRANSFER in plan.extras
 
     def wait(self) -> None:
         """Wait for a moment, if a transfer may end."""
@@ -109,8 +111,8 @@ class TransferPeers(Peers):
     # ---------------------------------------------------------------- the end
 
     def forget_requests(self) -> None:
-        """See `KVConnectorScheduler`."""
-        self.connector.forget_requests()
+        """See `KVTransfer`."""
+        self.transfer.forget_requests()
 
     def close(self) -> None:
         """See `KVConnectorScheduler`."""

@@ -10,15 +10,19 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 
 from __future__ import annotations
 
+from typing import cast
+
 from nanovllm.core.external_kv import ExternalKV
 from nanovllm.core.hooks import SchedulerHooks
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.outputs import EngineStats, KVConnectorOutput
-from nanovllm.data.request import EngineOutput, Request, RequestStatus
-from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from nanovllm.kv.connector import KVConnectorScheduler
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.data.request import EngineOutput
+from nanovllm.kv_transfer.aggregator import OutputAggregator
+from nanovllm.kv_transfer.connector import KV_TRANSFER, KVConnectorScheduler
 
 
 class KVTransfer(ExternalKV, SchedulerHooks):
@@ -37,6 +41,7 @@ class KVTransfer(ExternalKV, SchedulerHooks):
         self.manager = manager
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._together = OutputAggregator()
 
     # ---------------------------------------------------------------- KV from elsewhere
 
@@ -66,16 +71,27 @@ class KVTransfer(ExternalKV, SchedulerHooks):
         """See `KVConnectorScheduler.choose_victim`."""
         return self.connector.choose_victim(request, num_tokens, running, self.manager)
 
+    def forget_requests(self) -> None:
+        """Drop all requests after a failed step, and what some ranks have reported of them."""
+        self.connector.forget_requests()
+        self._together = OutputAggregator()
+
     # ---------------------------------------------------------------- every step
 
     def planned(self, plan: SchedulerOutput) -> None:
         """Tell the ranks what to load and to save."""
-        plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
+        metadata = self.connector.build_connector_meta(plan, self.manager.tables)
+        if metadata is not None:
+            plan.extras[KV_TRANSFER] = metadata
+            plan.all_report = True
 
     def arrived(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take in what the ranks report."""
-        if result.connector_output is not None:
-            self.connector.update_connector_output(result.connector_output)
+        if KV_TRANSFER in result.extras:
+            reports = [extras[KV_TRANSFER] for extras in (result.extras, *result.others)]
+            self.connector.update_connector_output(
+                self._together.add(cast("list[KVConnectorOutput]", reports))
+            )
 
     def sampled(
         self,

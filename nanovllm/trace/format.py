@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.data.flags import UsageError
+from nanovllm.data.errors import UsageError
 from nanovllm.data.json import JsonObject
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.trace.record import StepRecord, TracedRequest

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 
 from nanovllm.core.recorder import Recorder
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]

@@ -8,6 +8,7 @@ that later decisions depend on."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,18 +21,19 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
-from nanovllm.data.request import EngineOutput, EngineRequest, Request, TokenLogprobs
+from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
+from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.features.speculation.scheduling import num_drafts_wanted
 from nanovllm.features.step_time_limit import StepTimeLimit
-from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv_transfer.scheduling import KVTransfer
 from tests.content_runner import ContentRunner
+from tests.core.test_scheduler_machine import MillisecondPerToken
 from tests.kv_transfer.test_transfer_scheduler import ScriptedConnector
-from tests.scheduler.test_scheduler_machine import MillisecondPerToken
 
 STORED = pathlib.Path(__file__).with_name("schedules.json")
 NUM_WORKLOADS = 500
@@ -43,19 +45,22 @@ class World:
 
     def __init__(self, workload: Workload) -> None:
         config = workload.config
+        if workload.has_connector:
+            policy = "fail" if workload.fails else "recompute"
+            transfer = json.dumps({"kv_load_failure_policy": policy})
+            config = dataclasses.replace(config, kv_transfer_config=transfer)
         self.config = config
-        self.manager = KVCacheManager(
-            workload.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            workload.num_host_blocks,
+        resolved = resolve(
+            config,
+            model_max_len=MODEL_LEN,
+            num_kv_blocks=workload.num_blocks,
+            num_host_blocks=workload.num_host_blocks,
         )
+        self.manager = create_manager(resolved)
         self.connector: ScriptedConnector | None = None
         if workload.has_connector:
-            config.kv_transfer = KVTransferConfig()
-            config.kv_transfer.kv_load_failure_policy = "fail" if workload.fails else "recompute"
             self.connector = ScriptedConnector(config, workload.runner.look, config.block_size)
-        self.scheduler = create_scheduler(config, self.manager, self.connector)
+        self.scheduler = create_scheduler(resolved, self.manager, self.connector)
         for feature in self.scheduler.features:
             if isinstance(feature, StepTimeLimit) and workload.is_scripted:
                 feature.step_times = MillisecondPerToken()
@@ -165,7 +170,7 @@ class World:
     def record_of(self, plan: SchedulerOutput) -> list[Any]:
         """Return a plan as plain data."""
         return [
-            [self._share_of(scheduled) for scheduled in plan.requests],
+            [self._share_of(scheduled, plan) for scheduled in plan.requests],
             plan.removed_ids,
             plan.swap_out,
             plan.swap_in,
@@ -178,7 +183,7 @@ class World:
             plan.num_samples,
         ]
 
-    def _share_of(self, scheduled: Any) -> list[Any]:
+    def _share_of(self, scheduled: Any, plan: SchedulerOutput) -> list[Any]:
         return [
             scheduled.request_id,
             scheduled.start,
@@ -190,7 +195,7 @@ class World:
             scheduled.samples,
             scheduled.last_is_pending,
             list(scheduled.extra_token_ids),
-            scheduled.num_drafts,
+            num_drafts_wanted(plan).get(scheduled.request_id, 0),
         ]
 
     def record_of_output(self, output: EngineOutput) -> list[Any]:
@@ -262,7 +267,7 @@ class Workload:
             speculative["num_speculative_tokens_per_batch_size"] = [[1, 8, draw.randint(1, 4)]]
         max_num_seqs = draw.randint(2, 12 if self.is_large else 6)
         is_cut = draw.random() < 0.75
-        config = EngineConfig(
+        return EngineConfig(
             block_size=choose([1, 2, 3, 4]),
             num_kv_blocks=self.num_blocks,
             max_num_seqs=max_num_seqs,
@@ -278,8 +283,6 @@ class Workload:
             max_step_ms=choose([None, None, 1, 2, 5]),
             speculative_config=speculative if method else None,
         )
-        config.settle(MODEL_LEN, self.num_blocks)
-        return config
 
     def live(self) -> None:
         """Let requests come, run and go, until all have ended."""

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoint.hub import ModelNotFoundError
+from nanovllm.checkpoint.home import ModelNotFoundError
 from nanovllm.cli.chat import engine_answer
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
@@ -484,29 +484,28 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
 
 
 NO_TORCH = """
-import asyncio, importlib, pathlib, re, sys
+import asyncio, sys
 from nanovllm import SamplingParams
+from nanovllm.cli.doors import server_parts
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.data.config import EngineConfig
 import nanovllm.server.app
 
 async def main():
-    loaded = set()
     engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1], attention_backend="torch"))
     engine.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     async for output in engine.generate("abc", SamplingParams(max_tokens=3), "one"):
         pass
     await engine.shutdown()
     assert output.finished
-    # Loaded when a request asks for them: an import of torch would stop the answers of all
-    # others for a second.
-    for path in pathlib.Path(nanovllm.server.app.__file__).parent.glob("*.py"):
-        for module in re.findall(r'load\\("([\\w.]+):', path.read_text()):
-            importlib.import_module(module)
-            loaded.add(module)
-    late = {"nanovllm.kv_transfer.pd.plan", "nanovllm.server.tools", "nanovllm.server.page"}
-    assert late <= loaded
-    assert "torch" not in sys.modules, f"torch was imported, perhaps for one of {loaded}"
+    # An import of torch, when a request asks for one of these, would stop the answers of all others
+    # for a second.
+    server_parts().check_transfer({}, "kv_both")
+    assert engine.preparation.forms is not None
+    engine.preparation.forms.checker()
+    parts = {"nanovllm.kv_transfer.pd.plan", "nanovllm.server.tools", "nanovllm.server.page"}
+    assert parts <= sys.modules.keys()
+    assert "torch" not in sys.modules
 
 if __name__ == "__main__":
     asyncio.run(main())

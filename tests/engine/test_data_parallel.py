@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly.engine import Engine
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import Peer
 from nanovllm.engine import group as engine_group
@@ -40,6 +40,7 @@ from nanovllm.features.data_parallel import (
     rank_config,
     trace_path,
 )
+from nanovllm.features.lock_step import LOCK_STEP
 from nanovllm.text.detokenizer import continues_prompt
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.trace.trace import Trace
@@ -254,7 +255,7 @@ class LockStepExecutor(Executor):
         self.runner = ContentRunner(BLOCK, Everyone())
         self.kinds: list[str] = []
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+    def allocate(self, *sizes: Any) -> None:
         pass
 
     def forget_requests(self) -> None:
@@ -264,10 +265,10 @@ class LockStepExecutor(Executor):
         step = len(self.kinds)
         self.kinds.append("dummy" if schedule.empty else "real")
         result = self.runner.execute_model(schedule)
-        self.meeting.vote(step, schedule.unfinished)
+        self.meeting.vote(step, bool(schedule.extras.get(LOCK_STEP, True)))
         if self.waits_at_launch:  # as collectives on a CPU do; a GPU's are only enqueued
             self.meeting.result(step)
-        return lambda: dataclasses.replace(result, anyone_unfinished=self.meeting.result(step))
+        return lambda: dataclasses.replace(result, extras={LOCK_STEP: self.meeting.result(step)})
 
 
 class Everyone(dict[str, Any]):

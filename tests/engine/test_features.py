@@ -121,7 +121,7 @@ def test_alone(feature: str, checkpoint: str, expected: list[list[int]]) -> None
         "recompute": any("recompute" in s.preempted.values() for s in steps),
         "swap": any("swap" in s.preempted.values() for s in steps)
         and any(s.resumed for s in steps),
-        "cpu backend": core.runner.backend.name == "cpu",
+        "cpu backend": core.runner.forward.backend.name == "cpu",
         "one at a time": max(len(s.requests) for s in steps) == 1,
         "prefill first": not any(mixed(s) for s in steps),
         "static": not any(mixed(s) for s in steps),

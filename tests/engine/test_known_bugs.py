@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.data.request import EngineRequest, Request
-from nanovllm.kv.block_pool import BlockPool, InvariantError
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.core.block_pool import BlockPool, InvariantError
+from nanovllm.core.kv_cache_manager import KVCacheManager
+from nanovllm.core.request import Request
+from nanovllm.data.request import EngineRequest
+from tests.features.cuda_graphs.test_cuda_graphs import record_graphs
 from tests.oracle import greedy, make_checkpoint, reference_model, reference_tokens
-from tests.runner.test_cuda_graphs import record_graphs
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.engine.group import DataParallelCore
 from nanovllm.engine.process import Command, Report
 from nanovllm.features.data_parallel import Router, Waves
-from nanovllm.runner.runner import ModelRunner
+from nanovllm.features.lock_step import any_unfinished
 
 # ---------------------------------------------------------------- the router
 
@@ -88,10 +87,9 @@ class Ring(GroupCoordinator):
 def test_engines_learn_whether_any_of_them_has_requests(
     monkeypatch: pytest.MonkeyPatch, unfinished: bool, others: int
 ) -> None:
-    group, runner = Ring(others), ModelRunner.__new__(ModelRunner)
-    runner.device = torch.device("cpu")
+    group = Ring(others)
     monkeypatch.setitem(groups.own_groups, "dp", group)
-    ask = runner.any_unfinished(SchedulerOutput(unfinished=unfinished))
+    ask = any_unfinished(unfinished, torch.device("cpu"))
     assert group.calls["all_reduce"] == 1, (
         "every rank joins in the step itself, before anyone waits for the result"
     )
@@ -112,10 +110,8 @@ class Alone(GroupCoordinator):
 
 def test_a_single_engine_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(groups.own_groups, "dp", Alone("dp"))
-    runner = ModelRunner.__new__(ModelRunner)
-    runner.device = torch.device("cpu")
     for unfinished in (True, False):
-        assert runner.any_unfinished(SchedulerOutput(unfinished=unfinished))() is unfinished
+        assert any_unfinished(unfinished, torch.device("cpu"))() is unfinished
 
 
 # ---------------------------------------------------------------- in the coordinator

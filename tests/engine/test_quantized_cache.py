@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nanovllm import LLM
+from nanovllm.assembly.memory import num_blocks_that_fit
 from nanovllm.data.config import EngineConfig
 from nanovllm.ops import native
-from nanovllm.runner.memory import num_blocks_that_fit
 from tests.engine.test_batch_invariance import POOL, SCENARIOS, generate
 from tests.engine.test_batch_invariance import prompts as long_prompts
 from tests.engine.test_features import prompts
@@ -179,13 +179,14 @@ def test_values_are_those_of_a_request_alone(
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_memory_holds_more_blocks(kind: str, tiny_model: pathlib.Path) -> None:
     """A token of a head takes 16 numbers here: 32 bytes in bfloat16, and 20 with a scale."""
-    runners = [
+    cores = [
         LLM(
             str(tiny_model), dtype="bfloat16", kv_cache_memory="1MiB", kv_cache_dtype=each
-        ).engine.core.runner
+        ).engine.core
         for each in ("auto", kind)
     ]
-    counts = [num_blocks_that_fit(runner) for runner in runners]
+    runners = [core.runner for core in cores]
+    counts = [num_blocks_that_fit(core.runner, core.config, core.model_config) for core in cores]
     sizes = [sum(cache[0].nbytes for cache in runner.kv_caches) for runner in runners]
     assert [runner.bytes_per_block for runner in runners] == sizes
     assert sizes == [3 * 2 * 2 * 16 * row for row in (32, 20)] and counts == [

@@ -1,4 +1,4 @@
-"""Settings: what the user gave, what the engine fills in, and copies of both."""
+"""Settings: what the user gave, which never changes, and what is decided from it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,114 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
-
-FILLED_IN = ("max_model_len", "async_scheduling", "token_budget", "max_request_tokens")
-
-
-def filled_in(config: EngineConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in FILLED_IN}
-
-
-def settled(*sizes: Any, **options: Any) -> EngineConfig:
-    config = EngineConfig(**options)
-    config.settle(*sizes)
-    return config
+from nanovllm.data.resolved_config import ResolvedConfig, resolve
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"max_model_len": 1000}, {"enable_chunked_prefill": False}, {"async_scheduling": False}],
+    ("options", "model_len", "blocks", "expected"),
+    [
+        ({}, 256, 100, (256, 256, 2048)),
+        ({}, 256, 10, (256, 160, 2048)),
+        ({"max_model_len": 100}, 256, 100, (100, 100, 2048)),
+        ({"max_num_batched_tokens": 300}, 256, 100, (256, 256, 300)),
+        ({"enable_chunked_prefill": False}, 9000, 1000, (9000, 9000, 9000)),
+        ({"enable_chunked_prefill": False}, 9000, 500, (9000, 8000, 8000)),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 9000},
+            9000,
+            500,
+            (9000, 8000, 9000),
+        ),
+    ],
 )
-@pytest.mark.parametrize("sizes", [(4096, 100, False), (4096, 1000, True)])
-def test_a_copy_of_settled_settings_is_settled(
-    options: dict[str, Any], sizes: tuple[int, int, bool]
+def test_sizes_that_are_left_open(
+    options: dict[str, Any], model_len: int, blocks: int, expected: tuple[int, int, int]
 ) -> None:
-    config = settled(*sizes, **options)
-    for copy in (
-        dataclasses.replace(config),
-        dataclasses.replace(dataclasses.replace(config, model="other")),
-        pickle.loads(pickle.dumps(config)),
-    ):
-        assert filled_in(copy) == filled_in(config)
+    found = resolve(EngineConfig(**options), model_max_len=model_len, num_kv_blocks=blocks)
+    assert (found.max_model_len, found.max_request_tokens, found.token_budget) == expected
+    assert (found.num_kv_blocks, found.num_host_blocks) == (blocks, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"async_scheduling": True}, False, True),
+        ({"async_scheduling": False}, True, False),
+        ({"pipeline_parallel_size": 2}, True, False),
+    ],
+)
+def test_whether_steps_are_prepared_ahead(
+    options: dict[str, Any], on_gpu: bool, expected: bool
+) -> None:
+    config = EngineConfig(**options)
+    found = resolve(config, model_max_len=256, num_kv_blocks=100, on_gpu=on_gpu)
+    assert found.async_scheduling is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "num_samples", "decodes"),
+    [
+        ({}, 256, 256),
+        ({"max_num_seqs": 3000}, 2048, 2048),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 20}, 8, 8),
+        ({"max_num_seqs": 8, "speculative_config": {"method": "ngram"}}, 72, 72),
+        ({"max_num_seqs": 100, "speculative_config": {"method": "ngram"}}, 900, 256),
+        ({"max_num_seqs": 400, "speculative_config": {"method": "ngram"}}, 2048, 400),
+    ],
+)
+def test_the_largest_steps(options: dict[str, Any], num_samples: int, decodes: int) -> None:
+    found = resolve(EngineConfig(**options), model_max_len=256, num_kv_blocks=100)
+    assert (found.max_num_samples, found.max_decodes) == (num_samples, decodes)
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_what_the_user_gave_is_frozen(field: dataclasses.Field[Any]) -> None:
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field.name, getattr(config, field.name))
+
+
+@pytest.mark.parametrize("name", ["kv_transfer", "structured_outputs", "speculative", "anything"])
+def test_what_is_parsed_is_frozen_too(name: str) -> None:
+    config = EngineConfig(kv_role="kv_both", speculative_config='{"method": "ngram"}')
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, None)
+    for parsed in (config.kv_transfer, config.structured_outputs, config.speculative):
+        assert parsed is not None
+        for field in dataclasses.fields(parsed):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(parsed, field.name, None)
+
+
+def test_what_was_decided_is_frozen() -> None:
+    found = resolve(EngineConfig(), model_max_len=256, num_kv_blocks=100)
+    for field in dataclasses.fields(ResolvedConfig):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(found, field.name, None)
+
+
+def test_a_decision_leaves_no_trace_in_what_was_given() -> None:
+    config = EngineConfig(enable_chunked_prefill=False)
+    found = resolve(config, model_max_len=4096, num_kv_blocks=100, on_gpu=True)
+    assert found.given is config and config == EngineConfig(enable_chunked_prefill=False)
+    assert resolve(config, model_max_len=8192, num_kv_blocks=1000).max_request_tokens == 8192
+
+
+def test_values_in_another_form() -> None:
+    config = EngineConfig(
+        model=pathlib.Path("folder"),  # type: ignore[arg-type]
+        quantization="gptq_marlin",
+        max_model_len="auto",  # type: ignore[arg-type]
+        speculative_config={"method": "ngram"},  # type: ignore[arg-type]
+        swap_space=2,
+    )
+    assert (config.model, config.quantization, config.max_model_len) == ("folder", "gptq", None)
+    assert config.speculative_config == '{"method": "ngram"}'
+    assert isinstance(config.swap_space, float)
+    for copy in (dataclasses.replace(config), pickle.loads(pickle.dumps(config))):
+        assert copy == config and copy.speculative == config.speculative
 
 
 @pytest.mark.parametrize(
@@ -54,19 +133,12 @@ def test_a_copy_of_settled_settings_is_settled(
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"max_model_len": 2000}])
-def test_a_changed_copy_is_what_the_user_would_have_got(
+def test_a_changed_copy_is_what_the_user_would_have_given(
     options: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    sizes = 8192, 300, True
-    copy = dataclasses.replace(settled(*sizes, **options), **changes)
-    assert filled_in(copy) == filled_in(settled(*sizes, **options | changes))
-
-
-def test_settings_may_be_settled_again() -> None:
-    """For another model, as if they had never been settled."""
-    config = settled(4096, 100, True)
-    config.settle(8192, 1000)
-    assert filled_in(config) == filled_in(settled(8192, 1000))
+    config = EngineConfig(**options)
+    resolve(config, model_max_len=8192, num_kv_blocks=300, on_gpu=True)
+    assert dataclasses.replace(config, **changes) == EngineConfig(**options | changes)
 
 
 def test_a_copy_keeps_the_engines_name() -> None:
@@ -91,10 +163,15 @@ def test_a_copy_keeps_the_engines_name() -> None:
 
 
 def test_an_engines_settings_can_be_copied_for_another_engine(tiny_model: pathlib.Path) -> None:
-    options: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "num_kv_blocks": 8}
-    llm = LLM(str(tiny_model), enable_chunked_prefill=False, **options)
-    copy = dataclasses.replace(llm.engine.config, seed=1)
-    assert filled_in(copy) == filled_in(llm.engine.config)
-    assert copy.max_request_tokens == 128 and copy.token_budget == 2048
+    """After an engine has started, the settings are still what the user gave: a copy leaves open
+    what they left open, and another engine decides anew."""
+    options: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32"}
+    llm = LLM(str(tiny_model), enable_chunked_prefill=False, num_kv_blocks=8, **options)
+    first = llm.engine.core.resolved
+    assert (first.max_model_len, first.max_request_tokens, first.token_budget) == (256, 128, 2048)
+    copy = dataclasses.replace(llm.engine.config, num_kv_blocks=200, max_num_seqs=7)
+    assert (copy.max_model_len, copy.async_scheduling, copy.max_num_batched_tokens) == (None,) * 3
+    second = resolve(copy, model_max_len=256, num_kv_blocks=200)
+    assert (second.max_request_tokens, second.max_num_samples) == (256, 7)
     (answer,) = llm.generate("abc", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 2

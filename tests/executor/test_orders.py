@@ -10,15 +10,15 @@ from typing import Any
 import psutil
 import pytest
 
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.distributed.shared_memory import Segment
 from nanovllm.executor import remote
-from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
+from nanovllm.kv_transfer.aggregator import OutputAggregator
 from tests.stand_ins import set_constants
 
 
@@ -30,7 +30,6 @@ class Orders(RemoteExecutor):
         self._reason, self._num_orders, self.sent = "", 0, list[bytes]()
         self.grid = Grid(1, 2, 2)
         self.ranks = [RemoteRank(number, self.grid) for number in range(4)]
-        self._transfers = OutputAggregator(4)
         self.coming: list[tuple[int, Any]] = []
 
     def _send(self, order: bytes) -> None:
@@ -111,38 +110,38 @@ def test_the_first_rank_of_the_last_stage_answers() -> None:
     assert second() is results[1]
 
 
-def test_a_transfer_has_ended_when_it_has_ended_on_every_rank() -> None:
+def test_all_ranks_report_on_a_step_that_says_so() -> None:
     executor = Orders()
     for rank in executor.ranks:
         rank.answers[TRANSFER_ENDED] = None
-    gather = executor.launch(SchedulerOutput(connector_metadata="fetch a"))
+    gather = executor.launch(SchedulerOutput(all_report=True))
     assert not executor.transfer_has_ended, (
         "this step asks every rank what has ended: the notifications are old"
     )
-    reports = [
-        KVConnectorOutput(finished_recving={"a", "b"} if rank < 3 else {"a"}) for rank in range(4)
-    ]
     executor.coming = [
-        (rank, (1, ModelRunnerOutput({"x": rank}, connector_output=reports[rank])))
+        (rank, (1, ModelRunnerOutput({"x": rank}, extras={"told": rank})))  # type: ignore[dict-item]
         for rank in range(4)
-    ]  # type: ignore[dict-item]
+    ]
     output = gather()
     assert output.sampled == {"x": 2}, "the tokens come from the first rank of the last stage"
-    assert output.connector_output is not None
-    assert output.connector_output.finished_recving == {"a"}, "rank 3 still receives b"
-    gather = executor.launch(SchedulerOutput(connector_metadata="nothing new"))
-    late = KVConnectorOutput(finished_recving={"b"})
-    executor.coming = [
-        (rank, (2, ModelRunnerOutput(connector_output=late if rank == 3 else None)))
-        for rank in range(4)
-    ]
-    output = gather()
-    assert output.connector_output is not None and output.connector_output.finished_recving == {"b"}
+    assert output.extras == {"told": 2}
+    assert output.others == [{"told": 0}, {"told": 1}, {"told": 3}], "in the order of the ranks"
     executor.ranks[0].answers[TRANSFER_ENDED] = None
     executor.launch(SchedulerOutput())
     assert executor.transfer_has_ended, (
-        "a step without transfers asks nothing, so the notification must stay"
+        "a step on which not all report asks nothing, so the notification must stay"
     )
+
+
+def test_a_transfer_has_ended_when_it_has_ended_on_every_rank() -> None:
+    together = OutputAggregator()
+    reports = [
+        KVConnectorOutput(finished_recving={"a", "b"} if rank < 3 else {"a"}) for rank in range(4)
+    ]
+    assert together.add(reports).finished_recving == {"a"}, "rank 3 still receives b"
+    nothing = KVConnectorOutput()
+    late = KVConnectorOutput(finished_recving={"b"})
+    assert together.add([nothing, nothing, nothing, late]).finished_recving == {"b"}
 
 
 def test_why_a_member_is_lost() -> None:

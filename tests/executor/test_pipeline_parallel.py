@@ -8,7 +8,6 @@ import pathlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,20 +18,21 @@ from hypothesis import strategies as st
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.core.kv_cache_manager import KVCacheManager
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.request import EngineRequest, Request
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.resolved_config import resolve
 from nanovllm.distributed.groups import Grid, get_pp_group
-from nanovllm.distributed.pipeline_parallel import Elsewhere, layer_range, layers_here
+from nanovllm.distributed.pipeline_parallel import Elsewhere, keep_stage, layer_range
 from nanovllm.distributed.stage_link import StageLink
-from nanovllm.kv.manager import KVCacheManager
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz import pool_states
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import load_model
-from nanovllm.runner.runner import ModelRunner
+from nanovllm.models.loader import build_model, load_model
 from tests.examples import by_night
 from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
@@ -94,13 +94,15 @@ def test_a_stage_has_its_own_weights_and_no_others(variant: str, tmp_path: pathl
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path, variant))
     whole = load_model(tmp_path, config, torch.float32)
     found: Counter[str] = Counter()
+    tied_head = "lm_head.weight" if config.tie_word_embeddings else ""
     for stage in range(3):
         with as_stage(3, stage):
-            model = load_model(tmp_path, config, torch.float32)
-        assert layers_here(3).stop == 3 and list(model.model.here) == [stage]
+            model = load_model(tmp_path, config, torch.float32, transforms=[keep_stage])
+        assert list(model.attention_layers) == [stage] and len(model.model.layer_calls) == 1
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name)), name
-            found[name] += 1
+            # A tied head is the only matrix of that name on its stage.
+            found["model.embed_tokens.weight" if name == tied_head else name] += 1
         others = [i for i, layer in enumerate(model.model.layers) if isinstance(layer, Elsewhere)]
         assert others == [i for i in range(3) if i != stage]
         places = model.checkpoint_places()
@@ -151,16 +153,18 @@ def test_architectures(variant: str, stages: int, tmp_path: pathlib.Path) -> Non
 
 
 def _send_before_anybody_receives() -> list[Any]:
-    link = StageLink(4, torch.float32)
+    link = StageLink(torch.float32)
     group = link.group
     if group.is_first:
         for step in range(2):
             link.send(torch.full((3, 4), float(step)))
     group.barrier()  # never reached if a send waited for its receiver
-    received = [link.receive(3) for _ in range(2)] if group.is_last else []
+    received = torch.zeros(3, 4)
+    sums = []
+    for _ in range(2 * group.is_last):
+        link.receive(received)
+        sums.append(received.sum().item())
     link.flush()
-    assert link.receive(3) is None if group.is_first else True
-    sums = [hidden.sum().item() for hidden in received if hidden is not None]
     return [sums, group.calls["send"], group.bytes_sent["send"]]
 
 
@@ -170,26 +174,9 @@ def test_a_send_does_not_wait() -> None:
     assert first[1:] == [2, 2 * 3 * 4 * 4] and last[1:] == [0, 0]
 
 
-def test_a_pipeline_of_one_stage() -> None:
-    link = StageLink(4, torch.float32)
-    assert link.group.is_first and link.group.is_last and link.receive(3) is None
-
-
-def test_what_stands_for_received_hidden_states() -> None:
-    runner = object.__new__(ModelRunner)
-    runner.dtype, runner.device = torch.float32, torch.device("cpu")
-    runner.model_config = SimpleNamespace(hidden_size=4)  # type: ignore[assignment]
-    for stage in range(2):
-        with as_stage(2, stage):
-            assert (runner.blank(3) is None) == (stage == 0) and runner.blank_output(3).shape == (
-                3,
-                4,
-            )
-    assert runner.blank(3) is None and runner.link is None
-
-
-def test_all_layers_are_on_the_only_stage() -> None:
-    assert len(layers_here(30)) == 30 and get_pp_group().world_size == 1
+def test_all_layers_are_on_the_only_stage(folder: pathlib.Path) -> None:
+    model = build_model(ModelConfig.from_pretrained(folder), [keep_stage])
+    assert list(model.attention_layers) == [0, 1, 2] and get_pp_group().world_size == 1
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -200,8 +187,8 @@ def make_scheduler(stages: int, num_blocks: int = 400, **options: Any) -> Schedu
         pipeline_parallel_size=stages,
         **{"max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": 4} | options,
     )
-    config.settle(200, num_blocks)
-    return create_scheduler(config, KVCacheManager(num_blocks, 4))
+    resolved = resolve(config, model_max_len=200, num_kv_blocks=num_blocks)
+    return create_scheduler(resolved, KVCacheManager(num_blocks, 4))
 
 
 def add(scheduler: Scheduler, count: int, prompt: int = 4, tokens: int = 8) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.checkpoint.hub import nanovllm_home
+from nanovllm.checkpoint.home import nanovllm_home
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.features.cuda_graphs.graphs import GraphForward
 from nanovllm.lab.bench.local import TINY, run_requests, start_engine, write_checkpoint
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.eagle import shipped_head
@@ -55,7 +56,7 @@ def tokens_of(folder: str, requests: list[BenchRequest], **options: Any) -> list
     core = start_engine(folder, dtype="float32", num_kv_blocks=128, **options)
     try:
         if options.get("enforce_eager") is False:
-            assert core.runner.graphs is not None, "the engine has recorded no graph"
+            assert isinstance(core.runner.forward, GraphForward), "the engine has recorded no graph"
         return run_requests(core, requests)[0]
     finally:
         core.close()

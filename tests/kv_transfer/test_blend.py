@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanovllm.attention.backends import get_backend
 from nanovllm.attention.base import (
     AttentionBackend,
     ForwardContext,
     forward_context,
-    get_backend,
     kv_cache_shape,
 )
 from nanovllm.distributed.groups import Grid
@@ -33,7 +33,7 @@ from nanovllm.kv_transfer.blend.blend import (
     scattered_metadata,
 )
 from nanovllm.lab.course.ranks import run_ranks
-from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
+from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM, rotary_table
 from nanovllm.models.loader import load_model
@@ -89,13 +89,16 @@ def make_setting(
     folder: str, backend: str = "torch", dtype: torch.dtype = torch.float64, ranks: int = 1
 ) -> Setting:
     config = ModelConfig.from_pretrained(folder)
-    model = load_model(folder, config, dtype, CPU, NUM_BLOCKS * BLOCK_SIZE)
-    shape = kv_cache_shape(
-        NUM_BLOCKS, num_kv_heads_of_rank(config.num_kv_heads, ranks), BLOCK_SIZE, config.head_dim
+    model = load_model(
+        folder, config, dtype, CPU, NUM_BLOCKS * BLOCK_SIZE, transforms=[parallelize]
     )
-    caches = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+    attends = get_backend(backend, CPU, config.head_dim)
+    caches = [
+        torch.zeros(attention.cache_shape(NUM_BLOCKS, BLOCK_SIZE, attends), dtype=dtype)
+        for attention in model.attention_layers.values()
+    ]
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    return Setting(model, get_backend(backend, CPU, config.head_dim), caches, table)
+    return Setting(model, attends, caches, table)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from nanovllm.assembly.engine import Engine
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from tests.kv_engines import Fleet, ask, make_engine
+from tests.kv_engines import Fleet, ask, make_engine, worker_connector
 from tests.oracle import make_checkpoint, reference_tokens
 
 SEPARATOR = 2  # "</s>" of the tiny tokenizer
@@ -127,7 +127,7 @@ def test_parts_that_were_not_used_for_longest_give_way(checkpoint: str) -> None:
         fleet.complete(str(i))
         assert (num_blended(core) > before) == (gain > 0)
         kept = core.peers.connector._kept  # type: ignore[union-attr]
-        assert sum(kept.values()) <= 45 and kept.keys() == core.runner.connector.chunks.keys()
+        assert sum(kept.values()) <= 45 and kept.keys() == worker_connector(core).chunks.keys()  # type: ignore[attr-defined]
     fleet.close()
 
 

@@ -20,9 +20,10 @@ import msgspec
 import pytest
 
 from nanovllm.assembly.engine import Engine
+from nanovllm.core.runner import ModelRunner
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.executor.aggregator import OutputAggregator
+from nanovllm.kv_transfer.aggregator import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import (
     Claim,
@@ -38,7 +39,6 @@ from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerL
 from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.local import LocalLink
 from nanovllm.kv_transfer.transport.rank import Rank
-from nanovllm.runner.runner import ModelRunner
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import in_turn
@@ -922,14 +922,14 @@ def test_mailbox_wakes_only_for_mail() -> None:
 
 def test_several_ranks_tell_of_many_transfers() -> None:
     """Each transfer is told once, with what either rank says of it, and is forgotten then."""
-    aggregator = OutputAggregator(2)
+    aggregator = OutputAggregator()
     empty = pickle.dumps(vars(aggregator))
     for i in range(100):
         sent, received = {f"s{i}"}, {f"r{i}"}
         first = KVConnectorOutput(sent, received, {f"r{i}": {1}}, reasons={f"r{i}": "torn"})
-        assert not aggregator.add([first, None])
+        assert not aggregator.add([first, KVConnectorOutput()])
         assert aggregator.add(
-            [None, KVConnectorOutput(sent, received, {f"r{i}": {2}})]
+            [KVConnectorOutput(), KVConnectorOutput(sent, received, {f"r{i}": {2}})]
         ) == KVConnectorOutput(sent, received, {f"r{i}": {1, 2}}, reasons={f"r{i}": "torn"})
     assert pickle.dumps(vars(aggregator)) == empty
 

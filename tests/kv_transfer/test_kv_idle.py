@@ -16,11 +16,10 @@ import pytest
 import zmq
 
 from nanovllm.assembly.engine import Engine
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
@@ -28,7 +27,7 @@ from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv_transfer import peers
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
-from tests.kv_engines import Fleet, ask, decode_first, make_engine
+from tests.kv_engines import Fleet, ask, decode_first, make_engine, worker_connector
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.server_process import wait_until
 from tests.stand_ins import set_constants
@@ -145,7 +144,7 @@ def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
         make_engine(checkpoint, "kv_consumer"),
     )
     fleet = Fleet([producer, consumer])
-    worker, reader = producer.runner.connector, consumer.runner.connector
+    worker, reader = worker_connector(producer), worker_connector(consumer)
     assert isinstance(worker, DisaggregatedWorker) and isinstance(reader, DisaggregatedWorker)
     transfers = worker.transport.transfers
 
@@ -171,11 +170,11 @@ def test_who_waits_for_blocks_under_a_lease_forgets_an_old_notification(tmp_path
     ask(core, "leased", PROMPT, 1, {"do_remote_decode": True})
     fleet.complete("leased")
     ask(core, "waits", PROMPT[::-1], 1)
-    core.runner.connector.notify()  # type: ignore[union-attr]
+    worker_connector(core).notify()
     assert select.select(core.sources, [], [], 0)[0], "a step is due"
     core.step()
     assert core.has_unfinished and not looks_again(core)
-    core.runner.connector.notify()  # type: ignore[union-attr]
+    worker_connector(core).notify()
     assert select.select(core.sources, [], [], 0)[0], "and a new notification wakes it again"
     core.abort_request("leased")
     fleet.complete("waits")
@@ -187,7 +186,7 @@ class TalkingRanks(RemoteExecutor):
     """One rank, which notifies and then answers with what has ended."""
 
     def __init__(self) -> None:
-        super().__init__(EngineConfig(model="none"), None, None)  # type: ignore[arg-type]
+        super().__init__(EngineConfig(model="none"), None, None, None)  # type: ignore[arg-type]
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         connection, self._other_end = Pipe()
@@ -198,15 +197,15 @@ class TalkingRanks(RemoteExecutor):
         pass
 
     def _listen(self, timeout: float) -> None:
-        answer = ModelRunnerOutput(connector_output=KVConnectorOutput(finished_sending={"r"}))
+        answer = ModelRunnerOutput(extras={"told": "r is sent"})
         self.ranks[0].take((TRANSFER_ENDED, None))
         self.ranks[0].take((self._num_orders, answer))
 
 
 def test_a_notification_that_comes_with_the_answer_can_be_forgotten() -> None:
     ranks = TalkingRanks()
-    result = ranks.launch(SchedulerOutput(connector_metadata="something to ask"))()
-    assert result.connector_output is not None and result.connector_output.finished_sending == {"r"}
+    result = ranks.launch(SchedulerOutput(all_report=True))()
+    assert result.extras == {"told": "r is sent"}
     assert ranks.transfer_has_ended, "it may be of another transfer"
     ranks.forget_ends()
     assert not ranks.transfer_has_ended

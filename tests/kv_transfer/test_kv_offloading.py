@@ -28,6 +28,7 @@ from nanovllm.kv_transfer.stores.offloading import (
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from tests.kv_engines import worker_connector
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
@@ -69,7 +70,7 @@ def pool(path: pathlib.Path, **extra: Any) -> dict[str, Any]:
 def halves(llm: LLM) -> tuple[OffloadingScheduler, OffloadingWorker]:
     core = llm.engine.core
     assert isinstance(core.peers.connector, OffloadingScheduler)
-    worker = core.runner.connector
+    worker = worker_connector(core)
     assert isinstance(worker, OffloadingWorker)
     return core.peers.connector, worker
 
@@ -694,7 +695,8 @@ def test_what_is_in_use_stays_in_the_store(tiny_model: pathlib.Path) -> None:
 
 
 def names_of(llm: LLM, prompt: list[int]) -> list[bytes]:
-    from nanovllm.data.request import EngineRequest, Request
+    from nanovllm.core.request import Request
+    from nanovllm.data.request import EngineRequest
 
     return llm.engine.core.manager.block_hashes(
         Request(EngineRequest("x", prompt, SamplingParams()))

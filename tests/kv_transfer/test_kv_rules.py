@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from nanovllm.data.request import EngineRequest, Request
+from nanovllm.core.request import Request
+from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.kv_transfer.blend.blend import rotate_keys
 from nanovllm.kv_transfer.stores.offloading import OffloadingScheduler

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
-from nanovllm.data.request import EngineRequest, Request, RequestStatus
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import ScheduledRequest
+from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ScheduledRequest
-from nanovllm.kv.connector import KVConnectorScheduler
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.pd.consumer import ConsumerSide
 from nanovllm.kv_transfer.pd.control import Prefill
 from nanovllm.kv_transfer.pd.plan import Move

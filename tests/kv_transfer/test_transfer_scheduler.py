@@ -4,6 +4,7 @@ every invariant after every step."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,20 +15,20 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.request import EngineOutput, EngineRequest, Request, RequestStatus
+from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import SchedulerOutput
-from nanovllm.kv.connector import KVConnectorScheduler
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.scheduling import KVTransfer
 from tests.content_runner import ContentRunner
+from tests.core.test_scheduler_machine import SETTINGS, SchedulerMachine
 from tests.examples import examples
-from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
 
 
 def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> list[EngineOutput]:
@@ -121,13 +122,13 @@ class TransferMachine(SchedulerMachine):
     """The life of `SchedulerMachine`, and transfers."""
 
     def make_scheduler(self) -> Scheduler:
-        self.config.kv_transfer = KVTransferConfig()
+        self.config = dataclasses.replace(self.config, kv_role="kv_both")
         self.connector = ScriptedConnector(
             self.config, lambda *where: self.runner.look(*where), self.config.block_size
         )
         self.failed: set[str] = set()
         self.fails = False
-        return create_scheduler(self.config, self.manager, self.connector)
+        return create_scheduler(self.resolved, self.manager, self.connector)
 
     @initialize(fails=st.booleans())
     def choose_policy(self, fails: bool) -> None:
@@ -253,7 +254,9 @@ class TransferMachine(SchedulerMachine):
         self.manager.pool.reset_prefix_cache()
 
     def take_transfers(self) -> None:
-        self.connector.kv_transfer.kv_load_failure_policy = "fail" if self.fails else "recompute"
+        self.connector.kv_transfer = dataclasses.replace(
+            self.connector.kv_transfer, kv_load_failure_policy="fail" if self.fails else "recompute"
+        )
         received = self.connector.take_output()
         for request_id in received.aborts:  # a peer reads its blocks, which it leaves behind
             event("aborted in place of a preemption")
@@ -290,7 +293,7 @@ class TransferMachine(SchedulerMachine):
                     "it waits for transfers, and could preempt a request"
                 )
             return self.take_results(max(0, len(self.under_way) - 1))
-        assert plan.num_tokens <= self.config.token_budget
+        assert plan.num_tokens <= self.resolved.token_budget
         for what in plan.preempted.values():
             event(f"preempted by {what}")
         self.under_way.append((plan, self.runner.execute_model(plan)))
@@ -360,14 +363,14 @@ class FullPool:
             max_num_seqs=4,
             long_prefill_token_threshold=4,
             preemption_mode=mode,
+            kv_role="kv_both",
         )
-        config.kv_transfer = KVTransferConfig()
-        config.settle(40, 8)
-        self.manager = KVCacheManager(8, 2, num_host_blocks=host_blocks)
+        resolved = resolve(config, model_max_len=40, num_kv_blocks=8, num_host_blocks=host_blocks)
+        self.manager = create_manager(resolved)
         self.runner, self.num_added = ContentRunner(2, dict.fromkeys("abcd")), 0
         self.connector = ScriptedConnector(config, self.runner.look, 2)
         self.connector.wanted.add("d")
-        self.scheduler = create_scheduler(config, self.manager, self.connector)
+        self.scheduler = create_scheduler(resolved, self.manager, self.connector)
         self.add("d", prompt, max_tokens=1)
         while self.scheduler.has_unfinished:
             self.step()

@@ -19,14 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import nanovllm.engine.core
+import nanovllm.assembly.core
 import nanovllm.trace.trace
 from nanovllm.assembly.engine import Engine
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate

@@ -9,16 +9,18 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 from weakref import WeakKeyDictionary
 
 from nanovllm.core.hooks import SchedulerHooks
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.data.outputs import EngineStats
-from nanovllm.data.request import EngineOutput, Request
-from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from nanovllm.data.request import EngineOutput
 from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.speculative_config import SpeculativeConfig
-from nanovllm.kv.manager import KVCacheManager
 
 # In two of this many steps, the decision is reversed, to measure the alternative again.
 PROBE = 128
@@ -61,6 +63,20 @@ class NgramProposer:
         return []
 
 
+# The name under which the two halves exchange what they have to tell.
+DRAFTS = "speculation"
+
+
+def num_drafts_wanted(plan: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens the runner is to draft after a step, by request."""
+    return cast("dict[str, int]", plan.extras.get(DRAFTS, {}))
+
+
+def new_drafts(result: ModelRunnerOutput) -> dict[str, list[int]]:
+    """Return the tokens that the runner has drafted after a step, by request."""
+    return cast("dict[str, list[int]]", result.extras.get(DRAFTS, {}))
+
+
 @dataclass
 class DraftHistory:
     """A request's n-grams, and the numbers of its tried and accepted drafts, in which older drafts
@@ -91,8 +107,6 @@ class Speculation(SchedulerHooks):
         stats: numbers of drafted and accepted tokens.
     """
 
-    concerns_decodes = True
-
     def __init__(
         self, config: SpeculativeConfig, queues: Queues, manager: KVCacheManager, max_num_seqs: int
     ) -> None:
@@ -108,6 +122,8 @@ class Speculation(SchedulerHooks):
         self._row: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
         self._num_steps = 0
         self._paused = False
+        # By request, the number of drafts for the runner to make in the step that is being planned.
+        self._wanted: dict[str, int] = {}
         self._history: WeakKeyDictionary[Request, DraftHistory] = WeakKeyDictionary()
 
     def limit(self, request: Request) -> int:
@@ -134,6 +150,7 @@ class Speculation(SchedulerHooks):
         prompts_run = any(request.in_prefill for request in running)
         # Each request may need blocks for drafts to verify and drafts to make.
         blocks = len(running) * (1 + self.manager.blocks_for(2 * self.most))
+        self._wanted = {}
         self._paused = prompts_wait or prompts_run or self.manager.pool.num_free < blocks
         if self._paused:
             for request in running:
@@ -147,9 +164,14 @@ class Speculation(SchedulerHooks):
         num_drafts = self.num_drafts_to_make(request, len(self.queues.running))
         end = scheduled.start + scheduled.num_tokens + num_drafts
         blocks = self.manager.allocate_slots(request, end)
-        if blocks is not None:
-            scheduled.num_drafts = num_drafts
+        if blocks is not None and num_drafts:
+            self._wanted[request.request_id] = num_drafts
             scheduled.new_block_ids = [*scheduled.new_block_ids, *blocks]
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """Tell the runner how many tokens to draft for each request."""
+        if self._wanted:
+            plan.extras[DRAFTS] = self._wanted
 
     def num_drafts_to_make(self, request: Request, num_requests: int) -> int:
         """Return how many tokens the runner drafts; 0 if it has no draft model."""
@@ -227,7 +249,7 @@ class Speculation(SchedulerHooks):
         if request.finish_reason is not None:
             return
         if self.config.method != "ngram":
-            drafts = result.draft_token_ids.get(request.request_id, [])
+            drafts = new_drafts(result).get(request.request_id, [])
             request.extra_token_ids = drafts[: self.limit(request)]
         else:
             count = self.count(request, len(self.queues.running))
@@ -249,7 +271,7 @@ class Speculation(SchedulerHooks):
         self._num_steps += 1
         size = len(plan.requests).bit_length()
         counts = [len(r.extra_token_ids) for r in plan.requests]
-        if not any(counts) and not any(r.num_drafts for r in plan.requests):
+        if not any(counts) and not num_drafts_wanted(plan):
             self._plain[size].append(seconds)
         # With a single draft, the fixed cost of verification would count as the cost of one row.
         elif self._plain[size] and sum(counts) >= min(2, self.most):

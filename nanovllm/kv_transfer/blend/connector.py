@@ -16,14 +16,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from nanovllm.core.kv_cache_manager import hash_block, hash_salt
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import SchedulerOutput
-from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker, Tables
-from nanovllm.kv.manager import hash_block, hash_salt
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
+from nanovllm.kv_transfer.connector import KVConnectorScheduler, KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -261,7 +261,7 @@ class BlendWorker(KVConnectorWorker):
                 recompute_ratio=job.recompute_ratio,
                 num_computed_tokens=job.num_computed_tokens,
                 check_layer=job.check_layer,
-                max_rows=self.config.token_budget,
+                max_rows=self.token_budget,
             )
         for key in metadata.drops:
             del self.chunks[key]

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanovllm.core.request import Request
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.request import Request
 from nanovllm.kv_transfer.pd.control import (
     Claim,
     Prefill,

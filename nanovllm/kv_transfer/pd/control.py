@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.life_signs import PeerLost
-from nanovllm.kv.connector import KVConnectorScheduler
+from nanovllm.distributed.mailbox import Mailbox
+from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.pd.plan import TransferMetadata
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect, secret
@@ -130,48 +130,6 @@ def credentials(identity: dict[str, str | int], ranks: Ranks) -> Credentials:
 def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
     """Return a digest of tokens, and of the blocks that hold their KV."""
     return hashlib.sha256(encode([list(token_ids), list(block_ids)])).digest()
-
-
-class Mailbox(Generic[M]):
-    """A queue of messages from many threads to one. `fileno` is readable exactly while there are
-    messages, so that the thread can wait for them and for other sources in one call."""
-
-    def __init__(self) -> None:
-        self._messages: list[M] = []
-        self._lock = threading.Lock()
-        self._reader, self._writer = socket.socketpair()
-
-    def fileno(self) -> int:
-        """Return the file descriptor to poll."""
-        return self._reader.fileno()
-
-    def put(self, message: M) -> None:
-        """Append a message. Thread-safe; does nothing after `close`."""
-        with self._lock, suppress(OSError):
-            if not self._messages:
-                self._writer.send(b"!")
-            self._messages.append(message)
-
-    def take(self) -> list[M]:
-        """Remove and return all messages."""
-        with self._lock:
-            if self._messages:
-                self._reader.recv(1)
-            messages = self._messages
-            self._messages = []
-            return messages
-
-    @property
-    def is_empty(self) -> bool:
-        """True if there are no messages."""
-        return not self._messages
-
-    def close(self) -> None:
-        """Drop all messages, and those that are put later."""
-        with self._lock:
-            self._messages = []
-            self._reader.close()
-            self._writer.close()
 
 
 @dataclass

@@ -22,13 +22,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import ConnectorInformation
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.kv.connector import KVConnectorWorker, Tables
+from nanovllm.kv_transfer.connector import KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.pd.consumer import TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.pd.control import FromConsumer

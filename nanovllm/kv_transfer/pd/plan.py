@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from nanovllm.data.request import Request
+from nanovllm.core.request import Request
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]

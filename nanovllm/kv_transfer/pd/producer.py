@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanovllm.core.request import Request
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.kv_transfer.pd.control import (
     Claim,
@@ -29,7 +30,7 @@ from nanovllm.kv_transfer.pd.control import (
 from nanovllm.kv_transfer.pd.plan import Move, TransferParams
 
 if TYPE_CHECKING:
-    from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
+    from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 
 
 @dataclass

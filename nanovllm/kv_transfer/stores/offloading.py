@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.request import Request
-from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.kv.connector import KVConnectorScheduler, Tables
+from nanovllm.kv_transfer.connector import KVConnectorScheduler, Tables
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 
@@ -33,7 +33,7 @@ _BYTE = memoryview(b"\0")
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
     """The key of a block's KV: a hash of everything that determines it, and of all tokens up to its
-    end (`kv.manager.hash_block`)."""
+    end (`core.kv_cache_manager.hash_block`)."""
     parts = "\0".join(f"{name}={value}" for name, value in sorted(identity.items()))
     return hashlib.sha256(hashlib.sha256(parts.encode()).digest() + block_hash).digest()
 

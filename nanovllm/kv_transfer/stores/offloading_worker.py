@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.kv.connector import KVConnectorWorker
+from nanovllm.kv_transfer.connector import KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, RankStore, share_key

@@ -1,0 +1,289 @@
+"""The data from which a step's tensors are built: a row per running request, and persistent
+buffers.
+
+Built by notebooks/17_model_runner.ipynb: edit it there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.core.block_pool import InvariantError
+from nanovllm.core.device_copies import upload
+from nanovllm.core.request import BlockCopies
+from nanovllm.core.sampling import SamplingRow
+from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
+from nanovllm.data.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.core.runner import RunnerSettings
+
+
+class RequestRows:
+    """The runner's state of the running requests: one row per request in a few persistent arrays.
+
+    A schedule contains only new tokens and blocks; `update` appends them to the request's row.
+    """
+
+    def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
+        self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        # `num_tokens` includes a pending token, `num_known` does not. A step reads `num_tokens` of
+        # all rows in one operation. The others are read and written one by one, where a list is
+        # faster than an array.
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_known, self.num_blocks, self.num_prompt_tokens = (
+            [0] * max_num_seqs for _ in range(3)
+        )
+        self.params: dict[str, SamplingParams] = {}
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def remove(self, request_id: str) -> None:
+        """Drop the state of a request that has ended or was preempted."""
+        self._free_rows.append(self.row_of.pop(request_id))
+        del self.params[request_id]
+
+    def sampling_row(
+        self, request_id: str, eos_token_ids: list[int], num_unseen: int = 0
+    ) -> SamplingRow:
+        """Return the sampler's input for a request, without its last `num_unseen` tokens."""
+        row = self.row_of[request_id]
+        params = self.params[request_id]
+        stop_ids = (
+            params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        )
+        tokens = self.token_ids[row, : self.num_tokens[row] - num_unseen]
+        return SamplingRow(params, tokens, self.num_prompt_tokens[row], stop_ids, request_id)
+
+    def update(self, scheduled: ScheduledRequest) -> int:
+        """Add a request's new tokens and blocks to its row; returns the row.
+
+        A request with `sampling_params` is newly admitted: it gets a free row (`_free_rows`,
+        `row_of`), its `params` and `num_prompt_tokens` are stored, and its counters begin at 0.
+        New tokens and blocks are appended to the row. Placeholders for unknown tokens (`_unknown`)
+        follow: `num_tokens` includes them, `num_known` does not.
+
+        Raises:
+            InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to
+                token 4, 3 are known", if the step computes tokens that the row does not have.
+        """
+        request_id = scheduled.request_id
+        new_tokens = scheduled.new_token_ids
+        blocks = scheduled.new_block_ids
+        if scheduled.sampling_params is not None:
+            if request_id in self.row_of:
+                raise InvariantError(f"{request_id} is admitted again, but was not removed before")
+            row = self.row_of[request_id] = self._free_rows.pop()
+            self.params[request_id] = scheduled.sampling_params
+            self.num_known[row] = self.num_blocks[row] = 0
+            self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
+        row = self.row_of[request_id]
+        start = self.num_known[row]
+        first = self.num_blocks[row]
+        known = start + len(new_tokens)
+        end = scheduled.start + scheduled.num_tokens
+        tokens = [*new_tokens, *self._unknown(scheduled)]
+        if end > start + len(tokens):
+            raise InvariantError(
+                f"{request_id} is scheduled up to token {end}, but only {known} are known"
+            )
+        self.token_ids[row, start : start + len(tokens)] = tokens
+        if blocks:
+            self.block_tables[row, first : first + len(blocks)] = blocks
+            self.num_blocks[row] = first + len(blocks)
+        self.num_known[row] = known
+        self.num_tokens[row] = start + len(tokens)
+        return row
+
+    def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
+        """Return the tokens of a share that are not known: a 0 for a pending token, and the extra
+        tokens."""
+        return [0] * scheduled.last_is_pending + [*scheduled.extra_token_ids]
+
+    @staticmethod
+    def due(
+        schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions to sample, as two arrays: the number of the request in the schedule,
+        and the token's position in the batch.
+
+        A request that has caught up samples after its last token, at `ends[i] - 1`; with n extra
+        tokens, it samples n + 1 times, after each of its last n + 1 tokens."""
+        due = np.flatnonzero(caught_up)
+        if not any(scheduled.extra_token_ids for scheduled in schedule.requests):
+            return due, ends[due] - 1
+        num_extra = np.array(
+            [len(schedule.requests[i].extra_token_ids) for i in due], dtype=np.int64
+        )
+        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_extra] or [num_extra])
+        due = due.repeat(num_extra + 1)
+        return due, ends[due] - 1 - num_behind
+
+
+def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
+    """Copy whole blocks between device and host memory, in the caches of all layers."""
+    if not copies:
+        return
+    places = zip(zip(*copies, strict=True), (source, target), strict=True)
+    from_blocks, to_blocks = (upload(ids, torch.int64, caches[0].device) for ids, caches in places)
+    for source_cache, target_cache in zip(source, target, strict=True):
+        target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
+
+
+class StepBuffer:
+    """A persistent array in host memory and its copy on the device. On a CPU both are the same
+    memory. Their addresses never change.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.array = self.host.numpy()
+        self.device = (
+            self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
+
+    def first(self, count: int) -> Tensor:
+        """Return the first `count` entries on the device."""
+        return self.device[:count]
+
+    def upload(self, count: int) -> Tensor:
+        """Copy the first `count` entries to the device."""
+        if self.device is not self.host:
+            self.first(count).copy_(self.host[:count], non_blocking=True)
+        return self.first(count)
+
+
+class ModelInputs(NamedTuple):
+    """The tensors that the model reads in one step.
+
+    Attributes:
+        input_ids, positions: `[num_tokens]` int64, packed.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+
+
+@dataclass
+class Batch:
+    """The tensors of one step, and the rows of its requests. The tensors are views of the runner's
+    buffers, which the next batch overwrites.
+
+    Attributes:
+        rows, num_scheduled: `[num_seqs]`, each request's row, and its number of tokens in the step.
+        due: `[num_due]`, for each token to sample, the number of its request in the batch.
+        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `StepBuffers.pad`)
+            are at the end.
+        last_rows: `[num_due]` int64, for each token to sample, the position in the batch of the
+            token before it.
+        due_rows: `[num_due]` int64, `rows[due]`, on the device.
+    """
+
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    due: np.ndarray
+    input_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+    last_rows: Tensor
+    due_rows: Tensor
+
+
+class StepBuffers:
+    """Buffers for the inputs of a step. Every step overwrites them.
+
+    For three requests, with 3 tokens from position 0, 1 from position 8 and 2 from position 4, a
+    block size of 4, and the block tables [7], [3, 9, 5] and [2, 6], `ModelRunner.prepare_inputs`
+    writes
+
+        positions         0  1  2  8  4  5
+        slot_mapping     28 29 30 20 24 25      block * 4 + position % 4
+        query_start_loc   0  3  4  6            the end of each request, after a 0
+        seq_lens          3  9  6               tokens of each request after this step
+
+    Attributes:
+        newest: the last sampled token of each request's row, on the device. The next step may need
+            it before it has reached the host.
+        picks: rows 0 and 1: for each token to sample, the position in the batch after which it is
+            sampled, and its request's row. Rows 2 and 3: for each pending token, its position in
+            the batch, and its request's row.
+        uploaded: recorded on a GPU after a step's uploads.
+    """
+
+    def __init__(self, settings: RunnerSettings, device: torch.device) -> None:
+        # As attention may see them: each token of a step in which all requests decode.
+        seqs = max(settings.max_num_seqs, settings.max_decodes)
+        buffer = partial(StepBuffer, device=device)
+        self.input_ids, self.positions, self.slot_mapping = (
+            buffer((settings.token_budget,), torch.int64) for _ in range(3)
+        )
+        shapes = (seqs + 1,), (seqs,), (seqs, settings.max_blocks)
+        self.query_start_loc, self.seq_lens, self.block_tables = (
+            buffer(shape, torch.int32) for shape in shapes
+        )
+        self.newest = torch.zeros(seqs, dtype=torch.int64, device=device)
+        self.picks = buffer((4, settings.max_num_samples), torch.int64)
+        self.uploaded = torch.cuda.Event() if device.type == "cuda" else None
+
+    def pad(self, first: int, end: int) -> None:
+        """Make rows `first` to `end - 1` sequences of one padding token. Slot -1 keeps its KV from
+        being written. It attends to the first slot, since kernels need something to read, and its
+        output is not used."""
+        self.input_ids.array[first:end] = 0
+        self.positions.array[first:end] = 0
+        self.slot_mapping.array[first:end] = -1
+        self.query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
+        self.seq_lens.array[first:end] = 1
+        self.block_tables.array[first:end, 0] = 0
+
+    def inputs(
+        self,
+        num_seqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        upload: bool = False,
+    ) -> ModelInputs:
+        """Return the inputs of a step as views of the device's buffers. With `upload`, copy the
+        host's buffers to them first."""
+        view = StepBuffer.upload if upload else StepBuffer.first
+        metadata = AttentionMetadata(
+            query_start_loc=view(self.query_start_loc, num_seqs + 1),
+            seq_lens=view(self.seq_lens, num_seqs),
+            block_tables=view(self.block_tables, num_seqs),
+            slot_mapping=view(self.slot_mapping, num_tokens),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        input_ids = view(self.input_ids, num_tokens)
+        return ModelInputs(input_ids, view(self.positions, num_tokens), metadata)
+
+    def wait(self) -> None:
+        """Wait until the GPU has copied the last step's buffers. They may be overwritten then."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()
+
+    def upload_picks(self, num_due: int, num_pending: int) -> tuple[Tensor, Tensor]:
+        """Copy the picks, the last of a step's uploads, and write pending tokens, which only the
+        device knows, to their positions.
+
+        Returns:
+            `last_rows` and `due_rows` of a `Batch`.
+        """
+        picks = self.picks.upload(4)
+        if num_pending:
+            places, sources = picks[2:, :num_pending]
+            self.input_ids.device.index_copy_(0, places, self.newest.index_select(0, sources))
+        if self.uploaded is not None:
+            self.uploaded.record()
+        last_rows, due_rows = picks[:2, :num_due]
+        return last_rows, due_rows

@@ -1,0 +1,1 @@
+"""CUDA graphs: a decode step in one launch (lecture 40)."""

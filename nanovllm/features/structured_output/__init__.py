@@ -1,0 +1,1 @@
+"""Structured output: grammars forbid tokens (lecture 19)."""

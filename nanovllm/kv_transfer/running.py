@@ -1,0 +1,83 @@
+"""The runner's half of KV transfer: runs the transfers of a step around its forward pass.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from nanovllm.core.runner_hooks import LaunchedStep, RunnerHooks, Wait
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.kv_transfer.connector import KV_TRANSFER, KVConnectorWorker
+
+if TYPE_CHECKING:
+    from nanovllm.core.runner import ModelRunner
+
+
+class KVTransferRunner(RunnerHooks):
+    """Calls a rank's half of the KV connector.
+
+    Args:
+        create_connector: makes it, from a runner that has its caches.
+
+    Attributes:
+        connector: this rank's half.
+    """
+
+    connector: KVConnectorWorker
+
+    def __init__(self, create_connector: Callable[[ModelRunner], KVConnectorWorker]) -> None:
+        self._create_connector = create_connector
+        self._is_saved = False
+
+    def allocated(self, runner: ModelRunner) -> None:
+        """Make the connector. Let the model's attention modules call it, if it saves layers."""
+        connector = self._create_connector(runner)
+        self.connector = connector
+        connector.notify = runner.notify
+        if type(connector).save_kv_layer is KVConnectorWorker.save_kv_layer:
+            return
+        for layer, module in runner.forward.model.attention_layers.items():
+            module.register_forward_hook(partial(self._save, layer))
+
+    def _save(self, layer: int, module: nn.Module, inputs: object, output: Tensor) -> None:
+        if self.connector.metadata is not None:
+            self._is_saved = True
+            self.connector.save_kv_layer(layer, self.connector.kv_caches[layer])
+
+    def before_step(self, plan: SchedulerOutput) -> None:
+        """Begin the step's loads."""
+        self._is_saved = False
+        if KV_TRANSFER in plan.extras:
+            self.connector.begin_step(plan.extras[KV_TRANSFER])
+
+    def after_step(self, step: LaunchedStep, wait: Wait) -> Wait:
+        """Begin the saves that no layer has begun, since a CUDA graph runs no Python code between
+        layers. Find out what has ended."""
+        if KV_TRANSFER not in step.plan.extras:
+            return wait
+        if step.batch is not None and not self._is_saved:
+            self.connector.save_kv_layers()
+        output = self.connector.end_step(is_idle=step.plan.empty)
+
+        def wait_for_transfers() -> ModelRunnerOutput:
+            result = wait()
+            result.extras[KV_TRANSFER] = output
+            return result
+
+        return wait_for_transfers
+
+    def forget_requests(self) -> None:
+        """Stop all transfers."""
+        self.connector.metadata = None
+        self.connector.forget_requests()
+
+    def close(self) -> None:
+        """Leave the engines with which this rank shares KV."""
+        if "connector" in vars(self):
+            self.connector.close()

@@ -1,1 +1,0 @@
-"""Turns a schedule into tensors, runs the model on them, and samples (lectures 16, 17, 19, 40)."""

@@ -1,1 +1,0 @@
-"""Drafts tokens with a model, and verifies drafts (lecture 42)."""

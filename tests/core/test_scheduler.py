@@ -1,0 +1,105 @@
+"""Admission and preemption, rule by rule; `test_scheduler_machine` has the random lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.kv_cache_manager import KVCacheManager
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.resolved_config import resolve
+from nanovllm.data.sampling_params import SamplingParams
+
+
+def scheduler_of(
+    *prompts: int, num_blocks: int = 8, host_blocks: int = 0, **options: Any
+) -> Scheduler:
+    """A scheduler with waiting requests r0, r1, ... of so many prompt tokens, all different; blocks
+    have 2 tokens."""
+    config = EngineConfig(block_size=2, num_kv_blocks=num_blocks, **options)
+    resolved = resolve(config, model_max_len=40, num_kv_blocks=num_blocks)
+    scheduler = create_scheduler(resolved, KVCacheManager(num_blocks, 2, True, host_blocks))
+    for number, length in enumerate(prompts):
+        tokens = [10 * number + i for i in range(length)]
+        scheduler.add_request(
+            Request(EngineRequest(f"r{number}", tokens, SamplingParams(max_tokens=9)), number)
+        )
+    return scheduler
+
+
+def test_requests_are_admitted_in_order_until_one_has_to_wait() -> None:
+    scheduler = scheduler_of(4, 4, 2, max_num_seqs=4, max_num_batched_tokens=6)
+    plan = scheduler.schedule()
+    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [
+        ("r0", 4),
+        ("r1", 2),
+    ]
+    assert plan.blocked_by == "max_num_batched_tokens", "the plan says why r2 has to wait"
+    assert [request.request_id for request in scheduler.queues.waiting] == ["r2"]
+
+
+def test_no_request_overtakes_one_that_has_to_wait() -> None:
+    scheduler = scheduler_of(4, 8, 2, num_blocks=5, max_num_seqs=4, max_num_batched_tokens=40)
+    plan = scheduler.schedule()
+    assert list(plan.admitted) == ["r0"], "r2 would fit, and r1 is before it"
+    assert plan.blocked_by == "kv blocks"
+
+
+def test_the_plan_blames_nothing_when_all_are_admitted() -> None:
+    scheduler = scheduler_of(2, 2, max_num_seqs=4, max_num_batched_tokens=40)
+    plan = scheduler.schedule()
+    assert list(plan.admitted) == ["r0", "r1"] and plan.blocked_by == ""
+
+
+def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, SchedulerOutput]:
+    """Two requests fill the pool; for the next token of the first one, the later one is
+    preempted."""
+    options = {"num_blocks": 4, "host_blocks": host_blocks, "preemption_mode": mode}
+    scheduler = scheduler_of(4, 4, **options)
+    tokens = {name: [SampledToken(5)] for name in ("r0", "r1")}
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(tokens))
+    victim, plan = scheduler.queues.running[1], scheduler.schedule()
+    scheduler.check_invariants()
+    assert [share.request_id for share in plan.requests] == ["r0"]
+    assert plan.blocked_by == "preemption", "a request admitted now would be the next victim"
+    assert victim.num_preemptions == scheduler.num_preemptions == 1, (
+        "the request and the scheduler count it"
+    )
+    assert scheduler.manager.pool.num_free == 1, "its two blocks are free, and r0 has taken one"
+    return scheduler, victim, plan
+
+
+@pytest.mark.parametrize(
+    ("mode", "host_blocks"),
+    [("recompute", 8), ("swap", 1)],
+    ids=["recompute", "host memory is full"],
+)
+def test_a_preempted_request_begins_again(mode: str, host_blocks: int) -> None:
+    scheduler, victim, plan = preempted(mode, host_blocks)
+    assert plan.preempted == {"r1": "recompute"} and not plan.swap_out
+    assert victim.status is RequestStatus.WAITING and scheduler.queues.waiting == [victim]
+    assert victim.num_computed_tokens == 0
+
+
+def test_a_preempted_request_keeps_its_blocks_in_host_memory() -> None:
+    scheduler, victim, plan = preempted("swap", 8)
+    assert plan.preempted == {"r1": "swap"} and plan.swap_out == [(2, 0), (3, 1)]
+    assert victim.status is RequestStatus.SWAPPED and scheduler.queues.swapped == [victim]
+    assert victim.num_computed_tokens == 4
+
+
+def test_a_swapped_request_goes_before_later_ones_that_wait() -> None:
+    scheduler, _, plan = preempted("swap", 8)
+    scheduler.add_request(Request(EngineRequest("r2", [7], SamplingParams(max_tokens=9)), 2))
+    scheduler.update_from_output(plan, ModelRunnerOutput({"r0": [SampledToken(5)]}))
+    scheduler.abort_request("r0")
+    plan = scheduler.schedule()
+    assert [share.request_id for share in plan.requests] == ["r1", "r2"]
+    assert plan.resumed == ["r1"] and not plan.preempted
+    assert plan.swap_in == [(1, 3)], "r0 had its second block; the first one is still there"
