@@ -21,10 +21,13 @@ from reel import Reel, told
 
 from nanovllm.assembly.engine import Engine
 from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.kv_cache_manager import KVCacheManager
+from nanovllm.core.request import Request
+from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import Grid, get_ep_group, get_pp_group, get_world_group
 from nanovllm.distributed.pipeline_parallel import layer_range
@@ -32,7 +35,7 @@ from nanovllm.distributed.process_groups import destroy_groups
 from nanovllm.distributed.shared_collectives import PART_BYTES
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.features.data_parallel import rank_config
-from nanovllm.kv.manager import KVCacheManager
+from nanovllm.features.lock_step import LOCK_STEP
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz.style import (
     BACKGROUND,
@@ -353,8 +356,8 @@ def plan_steps(lengths: Mapping[str, int], alone: int, stages: int) -> list[dict
         when it was planned.
     """
     config = EngineConfig(pipeline_parallel_size=stages, max_num_seqs=8, max_num_batched_tokens=64)
-    config.settle(64, 16)
-    scheduler = create_scheduler(config, KVCacheManager(16, 4))
+    resolved = resolve(config, model_max_len=64, num_kv_blocks=16)
+    scheduler = create_scheduler(resolved, KVCacheManager(16, 4))
     steps, in_flight, arriving, known = [], deque(), list(lengths), 0
     while arriving or scheduler.has_unfinished:
         while arriving and (len(arriving) == len(lengths) or known >= alone):
@@ -385,12 +388,15 @@ def carry_out(steps: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         When this stage computed which step: (tick, step).
     """
     group, clock, known, record = get_pp_group(), 0, 0, []
-    link, result = StageLink(1, torch.float32), torch.zeros(1)
+    link = StageLink(torch.float32)
+    result = torch.zeros(1)
+    received = torch.zeros(1, 1)
     for number, step in enumerate(steps):
         while group.is_first and known < step["known"]:
             dist.recv(result, group.ranks[-1])
             clock, known = max(clock, int(result)), known + 1
-        if (received := link.receive(1)) is not None:
+        if not group.is_first:
+            link.receive(received)
             clock = max(clock, int(received))
         record.append([clock, number])
         clock += 1
@@ -873,7 +879,7 @@ def step_together(folder: str, waves: Sequence[Sequence[Arrival]]) -> list[Any]:
 
         def done() -> Any:
             result, calls = wait(), get_ep_group().calls["all_to_all"] - before
-            record.append([wave, shares, plan.unfinished, result.anyone_unfinished, calls])
+            record.append([wave, shares, plan.extras[LOCK_STEP], result.extras[LOCK_STEP], calls])
             return result
 
         return done

@@ -19,9 +19,9 @@ FLOORS = """
     lab cli
     server router offline
     trace assembly engine
-    runner executor
+    executor
     features kv_transfer
-    kv core
+    core
     text layers attention models
     ops distributed
     data checkpoint
@@ -41,18 +41,23 @@ engine.process EngineLoop.run
             features.async_scheduling? OneStepAhead.may_plan
             features.speculation.scheduling? Speculation.before_step
             features.decodes_first? continue_decoding
-            features.pipeline? PipelineSteps.limit_share
-            kv.manager KVCacheManager.get_computed_blocks
+            features.pipeline.scheduling? PipelineSteps.limit_share
+            core.kv_cache_manager KVCacheManager.get_computed_blocks
             kv_transfer.pd.consumer? ConsumerSide.get_num_new_matched_tokens
             kv_transfer.stores.offloading? OffloadingScheduler.get_num_new_matched_tokens
-            kv.manager KVCacheManager.allocate_slots
-                kv.block_pool BlockPool.get_new_blocks
+            core.kv_cache_manager KVCacheManager.allocate_slots
+                core.block_pool BlockPool.get_new_blocks
         executor.remote RemoteExecutor.launch
             executor.worker run_worker
-                runner.runner ModelRunner.launch
-                    runner.batch RequestRows.update
-                    runner.cuda_graphs? DecodeGraphs.replay
-                    distributed.stage_link? StageLink.receive
+                core.runner ModelRunner.launch
+                    kv_transfer.running? KVTransferRunner.before_step
+                    core.batch RequestRows.update
+                    features.structured_output.running? StructuredOutput.rows_ready
+                        features.structured_output.masks? StructuredOutputManager.start
+                    features.pipeline.stage? StageForward.__call__
+                        distributed.stage_link? StageLink.receive
+                    features.cuda_graphs.graphs? GraphForward.__call__
+                    core.forward Forward.run
                     models.llama LlamaForCausalLM.forward
                         layers.tensor_parallel RowParallelLinear.forward
                             ops.reference_quantized? linear_w8a8
@@ -62,9 +67,9 @@ engine.process EngineLoop.run
                         attention.triton TritonBackend.forward
                         models.moe? MoE.forward
                             distributed.expert_parallel? ExpertDispatcher.dispatch
-                    runner.structured_output? StructuredOutputManager.start
-                    runner.sampling Sampler.start
-                    runner.speculative.verification? keep_accepted
+                    core.sampling Sampler.start
+                    features.speculation.verification? keep_accepted
+                    features.lock_step? LockStepRunner.after_step
         core.scheduler Scheduler.update_from_output
             features.speculation.scheduling? Speculation.sampled
         kv_transfer.scheduling? KVTransfer.update_from_transfers
