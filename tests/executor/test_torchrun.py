@@ -274,22 +274,34 @@ class Request(threading.Thread):
         return self.response, time.monotonic() - start
 
 
-def test_a_server_on_two_ranks_answers_and_drains(job: Job, tiny_model: pathlib.Path) -> None:
+def with_positions(tiny_model: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """The tiny model with room for long answers: a request that is to be seen running has many more
+    tokens than are computed before somebody looks, also on a busy machine."""
+    model = shutil.copytree(tiny_model, folder / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32_000}))
+    return model
+
+
+def wait_until_running(job: Job) -> None:
+    running = 'num_requests_running{engine="0",model_name="tiny"} 1.0'
+    wait_until(lambda: running in job.client.get("/metrics").text)
+
+
+def test_a_server_on_two_ranks_answers_and_drains(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     text = make_tokenizer().decode(reference_tokens(str(tiny_model), PROMPT, 20))
-    assert job.complete(20).json()["choices"][0]["text"] == text
-    request = Request(job, 150)
-    wait_until(
-        lambda: (
-            'num_requests_running{engine="0",model_name="tiny"} 1.0'
-            in job.client.get("/metrics").text
-        )
-    )
-    job.process.terminate()  # torchrun passes the signal on to all processes of all ranks
-    response, _ = request.answer()
-    assert response.status_code == 200, response.text
-    assert response.json()["usage"]["completion_tokens"] == 150
-    wait_until(lambda: job.is_over, SOON, "torchrun and all ranks have ended")
-    assert are_gone(job.processes) and "the engine is dead" not in job.text
+    with Job(with_positions(tiny_model, tmp_path), tmp_path, "--num-kv-blocks", "2048") as job:
+        assert job.complete(20).json()["choices"][0]["text"] == text
+        request = Request(job, 1500)
+        wait_until_running(job)
+        job.process.terminate()  # torchrun passes the signal on to all processes of all ranks
+        response, _ = request.answer()
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 1500
+        wait_until(lambda: job.is_over, SOON, "torchrun and all ranks have ended")
+        assert are_gone(job.processes) and "the engine is dead" not in job.text
 
 
 @pytest.mark.parametrize(
@@ -304,17 +316,9 @@ def test_a_lost_rank_is_named_and_nothing_is_left(
 ) -> None:
     """The request has many more tokens to go when the rank is lost: it cannot end well before the
     loss is noticed."""
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32_000}))
-    with Job(model, tmp_path, "--num-kv-blocks", "2048") as job:
+    with Job(with_positions(tiny_model, tmp_path), tmp_path, "--num-kv-blocks", "2048") as job:
         request = Request(job, 30_000)
-        wait_until(
-            lambda: (
-                'num_requests_running{engine="0",model_name="tiny"} 1.0'
-                in job.client.get("/metrics").text
-            )
-        )
+        wait_until_running(job)
         job.ranks[1].send_signal(number)
         response, seconds = request.answer()
         assert seconds < SOON
