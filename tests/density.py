@@ -47,8 +47,9 @@ STAND_INS = set(
 
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
 # `lab`. Statements have the allowance that was planned for records with names, base classes and
-# hooks (1,430 and 350), on top of what the engine and the lab had before: 17,968 and 6,549. A new
-# feature brings its own number.
+# hooks (1,430 and 350), on top of what the engine and the lab had before: 17,968 and 6,549, and 450
+# for features as classes and what puts them together. A new feature brings its own number.
+# `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -62,6 +63,7 @@ BOUNDS = {
     "nested conditional expressions": 0,
     "private names in tests": 135,
     "stand-ins in tests": 0,
+    "statements, core": 1_510,
     "statements, engine": 19_850,
     "statements, lab": 6_900,
     "tuple assignments of unrelated values": 60,
@@ -146,6 +148,8 @@ def _in_module(path: str, source: str) -> Iterator[tuple[str, int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not _is_docstring(node):
             yield f"statements, {'lab' if is_lab else 'engine'}", node.lineno, ""
+            if path.startswith("nanovllm/core/"):
+                yield "statements, core", node.lineno, ""
         if isinstance(node, ast.Name) and node.id in ("Any", "JsonObject") and not is_lab:
             yield f"{node.id}, engine", node.lineno, lines[node.lineno - 1].strip()
         kind = _kind_of(node)
