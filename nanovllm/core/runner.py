@@ -53,6 +53,7 @@ class ModelRunner:
         forward: runs the model.
         device, kv_dtype, block_size: of the KV caches; `block_size` in tokens.
         eos_token_ids: end a request's output.
+        sampler: chooses tokens from logits; by default a `Sampler`.
         features: take part in each step; see `RunnerHooks`.
         make_cache: makes a layer's cache `(shape, dtype, device)`, all zeros.
 

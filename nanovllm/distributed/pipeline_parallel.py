@@ -42,7 +42,8 @@ class StageInput(nn.Module):
     sent.
 
     Attributes:
-        hidden: `[at least num_tokens, hidden_size]`, set before each forward pass, or filled.
+        hidden: `[at least num_tokens, hidden_size]`, made once (`StageForward.make_room`), and
+            filled before each forward pass.
     """
 
     hidden: Tensor
