@@ -51,7 +51,9 @@ def create_worker(setup: WorkerSetup) -> Worker:
         runner,
         num_blocks=num_blocks_that_fit(runner, config, setup.model_config),
         description=describe(runner, config),
-        leave=_leave if setup.init_method else nothing_to_leave,
+        leave=load("nanovllm.distributed.process_groups:destroy_groups", SEVERAL)
+        if setup.init_method
+        else lambda: None,
     )
 
 
@@ -68,14 +70,6 @@ def _join(setup: WorkerSetup) -> None:
         "cpu" if is_on_cpu else f"cuda:{setup.local_rank}",
         disable_custom_all_reduce=config.disable_custom_all_reduce,
     )
-
-
-def _leave() -> None:
-    load("nanovllm.distributed.process_groups:destroy_groups", SEVERAL)()
-
-
-def nothing_to_leave() -> None:
-    """An engine's only rank has no group."""
 
 
 def describe(runner: ModelRunner, config: EngineConfig) -> dict[str, str]:

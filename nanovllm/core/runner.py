@@ -107,9 +107,10 @@ class ModelRunner:
             )
             self.make_buffers(settings, num_blocks, self.make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
+            # First, since threads that a feature starts could disturb it (CUDA graphs).
+            self.forward.prepare(self)
             for allocated in self.hooks.allocated:
                 allocated(self)
-            self.forward.prepare(self)
 
     def make_buffers(
         self, settings: RunnerSettings, num_blocks: int, make_cache: Callable[..., Tensor] = zeros

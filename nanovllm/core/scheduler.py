@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.external_kv import ExternalKV
 from nanovllm.core.hooks import SchedulerHookCalls, SchedulerHooks
 from nanovllm.core.kv_cache_manager import KVCacheManager
@@ -149,6 +150,8 @@ class Scheduler:
             # An empty plan is not run, so the next one has to carry its removed ids.
             self.queues.removed_ids = []
             self.queues.in_flight.append(plan)
+        elif plan.swap_out or plan.swap_in:
+            raise InvariantError("an empty plan swaps blocks, and would not be run")
         for planned in self.hooks.planned:
             planned(plan)
         return plan

@@ -1,2 +1,1 @@
-"""Plain data that all packages share: configuration, requests, sampling parameters, outputs, and
-the schedule of a step (lecture 13)."""
+"""Plain data that all packages share: configuration, requests, sampling parameters and outputs."""

@@ -1,2 +1,2 @@
-"""Owns the step loop: the engine core, its process, data-parallel groups, the async client and
-`LLM` (lectures 18–43, 91)."""
+"""Engines as callers see them: `LLM`, the async client, the engine's process and data-parallel
+groups (lectures 18, 25, 91)."""

@@ -6,6 +6,7 @@ Built by notebooks/25_data_parallel.ipynb: edit it there.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -76,8 +77,9 @@ class LockStepRunner(RunnerHooks):
     runner: ModelRunner
 
     def allocated(self, runner: ModelRunner) -> None:
-        """Use this runner."""
-        self.runner = runner
+        """Use this runner, which owns this object: a cycle would keep its GPU's memory until
+        Python's garbage collection."""
+        self.runner = weakref.proxy(runner)
 
     def after_step(self, step: LaunchedStep, wait: Wait) -> Wait:
         """Run a padding token if there is nothing else, and find out whether any engine has

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.weights import weight_files
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import needed_for
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.kv_transfer import running
 from nanovllm.kv_transfer.connector import KVConnectorScheduler, KVConnectorWorker
@@ -69,7 +70,8 @@ def _halves(config: EngineConfig) -> Halves:
     name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    return CONNECTORS[name]()
+    with needed_for("this kv_connector"):
+        return CONNECTORS[name]()
 
 
 def create_scheduler_connector(

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.core.block_pool import InvariantError
+from nanovllm.core.hooks import SchedulerHookCalls, SchedulerHooks
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
-from nanovllm.core.scheduler import Scheduler
+from nanovllm.core.scheduler import Scheduler, continue_then_admit
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.resolved_config import resolve
@@ -103,3 +105,22 @@ def test_a_swapped_request_goes_before_later_ones_that_wait() -> None:
     assert [share.request_id for share in plan.requests] == ["r1", "r2"]
     assert plan.resumed == ["r1"] and not plan.preempted
     assert plan.swap_in == [(1, 3)], "r0 had its second block; the first one is still there"
+
+
+class Withholds(SchedulerHooks):
+    """Gives one request no share."""
+
+    def limit_share(self, request: Request, share: int, plan: SchedulerOutput) -> int:
+        return 0 if request.request_id == "r0" else share
+
+
+def test_blocks_are_not_swapped_in_a_plan_that_is_not_run() -> None:
+    """A feature withholds the first request's share, and the second one finds no free block: its
+    blocks would be given away without having been copied."""
+    scheduler = scheduler_of(4, 4, num_blocks=4, host_blocks=8, preemption_mode="swap")
+    tokens = {name: [SampledToken(5)] for name in ("r0", "r1")}
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(tokens))
+    scheduler.hooks = SchedulerHookCalls([Withholds()])
+    scheduler.fill = continue_then_admit
+    with pytest.raises(InvariantError, match="an empty plan swaps blocks"):
+        scheduler.schedule()

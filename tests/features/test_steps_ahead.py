@@ -358,6 +358,18 @@ def test_a_step_begins_when_the_device_is_free(is_one: bool, seconds: list[float
     assert core.events.count("checked") == 3, "the invariants hold after each step"
 
 
+def test_a_failed_step_ends_no_wave_later() -> None:
+    lock_step = LockStep(Queues())
+    lock_step.waves.start(0)
+    lock_step.launching(SchedulerOutput())
+    lock_step.forget_requests()
+    lock_step.waves.end(0)
+    lock_step.waves.start(1)
+    lock_step.launching(plan := SchedulerOutput())
+    lock_step.arrived(plan, ModelRunnerOutput(extras={LOCK_STEP: False}))
+    assert lock_step.waves.ended == 2, "the wave of this step, not that of the step that failed"
+
+
 def test_a_wave_ends_when_no_engine_has_requests() -> None:
     lock_step = LockStep(Queues())
     for wave in range(5):

@@ -26,7 +26,7 @@ import nanovllm.core.runner
 import nanovllm.features.cuda_graphs.graphs
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly.flags import add_flags, read_flags
-from nanovllm.assembly.runner import create_runner, graph_maker, runner_settings
+from nanovllm.assembly.runner import choose_features, create_runner, graph_maker, runner_settings
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.torch import CpuBackend, TorchBackend
 from nanovllm.core.batch import StepBuffers
@@ -35,7 +35,7 @@ from nanovllm.core.runner import ModelRunner
 from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
-from nanovllm.features.cuda_graphs.graphs import CudaGraph, GraphForward, ladder
+from nanovllm.features.cuda_graphs.graphs import CudaGraph, GraphForward, WarmUp, ladder
 from nanovllm.lab.course.__main__ import main as course_main
 from nanovllm.models.config import ModelConfig
 from tests.models.test_eagle import CONFIG, random_head, write
@@ -586,6 +586,21 @@ def test_a_buffer_made_anew_is_seen(folder, graphs) -> None:
 )
 def test_no_graphs(device, backend, eager) -> None:
     assert graph_maker(torch.device(device), backend, eager) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "compiles", "is_warmed_up"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_who_is_warmed_up(device: str, compiles: bool, is_warmed_up: bool) -> None:
+    loaded: Any = SimpleNamespace(
+        config=EngineConfig(),
+        device=torch.device(device),
+        backend=SimpleNamespace(compiles_kernels=compiles),
+        model_config=SimpleNamespace(num_heads=9),
+    )
+    features = choose_features(loaded, None)
+    assert any(isinstance(feature, WarmUp) for feature in features) is is_warmed_up
 
 
 def test_backends_that_say_so() -> None:
