@@ -72,7 +72,7 @@ class EngineLimits:
         """Judge the length of a request: it needs room for its prompt and for the output.
 
         Args:
-            max_tokens: output tokens for which there must be room; None: one.
+            max_tokens: output tokens that must fit, too; None: one.
             field: the name under which the request asks for them.
 
         Raises:
