@@ -34,8 +34,8 @@ from nanovllm.distributed.pipeline_parallel import layer_range
 from nanovllm.distributed.process_groups import destroy_groups
 from nanovllm.distributed.shared_collectives import PART_BYTES
 from nanovllm.distributed.stage_link import StageLink
-from nanovllm.features.data_parallel import rank_config
-from nanovllm.features.lock_step import LOCK_STEP
+from nanovllm.features.data_parallel.lock_step import LOCK_STEP
+from nanovllm.features.data_parallel.ranks import rank_config
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz.style import (
     BACKGROUND,
@@ -51,7 +51,7 @@ from nanovllm.lab.viz.style import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.features.lock_step import LockStep
+    from nanovllm.features.data_parallel.lock_step import LockStep
 
 
 def tile(

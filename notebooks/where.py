@@ -37,7 +37,7 @@ engine.process EngineLoop.run
     engine.group? DataParallelCore.step
     core.engine EngineCore.step
         core.scheduler Scheduler.schedule
-        features.lock_step? LockStep.has_work
+        features.data_parallel.lock_step? LockStep.has_work
             features.async_scheduling? OneStepAhead.may_plan
             features.speculation.scheduling? Speculation.before_step
             features.decodes_first? continue_decoding
@@ -69,7 +69,7 @@ engine.process EngineLoop.run
                             distributed.expert_parallel? ExpertDispatcher.dispatch
                     core.sampling Sampler.start
                     features.speculation.verification? keep_accepted
-                    features.lock_step? LockStepRunner.after_step
+                    features.data_parallel.lock_step? LockStepRunner.after_step
         core.scheduler Scheduler.update_from_output
             features.speculation.scheduling? Speculation.sampled
         kv_transfer.scheduling? KVTransfer.update_from_transfers

@@ -22,7 +22,7 @@ from nanovllm.core.schedule import ModelRunnerOutput
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.groups import get_world_group
 from nanovllm.executor.uniproc import Worker, WorkerSetup
-from nanovllm.features.data_parallel import Waves
+from nanovllm.features.data_parallel.waves import Waves
 
 EXIT_CODE = 7
 BURN_SECONDS = 2.5

@@ -59,9 +59,9 @@ ORDER: dict[str, dict[str, str]] = {
         "errors": "_listen _end",
         "control": "reset_prefix_cache close wait_for_pause _listen_until",
     },
-    "features.data_parallel:Router": {
+    "features.data_parallel.router:EngineRouter": {
         "state": "__init__",
-        "intake": "choose _names _match _remember",
+        "intake": "choose _block_hashes _match _remember",
         "control": "forget",
     },
     "executor.remote:RemoteExecutor": {

@@ -60,7 +60,7 @@ def create_worker(setup: WorkerSetup) -> Worker:
 def _join(setup: WorkerSetup) -> None:
     """Form the groups of ranks."""
     config = setup.config
-    grid, _ = load("nanovllm.features.data_parallel:engine_grid", SEVERAL)(config)
+    grid, _ = load("nanovllm.features.data_parallel.ranks:engine_grid", SEVERAL)(config)
     is_on_cpu = choose_device(config.device).type == "cpu"
     join = load("nanovllm.distributed.process_groups:initialize_groups", SEVERAL)
     join(
@@ -191,12 +191,14 @@ def choose_features(loaded: LoadedModel, speculator: Speculator | None) -> list[
     if speculator is not None:
         features.append(speculator)
     if config.in_lock_step:
-        features.append(load("nanovllm.features.lock_step:LockStepRunner", "data_parallel_size")())
+        features.append(
+            load("nanovllm.features.data_parallel.lock_step:LockStepRunner", "data_parallel_size")()
+        )
     if config.enable_eplb:
         part = "enable_eplb"
         create_balancer = load("nanovllm.models.moe:load_balancer", part)
         balancer = create_balancer(loaded.model, config.eplb_config or "{}")
-        features.append(load("nanovllm.features.lock_step:ExpertBalance", part)(balancer))
+        features.append(load("nanovllm.features.expert_balance:ExpertBalance", part)(balancer))
     if config.kv_transfer is not None:
         part = "KV transfer"
         create = load("nanovllm.kv_transfer.factory:create_worker_connector", part)

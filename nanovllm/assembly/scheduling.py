@@ -14,7 +14,7 @@ from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.features.async_scheduling import OneStepAhead
 
 if TYPE_CHECKING:
-    from nanovllm.features.lock_step import LockStep
+    from nanovllm.features.data_parallel.lock_step import LockStep
     from nanovllm.features.pipeline.scheduling import PipelineSteps
     from nanovllm.features.speculation.scheduling import Speculation
     from nanovllm.kv_transfer.connector import KVConnectorScheduler
@@ -105,7 +105,7 @@ def choose_features(
         features.append(load(f"{POLICIES}:StaticBatch", "batching_policy")(queues))
     if given.in_lock_step:
         keep_step: type[LockStep] = load(
-            "nanovllm.features.lock_step:LockStep", "data_parallel_size"
+            "nanovllm.features.data_parallel.lock_step:LockStep", "data_parallel_size"
         )
         features.append(keep_step(queues))
     return features

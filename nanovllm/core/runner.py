@@ -107,7 +107,7 @@ class ModelRunner:
             )
             self.make_buffers(settings, num_blocks, self.make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
-            # First, since threads that a feature starts could disturb it (CUDA graphs).
+            # First: threads that a feature starts could disturb what it prepares.
             self.forward.prepare(self)
             for allocated in self.hooks.allocated:
                 allocated(self)

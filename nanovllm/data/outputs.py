@@ -142,7 +142,7 @@ class EngineStats:
     Attributes:
         kv_cache_usage: share of the KV blocks that requests hold, 0 to 1.
         num_waves: completed waves of an engine in lock-step with others (see
-            `features.data_parallel`).
+            `features.data_parallel.waves`).
         num_receiving: requests whose KV is being received from another engine or store.
         num_held_requests: finished requests whose blocks are kept until another engine has read
             them.

@@ -26,7 +26,9 @@ from nanovllm.distributed.processes import end_processes, uninterrupted
 from nanovllm.engine.data_rank import DataRank, rank_environments
 from nanovllm.engine.process import Command, Report
 from nanovllm.executor.remote import START_SECONDS, WatchedProcesses
-from nanovllm.features.data_parallel import Router, Waves, load_score, rank_config
+from nanovllm.features.data_parallel.ranks import rank_config
+from nanovllm.features.data_parallel.router import EngineRouter, load_score
+from nanovllm.features.data_parallel.waves import Waves
 from nanovllm.models.config import ModelConfig
 from nanovllm.text.prompts import EngineLimits
 
@@ -83,7 +85,7 @@ class DataParallelCore(WatchedProcesses[DataRank]):
         )
         blocks = min(rank.trace_settings.num_blocks for rank in self.ranks)
         capacity = blocks if config.enable_prefix_caching else 0
-        self.router = Router(len(self.ranks), config.block_size, capacity)
+        self.router = EngineRouter(len(self.ranks), config.block_size, capacity)
         if trace is not None:
             settings = self.ranks[0].trace_settings
             trace.settings |= settings | TraceSettings(model=config.model_names[0])

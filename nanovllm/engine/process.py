@@ -34,7 +34,7 @@ from nanovllm.text.prompts import EngineLimits
 if TYPE_CHECKING:
     from nanovllm.assembly.engine import Engine
     from nanovllm.engine.group import DataParallelCore
-    from nanovllm.features.lock_step import LockStep
+    from nanovllm.features.data_parallel.lock_step import LockStep
     from nanovllm.trace.record import StepRecord
     from nanovllm.trace.recorder import RecordSink
 

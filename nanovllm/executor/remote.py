@@ -25,7 +25,7 @@ from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
 from nanovllm.distributed.processes import start_process, uninterrupted
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import CreateWorker, WorkerFunction, WorkerSetup
-from nanovllm.features.data_parallel import engine_grid
+from nanovllm.features.data_parallel.ranks import engine_grid
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 `prefix_aware` is what vLLM's production stack calls prefixaware, and SGLang's and vLLM's routers
 cache_aware. A router has no tokenizer, so it compares text: it divides a request into pieces, and
 computes a hash of each piece and all pieces before it, as a prefix cache does for its blocks.
-`features.data_parallel.Router` does the same for the engines within one server, with real blocks.
+`EngineRouter` in `features/data_parallel/router.py` does the same for the engines within one
+server, with real blocks.
 """
 
 import hashlib

@@ -31,16 +31,10 @@ from nanovllm.engine.data_rank import DataRank
 from nanovllm.engine.group import DataParallelCore
 from nanovllm.engine.process import Command, EngineLoop
 from nanovllm.executor.base import Executor, ExecutorError
-from nanovllm.features.data_parallel import (
-    MAX_IMBALANCE,
-    Router,
-    Waves,
-    engine_grid,
-    load_score,
-    rank_config,
-    trace_path,
-)
-from nanovllm.features.lock_step import LOCK_STEP
+from nanovllm.features.data_parallel.lock_step import LOCK_STEP
+from nanovllm.features.data_parallel.ranks import engine_grid, rank_config, trace_path
+from nanovllm.features.data_parallel.router import MAX_IMBALANCE, EngineRouter, load_score
+from nanovllm.features.data_parallel.waves import Waves
 from nanovllm.text.detokenizer import continues_prompt
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.trace.trace import Trace
@@ -66,12 +60,12 @@ def request(
 
 
 def test_equal_engines_take_turns() -> None:
-    router = Router(3, BLOCK, capacity=100)
+    router = EngineRouter(3, BLOCK, capacity=100)
     assert [router.choose(request("x", [i] * 9), [0, 0, 0]) for i in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_known_prefix_leads_back() -> None:
-    router = Router(3, BLOCK, capacity=100)
+    router = EngineRouter(3, BLOCK, capacity=100)
     prompts = [[i] * 12 for i in range(3)]
     homes = [router.choose(request("x", prompt), [0, 0, 0]) for prompt in prompts]
     for home, prompt in zip(homes, prompts, strict=True):
@@ -86,7 +80,7 @@ def test_a_known_prefix_leads_back() -> None:
 
 
 def test_another_salt_is_another_prompt() -> None:
-    router = Router(2, BLOCK, capacity=100)
+    router = EngineRouter(2, BLOCK, capacity=100)
     home = router.choose(request("x", [1] * 12, salt="a"), [0, 0])
     loads = [0, 0]
     loads[home] = 1
@@ -95,7 +89,7 @@ def test_another_salt_is_another_prompt() -> None:
 
 
 def test_the_last_token_is_never_from_a_cache() -> None:
-    router = Router(2, BLOCK, capacity=100)
+    router = EngineRouter(2, BLOCK, capacity=100)
     assert router.choose(request("x", [1] * BLOCK), [0, 0]) == 0
     assert router.choose(request("x", [1] * BLOCK), [1, 0]) == 1, (
         "nothing of so short a prompt can be reused"
@@ -114,7 +108,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 def test_the_router_never_piles_up(
     num_ranks: int, capacity: int, stream: list[tuple[list[int], list[int]]]
 ) -> None:
-    router = Router(num_ranks, BLOCK, capacity)
+    router = EngineRouter(num_ranks, BLOCK, capacity)
     for tokens, loads in stream:
         loads = loads[:num_ranks]
         chosen = router.choose(request("x", tokens), loads)
@@ -132,7 +126,7 @@ def test_one_prompt_does_not_drown_one_engine(
 ) -> None:
     """All requests share a prefix and none ever ends: the loads stay within the bound, whatever
     affinity wants."""
-    router, waiting = Router(num_ranks, BLOCK, capacity=50), [0] * num_ranks
+    router, waiting = EngineRouter(num_ranks, BLOCK, capacity=50), [0] * num_ranks
     for _ in range(count):
         waiting[router.choose(request("x", tokens), [load_score(n, 0) for n in waiting])] += 1
     assert load_score(max(waiting) - min(waiting), 0) <= MAX_IMBALANCE + load_score(1, 0)
@@ -148,7 +142,7 @@ def test_the_longest_prefix_among_the_idle_wins(
 ) -> None:
     """While all are equally busy, and nothing has been forgotten, no other engine was sent a longer
     part of the prompt."""
-    router = Router(num_ranks, BLOCK, capacity=10_000)
+    router = EngineRouter(num_ranks, BLOCK, capacity=10_000)
     sent: list[list[list[int]]] = [[] for _ in range(num_ranks)]
 
     def common(a: list[int], b: list[int]) -> int:

@@ -17,8 +17,9 @@ from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.engine.group import DataParallelCore
 from nanovllm.engine.process import Command, Report
-from nanovllm.features.data_parallel import Router, Waves
-from nanovllm.features.lock_step import any_unfinished
+from nanovllm.features.data_parallel.lock_step import any_unfinished
+from nanovllm.features.data_parallel.router import EngineRouter
+from nanovllm.features.data_parallel.waves import Waves
 
 # ---------------------------------------------------------------- the router
 
@@ -31,7 +32,7 @@ def request(*numbers: int) -> EngineRequest:
 
 
 def test_equal_engines_take_turns() -> None:
-    router = Router(3, 2, capacity=9)
+    router = EngineRouter(3, 2, capacity=9)
     assert [router.choose(request(i), [0, 0, 0]) for i in range(4)] == [0, 1, 2, 0]
     assert router.choose(request(5), [0, 4, 0]) == 2, (
         "the turn is engine 1's, which is busier: the next one after it"
@@ -39,11 +40,11 @@ def test_equal_engines_take_turns() -> None:
 
 
 def test_the_least_busy_engine_gets_an_unknown_prompt() -> None:
-    assert Router(3, 2, capacity=9).choose(request(1), [3, 1, 2]) == 1
+    assert EngineRouter(3, 2, capacity=9).choose(request(1), [3, 1, 2]) == 1
 
 
 def test_the_engine_with_the_longest_prefix_gets_the_prompt() -> None:
-    router = Router(3, 2, capacity=9)
+    router = EngineRouter(3, 2, capacity=9)
     assert router.choose(request(1), [0, 1, 1]) == 0
     assert router.choose(request(1, 2, 3), [9, 0, 1]) == 1, (
         "engine 0 has a block of it, and is 9 busier: too much"
@@ -60,7 +61,7 @@ def test_the_engine_with_the_longest_prefix_gets_the_prompt() -> None:
 
 
 def test_without_capacity_only_loads_count() -> None:
-    router = Router(2, 2, capacity=0)
+    router = EngineRouter(2, 2, capacity=0)
     assert router.choose(request(1, 2), [0, 1]) == 0
     assert router.choose(request(1, 2), [1, 0]) == 1, "the engines cache no prefixes"
     assert not any(router._sent)

@@ -27,8 +27,8 @@ from nanovllm.data.request import EngineRequest
 from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.features.async_scheduling import OneStepAhead
+from nanovllm.features.data_parallel.lock_step import LOCK_STEP, LockStep
 from nanovllm.features.decodes_first import continue_decoding, decodes_first
-from nanovllm.features.lock_step import LOCK_STEP, LockStep
 from nanovllm.features.step_time_limit import StepTimeLimit
 from tests.core.test_scheduler import scheduler_of
 

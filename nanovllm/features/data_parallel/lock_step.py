@@ -23,11 +23,10 @@ from nanovllm.core.runner_hooks import LaunchedStep, RunnerHooks, Wait
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.outputs import EngineStats
 from nanovllm.distributed.groups import get_dp_group
-from nanovllm.features.data_parallel import Waves
+from nanovllm.features.data_parallel.waves import Waves
 
 if TYPE_CHECKING:
     from nanovllm.core.runner import ModelRunner
-    from nanovllm.distributed.load_balance import LoadBalancer
 
 # The name under which the two halves tell each other whether an engine has requests.
 LOCK_STEP = "lock_step"
@@ -137,15 +136,3 @@ def any_unfinished(unfinished: bool, device: torch.device) -> Callable[[], bool]
         return lambda: unfinished
     arrive = start_fetch(group.all_reduce(upload([unfinished], torch.float32, device)))
     return lambda: arrive() != [[0.0]]
-
-
-class ExpertBalance(RunnerHooks):
-    """Moves experts between ranks, by their load (lecture 24)."""
-
-    def __init__(self, balancer: LoadBalancer) -> None:
-        self.balancer = balancer
-
-    def after_step(self, step: LaunchedStep, wait: Wait) -> Wait:
-        """Count the step, and move experts if it is time."""
-        self.balancer.after_step(was_dummy=step.plan.empty)
-        return wait

@@ -1,88 +1,16 @@
-"""Data parallelism: chooses the engine for a request, and makes engines that share experts step
-together.
+"""Chooses the engine for a request, by prefix and load.
 
 Built by notebooks/25_data_parallel.ipynb: edit it there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 
 from nanovllm.core.kv_cache_manager import hash_block, hash_salt
-from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
-from nanovllm.distributed.groups import Grid
-
-
-def engine_grid(config: EngineConfig) -> tuple[Grid, int]:
-    """Return the grid of an engine's ranks, and the number of the engine's first rank in it.
-
-    Engines in lock-step form one grid. Every other engine has its own grid.
-    """
-    data, rank = (
-        (config.data_parallel_size, config.data_parallel_rank or 0)
-        if config.in_lock_step
-        else (1, 0)
-    )
-    grid = Grid(data, config.pipeline_parallel_size, config.tensor_parallel_size)
-    return grid, rank * grid.pipeline * grid.tensor
-
-
-def rank_config(config: EngineConfig, rank: int, address: str) -> EngineConfig:
-    """Return the settings of one engine.
-
-    Args:
-        address: the address at which the ranks of all engines connect; "" if the engines do not
-            share experts.
-    """
-    trace = trace_path(config.trace, rank) if config.trace is not None else None
-    return dataclasses.replace(
-        config, data_parallel_rank=rank, data_parallel_address=address, trace=trace
-    )
-
-
-def trace_path(path: str, rank: int) -> str:
-    """Name the trace file of one engine: run.jsonl.gz -> run.dp0.jsonl.gz."""
-    whole = pathlib.Path(path)
-    name, _, ending = whole.name.partition(".")
-    return str(whole.with_name(f"{name}.dp{rank}" + (f".{ending}" if ending else "")))
-
-
-class Waves:
-    """Decides when an engine in lock-step computes.
-
-    A wave is a sequence of steps that all engines run together. It begins with the coordinator's
-    command, and ends after the first step in which no engine has a request.
-
-    Attributes:
-        ended: the number of waves that have ended, which is the number of the current or next wave.
-    """
-
-    def __init__(self) -> None:
-        self.ended = 0
-        self._ordered = 0  # waves whose start was commanded
-
-    @property
-    def running(self) -> bool:
-        """True while every engine must run steps."""
-        return self._ordered > self.ended
-
-    def start(self, wave: int) -> None:
-        """Handle the command to start this wave.
-
-        A late command changes nothing. A command that arrives before this engine has seen the end
-        of the previous wave takes effect when that wave ends."""
-        self._ordered = max(self._ordered, wave + 1)
-
-    def end(self, wave: int) -> None:
-        """End this wave, because no engine had a request in one of its steps. Steps that were
-        already in flight belong to the same wave, and end it again."""
-        self.ended = max(self.ended, wave + 1)
-
 
 # The most blocks of a prompt that are compared. More would cost time without changing the choice.
 ROUTED_BLOCKS = 64
@@ -98,7 +26,7 @@ def load_score(num_waiting: int, num_running: int) -> int:
     return WAITING_WEIGHT * num_waiting + num_running
 
 
-class Router:
+class EngineRouter:
     """Chooses the engine for a request.
 
     It takes the engine that probably has the longest prefix of the prompt cached, unless this
@@ -125,8 +53,8 @@ class Router:
         self._turn = 0
 
     def choose(self, request: EngineRequest, loads: Sequence[int]) -> int:
-        """Choose the engine for a request, and remember its prompt as cached there (`_names`,
-        `_remember`; without names if `capacity` is 0).
+        """Choose the engine for a request, and remember its prompt's blocks as cached there
+        (`_block_hashes`, `_remember`; no hashes if `capacity` is 0).
 
         Take the engines with `load <= lowest load + max_imbalance`, and choose the first by
 
@@ -139,18 +67,18 @@ class Router:
         Args:
             loads: the load of each engine, with all requests sent to it so far; see `load_score`.
         """
-        names = self._names(request) if self.capacity else []
+        hashes = self._block_hashes(request) if self.capacity else []
         least = min(loads)
         size = len(loads)
         rank = min(
             (rank for rank in range(size) if loads[rank] - least <= self.max_imbalance),
-            key=lambda rank: (-self._match(rank, names), loads[rank], (rank - self._turn) % size),
+            key=lambda rank: (-self._match(rank, hashes), loads[rank], (rank - self._turn) % size),
         )
         self._turn = (rank + 1) % size
-        self._remember(rank, names)
+        self._remember(rank, hashes)
         return rank
 
-    def _names(self, request: EngineRequest) -> list[bytes]:
+    def _block_hashes(self, request: EngineRequest) -> list[bytes]:
         """Return the hashes of the prompt's first full blocks. The last token does not count: it is
         always computed."""
         size = self.block_size
@@ -159,16 +87,16 @@ class Router:
         blocks = (tokens[i * size : (i + 1) * size] for i in range(count))
         return list(accumulate(blocks, hash_block, initial=hash_salt(request.cache_salt)))[1:]
 
-    def _match(self, rank: int, names: list[bytes]) -> int:
+    def _match(self, rank: int, hashes: list[bytes]) -> int:
         """Return the number of leading blocks that were sent to an engine before."""
         sent = self._sent[rank]
-        return next((i for i, name in enumerate(names) if name not in sent), len(names))
+        return next((i for i, each in enumerate(hashes) if each not in sent), len(hashes))
 
-    def _remember(self, rank: int, names: list[bytes]) -> None:
+    def _remember(self, rank: int, hashes: list[bytes]) -> None:
         sent = self._sent[rank]
-        for name in reversed(names):  # the last block first, so that it is evicted first
-            sent[name] = None
-            sent.move_to_end(name)
+        for each in reversed(hashes):  # the last block first, so that it is evicted first
+            sent[each] = None
+            sent.move_to_end(each)
         while len(sent) > self.capacity:
             sent.popitem(last=False)
 
