@@ -12,29 +12,37 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.assembly.executor import read_model_config
 from nanovllm.assembly.front_end import create_client
 from nanovllm.assembly.requests import Preparation
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import RequestOutput
+from nanovllm.data.outputs import EngineStats, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.front_end import FrontEnd
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.engine.process import Command, Report
+from nanovllm.engine.report_reader import ReportReader
 from nanovllm.engine.request_stream import (
     EngineDeadError,
+    EngineObserver,
     EngineStartError,
     RequestRefusedError,
     RequestStream,
-    RequestTimes,
 )
+from nanovllm.engine.watching import Watching
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import InputProcessor, OutputProcessor
 from nanovllm.text.prompts import Prompt
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.engine.client import EngineClient
+    from nanovllm.trace.stream import StepStream
 
 logger = logging.getLogger("nanovllm")
 
@@ -45,7 +53,7 @@ LONG_PROMPT = 4096
 END_SECONDS = 5.0
 
 
-class AsyncEngine(FrontEnd):
+class AsyncEngine:
     """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
 
     A program that streams:
@@ -60,10 +68,53 @@ class AsyncEngine(FrontEnd):
             await engine.shutdown()
 
         asyncio.run(main())
+
+    Args:
+        client: the engine's process, which is ready.
+        reports: what it reports.
+        trace_settings: for each of the engines that data parallelism has, sizes and policies.
+        show_text: whether readers of the trace may see prompts and answers.
+
+    Attributes:
+        name: of the model, for clients.
+        limits: the longest request, the vocabulary, and what else a request has to fit.
+        error: why the engine ended; None while it lives.
+        died: set when it has ended without an order to end.
+        observer: is told about steps, tokens and finished requests.
     """
 
-    preparation: Preparation
-    input_processor: InputProcessor
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        reports: ReportReader,
+        tokenizer: Tokenizer,
+        trace_settings: list[TraceSettings],
+        show_text: bool = False,
+    ) -> None:
+        self.config = config
+        self.name = config.model_names[0]
+        self.client = client
+        self.tokenizer = tokenizer
+        self.limits = client.limits
+        self.preparation = Preparation(tokenizer, self.limits)
+        self.input_processor = InputProcessor(
+            tokenizer, self.limits, config.seed, prepare=self.preparation.prepare
+        )
+        self.output_processor = OutputProcessor(
+            tokenizer, partial(RequestStream, on_close=self._forget)
+        )
+        self.observer = EngineObserver()
+        self.trace_settings = trace_settings
+        shown = TraceSettings(model=self.name, live=True)
+        self.watching = Watching(
+            [each | shown for each in trace_settings], self._order, tokenizer if show_text else None
+        )
+        self.error: str | None = None
+        self.died = asyncio.Event()
+        self._closing = False
+        self._reports = reports
+        self._reader = asyncio.create_task(self._read_reports())
 
     # ---------------------------------------------------------------- start
 
@@ -86,32 +137,42 @@ class AsyncEngine(FrontEnd):
             folder = await asyncio.to_thread(resolve_model, config.model, config.revision, stop)
         finally:  # Ctrl-C cancels this task, but not the thread
             stop.set()
-        # settings that do not fit are refused here, and not after seconds in a process that imports
-        # torch first
+        # Settings that do not fit are refused here, and not after seconds in a process that imports
+        # torch first.
         try:
             read_model_config(config, folder)
-            engine = cls(config, create_client(config, folder))
-            # the tokenizer loads here while the other process imports torch and loads the weights
+            client = create_client(config, folder)
+            reports = ReportReader(client)
+            # The tokenizer loads here while the other process imports torch and loads the weights.
             try:
-                engine.tokenizer = await asyncio.to_thread(Tokenizer.of, config)
-                ready, *_ = await engine._next_reports()
+                tokenizer = await asyncio.to_thread(Tokenizer.of, config)
+                ready, *_ = await reports.next()
             except BaseException:
                 # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process
                 # alone.
-                engine._stop_listening()
-                engine.client.shutdown(seconds=0)
+                reports.close()
+                client.shutdown(seconds=0)
                 raise
         except ValueError as error:
             raise EngineStartError(str(error)) from error
-        engine.limits = engine.client.limits
-        engine._show_trace(ready.trace_settings, show_text)
-        engine.preparation = Preparation(engine.tokenizer, engine.limits)
-        engine.input_processor = InputProcessor(
-            engine.tokenizer, engine.limits, config.seed, prepare=engine.preparation.prepare
-        )
-        engine.output_processor = OutputProcessor(engine.tokenizer)
-        engine._reader = asyncio.create_task(engine._read_reports())
-        return engine
+        return cls(config, client, reports, tokenizer, ready.trace_settings, show_text)
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def stats(self) -> EngineStats:
+        """The statistics after the engine's latest step."""
+        return self.client.stats
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self.output_processor.requests)
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine cannot take requests."""
+        if self.error is not None or self._closing:
+            raise EngineDeadError(self.error or "the engine is shutting down")
 
     # ---------------------------------------------------------------- requests
 
@@ -124,9 +185,7 @@ class AsyncEngine(FrontEnd):
         """
         if len(text) <= LONG_PROMPT:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await encode_long_text(
-            self.tokenizer, text, add_special_tokens, self.limits.max_request_tokens
-        )
+        return await encode_long_text(self.tokenizer, text, add_special_tokens, self.limits)
 
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -152,7 +211,8 @@ class AsyncEngine(FrontEnd):
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
         self.check_alive()
-        self.output_processor.add(request_id, text, requests)
+        stream = self.output_processor.add(request_id, text, requests)
+        stream.times.arrival = arrival
         try:
             self.client.send(Command(add=requests))
         except (OverflowError, UnicodeEncodeError) as error:
@@ -163,10 +223,7 @@ class AsyncEngine(FrontEnd):
                 "64-bit numbers"
             )
             raise ValueError(f"{what}: {error}") from error
-        if self._texts is not None:
-            self._texts.expect(request_id, text, requests)
-        times = RequestTimes(arrival, len(requests[0].prompt_token_ids))
-        stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
+        self.watching.expect(request_id, text, requests)
         return stream
 
     async def generate(
@@ -184,11 +241,11 @@ class AsyncEngine(FrontEnd):
     def abort(self, request_id: str) -> None:
         """End a request within a step. Its reader gets the outputs so far, with finish reason
         "abort"."""
-        state = self.output_processor.requests.get(request_id)
-        if state is None:
+        stream = self.output_processor.requests.get(request_id)
+        if stream is None:
             return
         unfinished = [
-            key for key, completion in state.completions.items() if not completion.finished
+            key for key, completion in stream.completions.items() if not completion.finished
         ]
         self.client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver(
@@ -196,18 +253,20 @@ class AsyncEngine(FrontEnd):
         )
 
     def _forget(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:
+        if self.output_processor.requests.get(stream.request_id) is stream:
             # Otherwise it has ended, and its id may be another request's.
             self.abort(stream.request_id)
-            self._streams.pop(stream.request_id, None)
 
     # ---------------------------------------------------------------- reports
 
     async def _read_reports(self) -> None:
         try:
             while True:
-                for report in await self._next_reports():
-                    self._note_schedule(report)
+                for report in await self._reports.next():
+                    for sequence_id, moment in report.first_scheduled.items():
+                        stream = self.output_processor.owner(sequence_id)
+                        if stream is not None and stream.times.scheduled is None:
+                            stream.times.scheduled = moment
                     for output in early_portions(report.outputs):
                         self._deliver([output], report.time)
                         await asyncio.sleep(0)
@@ -221,12 +280,11 @@ class AsyncEngine(FrontEnd):
 
     def _take(self, report: Report) -> None:
         for sequence_id, reason in report.refused.items():
-            stream = self._streams.get(self.output_processor.owner(sequence_id) or "")
+            stream = self.output_processor.owner(sequence_id)
             if stream is not None:
                 stream.fail(RequestRefusedError(reason))
         self._deliver(report.outputs, report.time)
-        for i, broadcast in enumerate(self.broadcasts):
-            broadcast.put(report.steps.get(i, ()))
+        self.watching.put(report.steps)
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
         """Turn the engine's outputs into text, and put them into the streams from which the
@@ -236,24 +294,41 @@ class AsyncEngine(FrontEnd):
         stop string has ended. The engine does not see stop strings, and would go on computing these
         sequences, so one `Command` aborts all of them, with the reason "stop".
 
-        If the trace is watched, `_texts` is not None and collects every output. `_note_times` notes
-        the time `now` in the stream's `times` before its reader can see the output. If an output
-        has an error, the stream raises it in its reader (`fail`). After a request's last output,
-        its stream leaves `_streams`."""
-        new_outputs, stopped = self.output_processor.process(outputs)
+        Each request (a `RequestStream`) notes the time `now` (`note_times`, which also tells
+        `observer`) before its reader can see the output (`put`). Readers of the trace see the
+        output, too (`watching.add`)."""
+        news, stopped = self.output_processor.process(outputs)
         if stopped:
             self.client.send(Command(abort=dict.fromkeys(stopped, "stop")))
-        for output in new_outputs:
-            if self._texts is not None:
-                self._texts.add(output)
-            stream = self._streams[output.request_id]
-            self._note_times(stream.times, output, now)
-            if output.error:
-                stream.fail(output.error)
-            else:
-                stream.put(output)
-            if output.finished:
-                del self._streams[output.request_id]
+        for stream, output in news:
+            self.watching.add(output)
+            stream.note_times(output, now, self.observer)
+            stream.put(output)
+
+    # ---------------------------------------------------------------- control
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; later requests find none."""
+        self.client.send(Command(order="reset_prefix_cache"))
+
+    def release_kv(self, sequence_id: str) -> None:
+        """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode
+        server is reading it."""
+        if self.output_processor.owner(sequence_id) is None:
+            self.client.send(Command(abort={sequence_id: "abort"}))
+
+    def watch(self, engine: int = 0) -> StepStream:
+        """Stream the lines of the trace of one engine, in whole, as they come. The engine records
+        its steps only while it has such readers. The reader closes the stream, unless the stream
+        has ended, as it does with the engine.
+
+        Raises:
+            ValueError: there is no such engine; names the engines. Or nothing can be watched.
+        """
+        return self.watching.watch(engine)
+
+    def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
+        self.client.send(Command(order=order, engine=engine))
 
     # ---------------------------------------------------------------- the end
 
@@ -262,38 +337,37 @@ class AsyncEngine(FrontEnd):
             return
         self.error = f"the engine is dead: {reason}"
         logger.error(self.error)
-        self._end_broadcasts()
+        self.watching.end()
         self._fail_all(self.error)
         self.client.kill()
-        self._stop_listening()
+        self._reports.close()
         self.died.set()
 
     def _fail_all(self, reason: str) -> None:
-        for stream in self._streams.values():
+        for stream in self.output_processor.requests.values():
             stream.fail(EngineDeadError(reason))
 
     async def drain(self, timeout: float) -> None:
         """Wait until all requests have ended, and abort them after `timeout` seconds; then end the
         streams of the trace."""
         deadline = time.monotonic() + timeout
-        while self._streams and self.error is None and time.monotonic() < deadline:
+        while self.num_requests and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self.error is None:  # else they have failed, and must not seem to end well
-            for request_id in list(self._streams):
+            for request_id in list(self.output_processor.requests):
                 self.abort(request_id)
-        self._end_broadcasts()
+        self.watching.end()
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Wait so many seconds for running requests, abort the others, and end the process."""
         if self._closing:
             return
         self._closing = True
-        if self._reader is not None:
-            await self.drain(drain_timeout)
-            self._fail_all("the engine was shut down")
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-        self._stop_listening()
+        await self.drain(drain_timeout)
+        self._fail_all("the engine was shut down")
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._reports.close()
         self.error = self.error or "the engine was shut down"
-        await asyncio.to_thread(self.client.shutdown, END_SECONDS if self.client.is_ready else 0)
+        await asyncio.to_thread(self.client.shutdown, END_SECONDS)

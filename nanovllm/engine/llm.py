@@ -20,7 +20,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.text.processor import InputProcessor, OutputProcessor
+from nanovllm.text.processor import InputProcessor, OutputProcessor, RequestState
 from nanovllm.text.prompts import Message, Prompt, encode_chats, pair_prompts
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ class LLMEngine:
         limits = self.core.limits
         prepare = Preparation(self.tokenizer, limits).prepare
         self.input_processor = InputProcessor(self.tokenizer, limits, config.seed, prepare)
-        self.output_processor = OutputProcessor(self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer, RequestState)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -85,7 +85,7 @@ class LLMEngine:
             raise
         for sequence_id in stopped:
             self.core.abort_request(sequence_id, reason="stop")
-        return news
+        return [output for _, output in news]
 
 
 class LLM:

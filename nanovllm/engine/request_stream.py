@@ -1,5 +1,5 @@
-"""What a caller of the asynchronous engine reads: the outputs of one request as they come, and the
-times of its events.
+"""A request in the front end of a server: its text so far, the outputs that its caller reads as
+they come, and the times of its events.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -7,10 +7,14 @@ Built by notebooks/91_llama_server.ipynb: edit it there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from nanovllm.data.outputs import CompletionOutput, OutputCollector, RequestOutput
+from nanovllm.data.request import EngineRequest
+from nanovllm.text.processor import RequestState
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class EngineDeadError(RuntimeError):
@@ -54,18 +58,30 @@ class EngineObserver:
         """Called when a request has ended with all its completions; `last` is the last piece."""
 
 
-class RequestStream:
-    """The outputs of a request: `async for output in stream`, where each output has the new part
-    only.
+class RequestStream(RequestState):
+    """A request and the stream of its outputs: `async for output in stream`, where each output has
+    the new part only.
 
     A reader that leaves before the end has to call `close`. A slow reader finds one merged output,
-    not a long queue."""
+    not a long queue.
+
+    Args:
+        on_close: called when the reader wants no more.
+
+    Attributes:
+        times: of the request's events.
+    """
 
     def __init__(
-        self, request_id: str, times: RequestTimes, on_close: Callable[[RequestStream], None]
+        self,
+        request_id: str,
+        text: str | None,
+        requests: list[EngineRequest],
+        tokenizer: Tokenizer,
+        on_close: Callable[[RequestStream], None],
     ) -> None:
-        self.request_id = request_id
-        self.times = times
+        super().__init__(request_id, text, requests, tokenizer)
+        self.times = RequestTimes(time.monotonic(), len(self.prompt_token_ids))
         self._on_close = on_close
         self._unread: OutputCollector | None = None
         self._error: Exception | None = None
@@ -78,7 +94,10 @@ class RequestStream:
         return not self._ended and self.times.first_token is None
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output."""
+        """Add an output, which may be an error."""
+        if output.error:
+            self.fail(output.error)
+            return
         self._unread = self._unread or OutputCollector()
         self._unread.add(output)
         self._news.set()
@@ -87,6 +106,20 @@ class RequestStream:
         """End with an error, after the outputs so far."""
         self._error = error
         self._news.set()
+
+    def note_times(self, output: RequestOutput, now: float, observer: EngineObserver) -> None:
+        """Note when an output came, and tell the observer."""
+        times = self.times
+        for piece in output.outputs:
+            observer.tokens(times, piece, now)
+            if piece.token_ids:
+                times.first_token = times.first_token or now
+                times.last_token[piece.index] = now
+                times.num_tokens[piece.index] = times.num_tokens.get(piece.index, 0) + len(
+                    piece.token_ids
+                )
+        if output.finished:
+            observer.finished(times, output.outputs[-1], now)
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self

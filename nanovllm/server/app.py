@@ -15,6 +15,7 @@ from nanovllm.data.json import JsonObject
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
 from nanovllm.server.access import Access, ready_message
+from nanovllm.server.admission import Admission
 from nanovllm.server.chat import ChatEndpoint, ChatGeneration
 from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration
 from nanovllm.server.errors import APIError, blaming_client, install_error_handlers
@@ -42,10 +43,11 @@ def create_app(
         title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS
     )
     install_error_handlers(app)
+    admission = Admission(engine, len(access.api_keys))
     add_generation_routes(
-        app, ChatEndpoint(engine, strict, parts), CompletionEndpoint(engine, strict, parts)
+        app, ChatEndpoint(admission, strict, parts), CompletionEndpoint(admission, strict, parts)
     )
-    add_token_routes(app, Endpoint(engine, strict, parts))
+    add_token_routes(app, Endpoint(admission, strict, parts))
     add_information_routes(app, engine, metrics)
     parts.add_page(app, engine, demo)
     protect(app, access)

@@ -23,7 +23,7 @@ class ChatEndpoint(Endpoint):
         """Check a request and queue it.
 
         Raises:
-            APIError: the request is wrong.
+            APIError: the request is wrong, or too many are already waiting (429).
             EngineDeadError: the engine has ended.
         """
         with blaming_client("messages"):
@@ -35,19 +35,21 @@ class ChatEndpoint(Endpoint):
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             defaults = self.engine.limits.generation_defaults
             params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
-            if body.tools or body.tool_choice not in (None, "none"):
-                constrain = self.parts.tools.constrained
-                forms = self.engine.preparation.forms
-                params = await asyncio.to_thread(constrain, params, body, forms)
-            token_ids = await self.encode_chat(body)
-            self.check_length(len(token_ids), max_tokens, name)
             create_reader: Callable[[], responses.TextReader] = responses.TextReader
             if body.tools and body.tool_choice != "none":
                 is_named = isinstance(body.tool_choice, Tool)
                 create_reader = partial(self.parts.tools.create_reader, is_named)
-            return await self.submit(
-                ChatGeneration(self.engine, body, [token_ids], params, create_reader)
-            )
+            with self.admission.place(params.n) as streams:
+                if body.tools or body.tool_choice not in (None, "none"):
+                    constrain = self.parts.tools.constrained
+                    forms = self.engine.preparation.forms
+                    params = await asyncio.to_thread(constrain, params, body, forms)
+                token_ids = await self.encode_chat(body)
+                self.engine.limits.check_length(len(token_ids), max_tokens, name)
+                chat = ChatGeneration(self.engine, body, [token_ids], params, create_reader)
+                await self.submit(chat)
+                streams += chat.streams
+            return chat
 
 
 class ChatGeneration(Generation):

@@ -30,7 +30,7 @@ class CompletionEndpoint(Endpoint):
         """Check a request and queue it.
 
         Raises:
-            APIError: the request is wrong.
+            APIError: the request is wrong, or too many are already waiting (429).
             EngineDeadError: the engine has ended.
         """
         with blaming_client():
@@ -59,14 +59,18 @@ class CompletionEndpoint(Endpoint):
                     "allowed",
                     "prompt",
                 )
-            prompts = []
-            for source in sources:
-                if isinstance(source, str):
-                    source = await self.engine.encode(source, body.add_special_tokens)
-                self.check_length(len(source), body.max_tokens)
-                prompts.append(source)
-                await asyncio.sleep(0)  # a thousand prompts must not block the event loop
-            return await self.submit(CompletionGeneration(self.engine, body, prompts, params))
+            with self.admission.place(count) as streams:
+                prompts = []
+                for source in sources:
+                    if isinstance(source, str):
+                        source = await self.engine.encode(source, body.add_special_tokens)
+                    self.engine.limits.check_length(len(source), body.max_tokens)
+                    prompts.append(source)
+                    await asyncio.sleep(0)  # a thousand prompts must not block the event loop
+                completion = CompletionGeneration(self.engine, body, prompts, params)
+                await self.submit(completion)
+                streams += completion.streams
+            return completion
 
 
 class CompletionGeneration(Generation):

@@ -18,7 +18,7 @@ from nanovllm.data.outputs import RequestFailedError
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.engine.request_stream import EngineDeadError, RequestRefusedError
 from nanovllm.text.chat_template import HelperProcessError
-from nanovllm.text.long_texts import TooManyTokensError
+from nanovllm.text.prompts import TooManyTokensError
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -109,7 +109,8 @@ def blaming_client(prompt: str = "prompt") -> Iterator[None]:
     try:
         yield
     except TooManyTokensError as error:
-        raise APIError(400, str(error), prompt, "context_length_exceeded") from error
+        too_large = prompt if error.field == "prompt" else error.field
+        raise APIError(400, str(error), too_large, "context_length_exceeded") from error
     except ValueError as error:
         # "top_p must be ..." and "top_p: ..." name top_p; "prompt token ids must be ..." names
         # prompt.

@@ -19,12 +19,11 @@ from nanovllm.data.outputs import Logprob, OutputCollector, PositionLogprobs, Re
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import RequestStream
+from nanovllm.server.admission import Admission
 from nanovllm.server.errors import APIError, as_api_error
 from nanovllm.server.parts import NO_PARTS, ServerParts
 from nanovllm.server.protocol import Body, ChatBody, SamplingBody, StreamOptions
 from nanovllm.server.responses import Answer, Choice, TokenLogprob, TopLogprob, Usage
-from nanovllm.server.shares import current_share, render_chat
-from nanovllm.text.long_texts import TooManyTokensError, context_length
 from nanovllm.text.portions import in_portions
 
 logger = logging.getLogger("nanovllm.server")
@@ -34,7 +33,6 @@ SMALLEST_LOGPROB = -9999.0
 
 Result = TypeVar("Result")
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
-GenerationKind = TypeVar("GenerationKind", bound="Generation")
 
 
 class Generation:
@@ -198,14 +196,16 @@ class Endpoint:
     """Checks and queues requests; the base of all generating endpoints.
 
     Args:
+        admission: decides which requests come in.
         strict: reject requests with unknown fields.
         parts: what the server has besides.
     """
 
     def __init__(
-        self, engine: AsyncEngine, strict: bool = False, parts: ServerParts = NO_PARTS
+        self, admission: Admission, strict: bool = False, parts: ServerParts = NO_PARTS
     ) -> None:
-        self.engine = engine
+        self.admission = admission
+        self.engine = admission.engine
         self.strict = strict
         self.parts = parts
 
@@ -232,35 +232,8 @@ class Endpoint:
             )
         if body.mentions_tools:
             arguments |= self.parts.tools.described(arguments["messages"], body, templates)
-        return await self.engine.encode(
-            await render_chat(self.engine, arguments), add_special_tokens
-        )
-
-    def check_length(
-        self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens"
-    ) -> None:
-        """Refuse a prompt that leaves no room for so many tokens, or for any.
-
-        Raises:
-            TooManyTokensError: there is no room for an answer.
-            APIError: the answer would be too long; names the field, the numbers and the limit.
-        """
-        limits = self.engine.limits
-        longest = context_length(limits.max_request_tokens, limits.max_model_len)
-        has = f"the prompt has {num_prompt_tokens} tokens"
-        if num_prompt_tokens >= limits.max_request_tokens:
-            raise TooManyTokensError(
-                f"{longest} However, {has} and leaves no room for an answer: shorten the prompt."
-            )
-        total = num_prompt_tokens + (max_tokens or 0)
-        if total > limits.max_request_tokens:
-            raise APIError(
-                400,
-                f"{longest} However, you requested {max_tokens} output tokens, and {has}, together "
-                f"{total}: {name} is too large, or the prompt too long.",
-                name,
-                "context_length_exceeded",
-            )
+        text = await self.admission.render_chat(arguments)
+        return await self.engine.encode(text, add_special_tokens)
 
     def check_transfer(self, kv_transfer_params: JsonObject, num_sequences: int) -> None:
         """Refuse KV parameters from a router if this engine shares no KV, or if there would be
@@ -282,11 +255,10 @@ class Endpoint:
             )
         self.parts.check_transfer(kv_transfer_params, roles[0])
 
-    async def submit(self, generation: GenerationKind) -> GenerationKind:
+    async def submit(self, generation: Generation) -> None:
         """Queue all prompts, or none of them.
 
         Raises:
-            APIError: too many requests are already waiting (429).
             ValueError: a bad prompt, or KV parameters that do not fit.
             EngineDeadError: the engine has ended.
         """
@@ -297,21 +269,17 @@ class Endpoint:
             self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
         options = {"cache_salt": body.cache_salt, "kv_transfer_params": body.kv_transfer_params}
         try:
-            share = current_share.get()
-            with share.place(self.engine, len(prompts) * params.n):
-                for i, prompt in enumerate(prompts):
-                    stream = await self.engine.add_request(
-                        f"{generation.id}-{i}",
-                        {"prompt_token_ids": prompt, **options},
-                        params,
-                        body.priority or 0,
-                    )
-                    generation.streams.append(stream)
-                    share.add(stream, params.n)
+            for i, prompt in enumerate(prompts):
+                stream = await self.engine.add_request(
+                    f"{generation.id}-{i}",
+                    {"prompt_token_ids": prompt, **options},
+                    params,
+                    body.priority or 0,
+                )
+                generation.streams.append(stream)
         except BaseException:
             generation.close()
             raise
-        return generation
 
 
 def encoded(part: Result) -> Result:

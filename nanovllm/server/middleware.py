@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server import access as limits
 from nanovllm.server.access import ANY, OPEN_FOLDER, OPEN_PATHS, Access, host_name, is_same_site
+from nanovllm.server.admission import current_key
 from nanovllm.server.errors import APIError
-from nanovllm.server.shares import Share, current_share
 
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
@@ -56,8 +56,8 @@ class Guard:
 
     - Those that a browser sends for a foreign web page: under a foreign host name (DNS rebinding),
       or with a foreign origin. Programs other than browsers send no Origin and no Sec-Fetch-Site.
-    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. If there are
-      several keys, each may use only its share of the queue (see `shares`).
+    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. Which key a request
+      has is noted in `current_key`, for `Admission`.
     - Those whose body is too large, or would take long to parse, or for which all bodies together
       are too large. Only the bodies of POST requests to `paths` are read; the application does not
       use others.
@@ -72,11 +72,8 @@ class Guard:
         self.app = app
         self.access = access
         self.paths = paths
-        # By the key's digest, so that the time of a search tells nothing of a key.
-        self._shares = {
-            hashlib.sha256(key.encode()).digest(): Share(len(access.api_keys))
-            for key in access.api_keys
-        }
+        # Digests, so that the time of a search tells nothing of a key.
+        self._keys = {hashlib.sha256(key.encode()).digest() for key in access.api_keys}
         self._num_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,21 +135,20 @@ class Guard:
         return APIError(403, message, code="origin_not_allowed")
 
     def _check_key(self, scope: Scope) -> APIError | None:
-        if not self._shares or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
             return None
         given = Headers(scope=scope).getlist("authorization")
         if len(given) > 1:
             message = f"the request has {len(given)} Authorization headers: send one"
             return APIError(400, message, code="invalid_api_key")
         scheme, _, key = "".join(given).partition(" ")
-        share = self._shares.get(hashlib.sha256(key.strip().encode("latin-1")).digest())
-        if scheme.lower() != "bearer" or share is None:
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        if scheme.lower() != "bearer" or digest not in self._keys:
             message = "a valid API key is required: send the header 'Authorization: Bearer <key>'"
             return APIError(
                 401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
-        if len(self._shares) > 1:
-            current_share.set(share)  # for this request's task alone
+        current_key.set(digest)  # for this request's task alone
         return None
 
     async def _read(

@@ -4,6 +4,7 @@ text that is too long."""
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from nanovllm.text.prompts import EngineLimits, TooManyTokensError
 from nanovllm.text.tokenizer import Tokenizer
 
 # Characters per portion, which take 20 to 100 ms. Other texts get their turn between two portions.
@@ -14,39 +15,19 @@ THREADS = CapacityLimiter(2)
 MARGIN = 4
 
 
-class TooManyTokensError(ValueError):
-    """A text has more tokens than the caller accepts."""
-
-
-def context_length(limit: int, of_model: int | None = None) -> str:
-    """The first sentence of an error about a request that is too long, in OpenAI's words: clients
-    such as litellm recognise it.
-
-    Args:
-        limit: tokens that a request may have, prompt and answer together.
-        of_model: the context length, if the limit may be lower because the KV pool is small.
-    """
-    sentence = f"This model's maximum context length is {limit} tokens"
-    if of_model is not None and limit < of_model:
-        sentence += (
-            f" on this server, since its KV pool has no room for more (the model takes {of_model})"
-        )
-    return sentence + "."
-
-
 async def encode_long_text(
-    tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, limits: EngineLimits
 ) -> list[int]:
     """The token ids of a text.
 
     Args:
         tokenizer: the tokenizer, which releases the interpreter lock while it works.
-        most: how many tokens the caller accepts. Portions are tokenized separately and have a few
-            more tokens than the whole text, so a long text is refused only once its portions have
-            `MARGIN` times as many.
+        limits: of a request. Portions are tokenized separately and have a few more tokens than the
+            whole text, so a long text is refused only once its portions have `MARGIN` times as many
+            tokens as any request may have.
 
     Raises:
-        ValueError: the text is not valid Unicode, or has far more than `most` tokens
+        ValueError: the text is not valid Unicode, or has far too many tokens
             (`TooManyTokensError`).
     """
     if len(text) > PORTION:
@@ -57,6 +38,6 @@ async def encode_long_text(
                     tokenizer.encode, text[start : start + PORTION], False, limiter=THREADS
                 )
             )
-            if count > MARGIN * most:
-                raise TooManyTokensError(f"{context_length(most)} However, the text has more.")
+            if count > MARGIN * limits.max_request_tokens:
+                raise TooManyTokensError(f"{limits.context_length} However, the text has more.")
     return await run_sync(tokenizer.encode, text, add_special_tokens, limiter=THREADS)

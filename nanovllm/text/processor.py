@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from nanovllm.data.outputs import (
     CompletionOutput,
@@ -249,25 +250,36 @@ class RequestState:
         )
 
 
-class OutputProcessor:
+R = TypeVar("R", bound=RequestState)
+
+
+class OutputProcessor(Generic[R]):
     """Routes the engine's outputs to their requests.
 
     A request may have the id of an earlier one. If that one was aborted or ended by a stop string,
     the engine may still compute it for a few steps, so `add` gives the new sequences ids of their
-    own: "chat-1", then "chat-1~2". Traces and KV transfers show these."""
+    own: "chat-1", then "chat-1~2". Traces and KV transfers show these.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        create: makes the record of a request: a `RequestState`, or what extends it.
+
+    Attributes:
+        requests: those that have not ended, by their ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, create: Callable[..., R]) -> None:
         self.tokenizer = tokenizer
-        self.requests: dict[str, RequestState] = {}
-        self._owners: dict[str, str] = {}  # sequence id -> request id
+        self.create = create
+        self.requests: dict[str, R] = {}
+        self._owners: dict[str, R] = {}  # by the ids of sequences
         # Id of a sequence that got another one -> the one that it was given.
         self._given: dict[str, str] = {}
         # Given id -> how many sequences of that id the front end has ended, the latest ids last.
         self._num_ended_early: dict[str, int] = {}
 
-    def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had
-        it.
+    def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> R:
+        """Expect outputs for these sequences; returns the record of the request. Changes the id of
+        a sequence if an earlier one had it.
 
         Raises:
             ValueError: the id, or that of one of the sequences, is in use.
@@ -277,8 +289,10 @@ class OutputProcessor:
             raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
         for request in requests:
             request.request_id = self._unused_id(request.request_id)
-        self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
-        self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
+        state = self.create(request_id, prompt, requests, self.tokenizer)
+        self.requests[request_id] = state
+        self._owners.update(dict.fromkeys(state.completions, state))
+        return state
 
     def _unused_id(self, sequence_id: str) -> str:
         """The id itself or, if an earlier sequence had it, one with a number."""
@@ -314,33 +328,34 @@ class OutputProcessor:
             self._given.pop(sequence_id, None)
         return unfinished
 
-    def owner(self, sequence_id: str) -> str | None:
-        """Return the id of the request that a sequence belongs to; None if it has ended or was
-        removed."""
+    def owner(self, sequence_id: str) -> R | None:
+        """Return the request that a sequence belongs to; None if it has ended or was removed."""
         return self._owners.get(sequence_id)
 
-    def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
+    def process(
+        self, outputs: list[EngineOutput]
+    ) -> tuple[list[tuple[R, RequestOutput]], list[str]]:
         """Turn the engine's outputs into outputs for the callers.
 
         Skips outputs of sequences that have ended and of requests that were removed. Removes a
         request once all its completions have ended.
 
         Returns:
-            The new outputs, and the ids of sequences that a stop string has ended and that the
-            engine still computes: the caller must have the engine abort these.
+            Requests with their new outputs, and the ids of sequences that a stop string has ended
+            and that the engine still computes: the caller must have the engine abort these.
         """
         news = []
         stopped = []
         for output in outputs:
-            state = self.requests.get(self.owner(output.request_id) or "")
+            state = self.owner(output.request_id)
             if state is None or state.completions[output.request_id].finished:
                 continue  # aborted, or ended by a stop string, while the engine was computing
-            news.append(state.update(output))
+            news.append((state, state.update(output)))
             if output.finish_reason is None and state.completions[output.request_id].finished:
                 stopped.append(output.request_id)
                 self._note_early_end(output.request_id)
             elif output.finish_reason == "abort":  # by the front end, before the engine heard of it
                 self._note_early_end(output.request_id)
-            if news[-1].finished:
+            if state.finished:
                 self.remove(state.request_id)
         return news, stopped

@@ -20,6 +20,18 @@ Prompt = str | Sequence[int] | JsonObject
 Message = JsonObject
 
 
+class TooManyTokensError(ValueError):
+    """A request has more tokens than any may have, prompt and output together.
+
+    Args:
+        field: what has to become smaller: "prompt", or the field that asks for output tokens.
+    """
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
+
+
 @dataclass
 class EngineLimits:
     """The engine's limits and settings that the front end needs to check a request.
@@ -41,6 +53,44 @@ class EngineLimits:
     kv_transfer: list[ConnectorInformation] = field(default_factory=list)
     scheduling_policy: str = "fcfs"
     disable_any_whitespace: bool = False
+
+    @property
+    def context_length(self) -> str:
+        """The first sentence of an error about a request that is too long, in OpenAI's words:
+        clients such as litellm recognise it."""
+        sentence = f"This model's maximum context length is {self.max_request_tokens} tokens"
+        if self.max_request_tokens < self.max_model_len:
+            sentence += (
+                " on this server, since its KV pool has no room for more (the model takes "
+                f"{self.max_model_len}; raise --kv-cache-memory)"
+            )
+        return sentence + "."
+
+    def check_length(
+        self, num_prompt_tokens: int, max_tokens: int | None = None, field: str = "max_tokens"
+    ) -> None:
+        """Judge the length of a request: it needs room for its prompt and for the output.
+
+        Args:
+            max_tokens: output tokens that must fit, too; None: one.
+            field: the name under which the request asks for them.
+
+        Raises:
+            TooManyTokensError: names the numbers, and what has to become smaller.
+        """
+        has = f"the prompt has {num_prompt_tokens} tokens"
+        if num_prompt_tokens >= self.max_request_tokens:
+            raise TooManyTokensError(
+                f"{self.context_length} However, {has} and leaves no room for an answer: shorten "
+                "the prompt."
+            )
+        total = num_prompt_tokens + (max_tokens or 1)
+        if total > self.max_request_tokens:
+            raise TooManyTokensError(
+                f"{self.context_length} However, you requested {max_tokens} output tokens, and "
+                f"{has}, together {total}: {field} is too large, or the prompt too long.",
+                field,
+            )
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], JsonObject]:
@@ -72,16 +122,7 @@ def check_request(
         raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
     if not token_ids:
         raise ValueError("the prompt is empty: it must have at least one token")
-    if len(token_ids) >= limits.max_request_tokens:
-        what = f"the context length of {limits.max_model_len} tokens"
-        if limits.max_request_tokens < limits.max_model_len:
-            what = (
-                f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise "
-                "--kv-cache-memory)"
-            )
-        raise ValueError(
-            f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}"
-        )
+    limits.check_length(len(token_ids))
     checked = [
         ("prompt token ids", token_ids),
         ("stop_token_ids", params.stop_token_ids),

@@ -30,6 +30,7 @@ from nanovllm.distributed import life_signs
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError, RequestRefusedError
+from nanovllm.server.admission import Admission
 from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
 from tests import engine_faults
@@ -88,8 +89,8 @@ def is_empty(engine: AsyncEngine) -> bool:
 
 
 def has_no_request(engine: AsyncEngine) -> bool:
-    """Whether all outputs have come: only then it takes any number of requests."""
-    return engine.has_room(10**6, max_num_waiting=0)
+    """Whether all outputs have come."""
+    return engine.num_requests == 0
 
 
 async def test_many_at_once_get_what_the_offline_engine_gives(
@@ -239,7 +240,7 @@ async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine)
     for prompt, words in (
         ([], "empty"),
         ([9999], "vocabulary"),
-        ("x" * 300, "context length of 256"),
+        ("x" * 300, "context length is 256 tokens.*leaves no room"),
     ):
         with pytest.raises(ValueError, match=words):
             await engine.add_request("bad", prompt, SHORT)
@@ -308,19 +309,20 @@ async def test_forgetting_the_prefix_cache(engine: AsyncEngine) -> None:
 async def test_requests_beyond_the_bound_have_no_room(tiny_model: pathlib.Path) -> None:
     engine = await AsyncEngine.start(config(tiny_model, max_num_seqs=1, max_num_waiting=2))
     try:
-        assert engine.has_room(8), "an idle engine takes any request"
+        waiting_with = Admission(engine).num_waiting_with
+        assert waiting_with(8) == 0, "an idle engine takes any request"
         streams = [await engine.add_request("a", engine_faults.PATIENT_PROMPT, LONG)]
         await anext(streams[0])
-        assert engine.has_room(2) and not engine.has_room(3)
+        assert waiting_with(2) == 2
         # On its way: the engine has not said so yet.
         streams.append(await engine.add_request("b", "abc", LONG))
-        assert engine.has_room(1) and not engine.has_room(2)
+        assert waiting_with(1) == 2
         await until(lambda: engine.stats.num_waiting == 1)
-        assert engine.has_room(1) and not engine.has_room(2)
+        assert waiting_with(1) == 2
         for stream in streams:
             stream.close()
         await until(lambda: is_empty(engine))
-        assert engine.has_room(2)
+        assert waiting_with(2) == 0
     finally:
         await engine.shutdown()
 

@@ -10,7 +10,7 @@ from tokenizers.decoders import ByteLevel
 
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.text.processor import MAX_KNOWN_IDS, CompletionState, OutputProcessor
+from nanovllm.text.processor import MAX_KNOWN_IDS, CompletionState, OutputProcessor, RequestState
 from nanovllm.text.token_decoder import TokenDecoder
 
 
@@ -151,9 +151,9 @@ def test_the_engine_is_known_from_the_first_output_on() -> None:
     )
 
 
-def processor(*names: str, **params: Any) -> OutputProcessor:
+def processor(*names: str, **params: Any) -> OutputProcessor[RequestState]:
     """One that knows request r with these sequences."""
-    made = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    made = OutputProcessor(Pieces(), RequestState)  # type: ignore[arg-type]
     made.add("r", "", [EngineRequest(name, [THE], SamplingParams(**params)) for name in names])
     return made
 
@@ -168,13 +168,13 @@ def test_outputs_of_requests_that_are_gone_are_skipped() -> None:
 
 
 def test_a_reused_id_gets_no_output_of_the_earlier_request() -> None:
-    front = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    front = OutputProcessor(Pieces(), RequestState)  # type: ignore[arg-type]
     sent = []
     for _ in range(3):
         requests = [EngineRequest("r", [THE], SamplingParams())]
         front.add("r", "", requests)
         sent.append(requests[0].request_id)
-        (new,), _ = front.process([output(CAT, name=sent[-1])])
+        [(_, new)], _ = front.process([output(CAT, name=sent[-1])])
         assert (new.request_id, new.outputs[0].text) == ("r", " cat"), "callers see their own id"
         assert front.process([output(THE, name=earlier) for earlier in sent[:-1]]) == ([], []), (
             "late tokens"
@@ -189,7 +189,7 @@ def test_a_reused_id_gets_no_output_of_the_earlier_request() -> None:
 
 def test_a_request_that_the_engine_has_ended_leaves_its_id_free() -> None:
     """Traces show the id that the caller gave, however often it is used: no late token can come."""
-    front = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    front = OutputProcessor(Pieces(), RequestState)  # type: ignore[arg-type]
     for _ in range(3):
         requests = [EngineRequest("r", [THE], SamplingParams())]
         front.add("r", "", requests)
@@ -199,7 +199,7 @@ def test_a_request_that_the_engine_has_ended_leaves_its_id_free() -> None:
 
 
 def test_the_number_of_known_ids_is_bounded() -> None:
-    front = OutputProcessor(Pieces())  # type: ignore[arg-type]
+    front = OutputProcessor(Pieces(), RequestState)  # type: ignore[arg-type]
     for i in range(MAX_KNOWN_IDS + 5):
         front.add(f"r{i}", "", [EngineRequest(f"r{i}", [THE], SamplingParams())])
         front.remove(f"r{i}")
@@ -217,7 +217,7 @@ def test_the_engine_is_told_of_a_stop_string_once() -> None:
     assert stopped == ["r-0"], (
         "the stop string has ended r-0 and the engine does not know: it must be told"
     )
-    assert [piece.finish_reason for o in new for piece in o.outputs] == ["stop"], (
+    assert [piece.finish_reason for _, o in new for piece in o.outputs] == ["stop"], (
         "the caller gets the last piece, too"
     )
     assert front.process([output(CAT, name="r-0")]) == ([], []), (
@@ -239,9 +239,9 @@ def test_the_engine_is_not_told_of_an_end_that_it_reports() -> None:
 
 def test_a_request_is_forgotten_when_its_last_completion_has_ended() -> None:
     front = processor("r-0", "r-1")
-    (first,), _ = front.process([output(CAT, "length", "r-0")])
+    [(_, first)], _ = front.process([output(CAT, "length", "r-0")])
     assert not first.finished and front.requests, "r-1 has not ended: the request goes on"
-    (second,), _ = front.process([output(CAT, "length", "r-1")])
+    [(_, second)], _ = front.process([output(CAT, "length", "r-1")])
     assert second.finished, "both have ended: this output says that the request has finished"
     assert not front.requests and front.owner("r-0") is None, (
         "a finished request is removed: its id can be used again"

@@ -23,7 +23,7 @@ from nanovllm.data.config import EngineConfig, parse_bytes, token_count
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.ops.device import choose_dtype
-from nanovllm.text.processor import OutputProcessor
+from nanovllm.text.processor import OutputProcessor, RequestState
 from nanovllm.trace.trace import Trace, TraceError
 from tests.oracle import greedy, make_checkpoint, reference_model, reference_tokens
 from tests.stand_ins import set_hub
@@ -104,7 +104,7 @@ def test_a_prompt_may_be_text_ids_or_a_dictionary(llm: LLM) -> None:
         ([True], "must be text, token ids"),
         ({"text": "hello"}, "prompt_token_ids"),
         ({"prompt_token_ids": 7}, "must be text, token ids"),
-        ([3] * 128, "context length of 128"),
+        ([3] * 128, "context length is 128 tokens.*leaves no room"),
         ("half of a pair: \ud83d", "Unicode"),
     ],
 )
@@ -467,10 +467,10 @@ def test_generate_beside_a_request_of_somebody_else(llm: LLM) -> None:
 
 
 def test_output_processor_passes_over_what_is_gone(llm: LLM) -> None:
-    processor = OutputProcessor(llm.get_tokenizer())
+    processor = OutputProcessor(llm.get_tokenizer(), RequestState)
     text, requests = llm.engine.input_processor.process("r", "hello", GREEDY)
-    processor.add("r", text, requests)
-    assert processor.owner("r") == "r"
+    state = processor.add("r", text, requests)
+    assert processor.owner("r") is state is processor.requests["r"]
     assert (
         processor.remove("r") == ["r"]
         and processor.remove("r") == []

@@ -30,10 +30,10 @@ from nanovllm.server.errors import APIError
 from nanovllm.server.generation import json_response
 from nanovllm.server.middleware import MAX_DIGITS, check_contents
 from nanovllm.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
-from nanovllm.text.long_texts import PORTION, THREADS, TooManyTokensError, encode_long_text
+from nanovllm.text.long_texts import PORTION, THREADS, encode_long_text
 from nanovllm.text.portions import early_portions, in_portions
-from nanovllm.text.processor import OutputProcessor
-from nanovllm.text.prompts import EngineLimits, logprob_dictionary
+from nanovllm.text.processor import OutputProcessor, RequestState
+from nanovllm.text.prompts import EngineLimits, TooManyTokensError, logprob_dictionary
 from nanovllm.text.tokenizer import Tokenizer
 from tests.oracle import make_tokenizer
 from tests.server_process import ServerProcess, wait_until
@@ -208,6 +208,10 @@ def test_bodies_that_are_no_json_object_are_counted_too() -> None:
 # ---------------------------------------------------------------- long texts
 
 
+def limits_of(num_tokens: int) -> EngineLimits:
+    return EngineLimits(max_model_len=num_tokens, max_request_tokens=num_tokens, vocab_size=9)
+
+
 async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> None:
     at_work, most_at_work, num_portions = 0, 0, 0
     lock = threading.Lock()
@@ -224,10 +228,11 @@ async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> No
 
     slow: Any = SimpleNamespace(encode=encode)
     work = [
-        encode_long_text(slow, "a" * (50 * PORTION), True, most=PORTION // 2) for _ in range(10)
+        encode_long_text(slow, "a" * (50 * PORTION), True, limits_of(PORTION // 2))
+        for _ in range(10)
     ]
     answers = await asyncio.gather(
-        *work, encode_long_text(slow, "short", True, most=9), return_exceptions=True
+        *work, encode_long_text(slow, "short", True, limits_of(9)), return_exceptions=True
     )
     assert all(isinstance(answer, TooManyTokensError) for answer in answers[:-1])
     assert answers[-1] == [3] * 5
@@ -237,9 +242,10 @@ async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> No
 async def test_a_text_of_several_portions_is_tokenized_as_a_whole() -> None:
     tokenizer = Tokenizer(make_tokenizer())
     text = "é word " * 20_000
-    assert await encode_long_text(tokenizer, text, True, most=10**6) == tokenizer.encode(text)
+    whole = await encode_long_text(tokenizer, text, True, limits_of(10**6))
+    assert whole == tokenizer.encode(text)
     with pytest.raises(ValueError, match="surrogate"):
-        await encode_long_text(tokenizer, text + "\ud800", True, most=10**6)
+        await encode_long_text(tokenizer, text + "\ud800", True, limits_of(10**6))
 
 
 # ---------------------------------------------------------------- large answers
@@ -314,10 +320,10 @@ async def answer_of(work: Any) -> None:
 async def test_the_garbage_collector_does_not_see_log_probabilities(tokenizer: Tokenizer) -> None:
     requests = [EngineRequest("a", [100] * 501, SamplingParams(prompt_logprobs=20))]
     entries = [TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1) for _ in range(500)]
-    processor = OutputProcessor(tokenizer)
+    processor = OutputProcessor(tokenizer, RequestState)
     processor.add("a", None, requests)
     before = len(gc.get_objects())
-    (output,), _ = processor.process(
+    [(_, output)], _ = processor.process(
         [EngineOutput("a", prompt_logprobs=entries, prompt_logprobs_start=1)]
     )
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs[500] or ()) == 21

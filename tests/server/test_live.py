@@ -177,7 +177,7 @@ async def test_nothing_is_recorded_unless_somebody_looks(
     await viewers[1].read_until(ends("still"))
     assert not any(map(ends("still"), viewers[0].trace.steps))
     viewers[1].stream.close()
-    assert not engine.broadcasts[0].streams
+    assert not engine.watching.broadcasts[0].streams
     # The order to stop is carried out before this one is taken.
     await answer(engine, "unseen", "last")
     await answer(engine, "unseen", "very last")
@@ -255,7 +255,7 @@ async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> No
         )
         viewer.stream.close()
     assert any(step.text for step in late.trace.steps[1:])
-    texts_kept = engine.broadcasts[0].texts
+    texts_kept = engine.watching.broadcasts[0].texts
     assert texts_kept is not None
     await answer(engine, "nobody looks", "unseen")
     assert not texts_kept.sequences
@@ -345,7 +345,7 @@ async def test_only_the_engine_that_somebody_looks_at_records(
     await viewer.read_until(lambda step: step.snapshot is not None)
     await burst("seen")
     assert {engine for report in reports for engine in report.steps} == {1}
-    texts = two_engines.broadcasts[0].texts
+    texts = two_engines.watching.broadcasts[0].texts
     assert texts is not None and not any(s.new for s in texts.sequences.values() if s.engine == 0)
     viewer.stream.close()
     for name in ("on its way", "gone"):  # the order to stop is carried out before the second burst

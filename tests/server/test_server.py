@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families as metric_fa
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.request_stream import RequestTimes
+from nanovllm.engine.request_stream import EngineDeadError, RequestTimes
+from nanovllm.server.admission import Admission
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.chat import ChatGeneration
 from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration, name_of_bytes
@@ -672,11 +673,17 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
 
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
     engine: Any = SimpleNamespace(name="tiny", limits=limits, encode=encode)
-    engine.has_room = lambda number: False  # all that matters here is over by then
+    engine.num_requests = 0  # so that any number may come in
     engine.config = SimpleNamespace(max_num_waiting=1)
+
+    async def add_request(*arguments: Any) -> None:
+        raise EngineDeadError("all that matters here is over by now")
+
+    engine.add_request = add_request
     other = asyncio.create_task(somebody_else())
-    with pytest.raises(APIError, match="too many requests are already waiting"):
-        await CompletionEndpoint(engine).submit_request(CompletionRequest(prompt=["a"] * 5))
+    endpoint = CompletionEndpoint(Admission(engine))
+    with pytest.raises(EngineDeadError):
+        await endpoint.submit_request(CompletionRequest(prompt=["a"] * 5))
     other.cancel()
     assert turns.count("prompt") == 5 and turns.count("other") >= 4
 
@@ -699,7 +706,7 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
     engine.config = SimpleNamespace(max_num_waiting=49)
-    endpoint, body = Endpoint(engine), ChatCompletionRequest(messages=HELLO)
+    endpoint, body = Endpoint(Admission(engine)), ChatCompletionRequest(messages=HELLO)
     chats = [asyncio.create_task(endpoint.encode_chat(body)) for _ in range(50)]
     try:
         for _ in range(9):  # until each has begun

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.text.long_texts import context_length
+from nanovllm.text.prompts import EngineLimits
 from tests.server_process import ServerProcess, wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -319,10 +319,11 @@ def test_max_tokens_beyond_the_context_names_all_numbers(server: ServerProcess, 
 
 
 def test_a_small_pool_is_named_as_the_limit() -> None:
+    limits = EngineLimits(max_model_len=256, max_request_tokens=64, vocab_size=320)
     assert (
-        context_length(64, 256)
+        limits.context_length
         == "This model's maximum context length is 64 tokens on this server, since its KV pool has "
-        "no room for more (the model takes 256)."
+        "no room for more (the model takes 256; raise --kv-cache-memory)."
     )
 
 

@@ -9,7 +9,6 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,9 +25,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.router.fleet import processes
 from nanovllm.server import access, signalled
 from nanovllm.server.access import Access, api_keys
-from nanovllm.server.errors import APIError
 from nanovllm.server.middleware import Guard, protect
-from nanovllm.server.shares import ALL_PLACES, Share, current_share
 from nanovllm.server.signalled import SignalledServer
 from tests.server_process import ServerProcess
 from tests.stand_ins import set_constants
@@ -567,55 +564,3 @@ async def test_a_connection_too_many_ends_the_one_that_keeps_the_server_waiting_
 def is_busy(connection: Any) -> bool:
     """Whether it has a whole request that is not answered."""
     return connection.cycle is not None and not connection.cycle.more_body
-
-
-# ---------------------------------------------------------------- shares of the waiting places
-
-
-def test_one_key_cannot_take_the_places_of_another() -> None:
-    config = SimpleNamespace(max_num_waiting=9)
-    engine: Any = SimpleNamespace(
-        config=config, has_room=lambda count, max_num_waiting=9: False, num_preparing=0
-    )
-    one, two = Share(3), Share(3)
-
-    def has_room(share: Share, count: int) -> bool:
-        try:
-            with share.place(engine, count):
-                pass
-        except APIError as error:
-            assert (
-                "this API key are already waiting: at most 3" in error.detail
-                and "divided among 3 keys" in error.detail
-            )
-            return False
-        return True
-
-    requests = [SimpleNamespace(is_waiting=True) for _ in range(3)]
-    for request in requests:
-        assert has_room(one, 1)
-        one.add(request, 1)  # type: ignore[arg-type]
-    assert not has_room(one, 1)
-    assert has_room(two, 3) and not has_room(two, 4)
-    requests[0].is_waiting = False  # it has its first token
-    assert has_room(one, 1) and not has_room(one, 2)
-    with one.place(engine, 1):  # which is prepared in a thread, perhaps
-        assert engine.num_preparing == 1 and not has_room(one, 1)
-    assert engine.num_preparing == 0 and has_room(one, 1)
-    engine.has_room = lambda count, max_num_waiting=9: True
-    assert has_room(one, 100), "what can run at once need not wait"
-
-
-async def test_each_key_has_a_share_only_if_there_are_several() -> None:
-    seen: list[Share | None] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(current_share.get())
-
-    for keys in (["a"], ["a", "b"]):
-        guard = Guard(app, Access(tuple(keys)))
-        for key in (*keys, keys[0]):
-            scope = post_scope("/x", (b"authorization", b"Bearer " + key.encode()))
-            await asyncio.create_task(guard(scope, never_called, never_called))
-    assert seen[:2] == [ALL_PLACES, ALL_PLACES]
-    assert seen[2] is seen[4] is not ALL_PLACES and seen[3] not in (ALL_PLACES, seen[2])

@@ -1,0 +1,51 @@
+"""Waits for the reports of an engine's process in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from nanovllm.distributed.activity import LOOK_SECONDS
+from nanovllm.engine.process import Report
+from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
+
+if TYPE_CHECKING:
+    from nanovllm.engine.client import EngineClient
+
+
+class ReportReader:
+    """The reports of an engine's process, for the task that waits for them.
+
+    Args:
+        client: the process.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._arrival = asyncio.Event()
+        asyncio.get_running_loop().add_reader(client.reports.fileno(), self._arrival.set)
+
+    async def next(self) -> list[Report]:
+        """Wait for the next reports.
+
+        Raises:
+            EngineStartError: the engine refuses the settings.
+            EngineDeadError: it has ended, or hangs.
+        """
+        while True:
+            self._arrival.clear()
+            reason = self._client.poll()
+            if reports := self._client.take_reports():
+                return reports
+            if reason:
+                last = self._client.last_words
+                is_users = last is not None and last.user_error
+                raise EngineStartError(reason) if is_users else EngineDeadError(reason)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._arrival.wait()
+
+    def close(self) -> None:
+        """Listen no more."""
+        asyncio.get_running_loop().remove_reader(self._client.reports.fileno())
