@@ -120,9 +120,8 @@ class Eagle(Drafter):
         if self.config.model is not None:
             file = Path(self.config.model).expanduser()
             return file if file.is_file() else resolve_model(self.config.model)
-        name = (
-            self.target.folder.name
-        )  # the course model's, too, where a server has found its folder
+        # Of the course model's folder, too, in which a server has found it.
+        name = self.target.folder.name
         shipped = shipped_head(name)
         if shipped is None:
             raise ValueError(
