@@ -120,7 +120,7 @@ class Eagle(Drafter):
         if self.config.model is not None:
             file = Path(self.config.model).expanduser()
             return file if file.is_file() else resolve_model(self.config.model)
-        # Of the course model's folder, too, in which a server has found it.
+        # The folder has the course model's name, also where a server has resolved it.
         name = self.target.folder.name
         shipped = shipped_head(name)
         if shipped is None:
