@@ -1,4 +1,4 @@
-"""The texts on which an EAGLE-3 head is trained: answers that the target writes itself, or a file
+"""Samples on which an EAGLE-3 head is trained: answers that the target writes itself, or a file
 that is used unchanged."""
 
 from __future__ import annotations

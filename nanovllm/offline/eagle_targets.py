@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head learns from the target: its hidden states at each token of the samples, and
+"""Data that an EAGLE-3 head learns: the target's hidden states at each token of the samples, and
 the tokens that the head can predict."""
 
 from __future__ import annotations

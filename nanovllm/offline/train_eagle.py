@@ -3,12 +3,12 @@ writes itself.
 
 The head guesses the token after next, from the target's hidden states at a position and from the
 token that follows there. Its own output takes the place of the hidden states for the next guess,
-and so on. Training runs these steps as drafting does, for all positions of a batch at once: the
+and so on. Training runs these steps as drafting does, for all positions of a batch in one call: the
 paper's training-time test.
 
 | module | what it does |
 | --- | --- |
-| `eagle_samples` | lets the target write the texts to learn |
+| `eagle_samples` | lets the target write the samples |
 | `eagle_targets` | computes the target's hidden states for them, and chooses the draft vocabulary |
 | `eagle_head` | the head, with gradients |
 | `eagle_drafts` | drafts at all positions of some samples |
