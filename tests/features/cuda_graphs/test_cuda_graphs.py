@@ -72,6 +72,8 @@ def test_ladder_is_that_of_vllm() -> None:
 class Rows:
     """Of a runner what graphs need."""
 
+    device: torch.device
+
     def __init__(self, sizes: int, noted: list[Any]) -> None:
         config = EngineConfig(max_num_seqs=sizes)
         self.settings = runner_settings(resolve(config, model_max_len=64, num_kv_blocks=32))
@@ -665,6 +667,36 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
     ]
     assert events == [*rounds[0], *rounds[1], "replay"]
     assert isinstance(make_graph(), CudaGraph)
+
+
+def test_the_memory_of_all_graphs_is_estimated_from_the_largest_two(monkeypatch) -> None:
+    """Of 13 requests: graphs for 13, 8, 4, 2 and 1."""
+    free = [1000]
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Measured:
+        def __init__(self) -> None:
+            alive.add(self)
+
+        def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+            if pool is None:
+                free[0] -= 300  # kernels, and the memory that all share
+            free[0] -= len(work())
+            return "pool"
+
+    set_gpu(
+        monkeypatch, mem_get_info=lambda *_: (free[0], 1000), synchronize=None, empty_cache=None
+    )
+    noted: list[Any] = []
+    graphs = Zeros(Measured, noted)
+    rows = Rows(13, noted)
+    rows.device = torch.device("cuda")
+    assert graphs.extra_bytes(rows) == 300 + 13 + 4 * 8  # type: ignore[arg-type]
+    assert noted[:2] == [("padding", 0, 13), ("upload", 13, 13)], "no request's data is computed"
+    assert noted[2:] == ["work 13", "work 8"] and not alive
+    free[0] = 1000
+    graphs.prepare(rows)  # type: ignore[arg-type]
+    assert free[0] == 1000 - 300 - (13 + 8 + 4 + 2 + 1) and len(alive) == 5
 
 
 @pytest.mark.parametrize("flags", [[], ["--enforce-eager"], ["--no-enforce-eager"]])
