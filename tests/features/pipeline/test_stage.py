@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.assembly.runner import create_forward
 from nanovllm.core.forward import Forward
-from nanovllm.features.cuda_graphs.graphs import GraphForward
 from nanovllm.features.pipeline.stage import StageForward
-from tests.stand_ins import set_gpu
 
 
 class Counted(Forward):
@@ -48,19 +45,3 @@ def test_a_step_does_not_change_what_the_step_before_has_sent(reuses_output: boo
         is_copied = sent[-1].data_ptr() != forward.out.data_ptr()
         assert is_copied == reuses_output, "copied only if it must be"
     assert [hidden.tolist() for hidden in sent] == [[[1.0, 1.0]] * 3, [[2.0, 2.0]]]
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_graphs_reuse_their_output(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_gpu(monkeypatch, Stream=lambda device: None)
-    loaded: Any = SimpleNamespace(
-        config=SimpleNamespace(enforce_eager=enforce_eager, pipeline_parallel_size=2),
-        model_config=SimpleNamespace(moe=None),
-        model=None,
-        backend=SimpleNamespace(supports_graphs=True),
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-    )
-    stage = create_forward(loaded, speculator=None)
-    assert isinstance(stage, StageForward)
-    assert isinstance(stage.forward, GraphForward) == stage.reuses_output == (not enforce_eager)
