@@ -162,6 +162,9 @@ def test_a_quantized_head_of_a_tied_model_on_two_ranks(tmp_path: pathlib.Path, k
 def test_a_quantized_head_of_a_tied_model_on_two_stages(tmp_path: pathlib.Path) -> None:
     folders = with_quantized_head(tmp_path, PACKED, "lm_head", keep=False)
     check_tokens(folders, pipeline_parallel_size=2)
+    llm = LLM(str(folders[0]), dtype="float32", num_kv_blocks=8, pipeline_parallel_size=2)
+    head: Any = llm.engine.core.runner.model.lm_head.weight
+    assert head.scheme.bits == 4, "the last stage has it as it is stored"
 
 
 # ---------------------------------------------------------------- groups and formats in one file
@@ -184,6 +187,20 @@ def test_groups_as_large_as_a_row(
     check_tokens(folders)
     experts = load(folders[0]).model.layers[0].mlp.experts
     assert {experts.w13.scheme.bits, experts.w2.scheme.bits} == {4}
+
+
+@pytest.mark.parametrize("kind", [GPTQ, PACKED])
+def test_groups_as_large_as_a_row_on_two_ranks(
+    tmp_path: pathlib.Path, kind: str, variant: Callable[..., str]
+) -> None:
+    """All inputs share a scale, so each rank may have half of them."""
+    folders = store_checkpoint(
+        make_checkpoint(tmp_path / "original", variant("qwen3-moe", moe_intermediate_size=16)),
+        tmp_path,
+        FORMATS[kind][4],
+        lambda _, matrix: stored_as(kind, matrix),
+    )
+    on_ranks(folders, Grid(tensor=2))
 
 
 def test_8_bit_rows_of_any_length(tmp_path: pathlib.Path, variant: Callable[..., str]) -> None:
