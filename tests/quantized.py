@@ -180,28 +180,31 @@ def is_quantized(name: str) -> bool:
     return name.endswith(".weight") and not any(word in name for word in others)
 
 
-def quantize_checkpoint(
-    source: pathlib.Path, folder: pathlib.Path, kind: str
+# name and matrix -> (the tensors that store it, by the ends of their names; its dequantized floats)
+Stored = tuple[dict[str, Tensor], Tensor]
+
+
+def store_checkpoint(
+    source: pathlib.Path,
+    folder: pathlib.Path,
+    settings: dict[str, Any],
+    store: Callable[[str, Tensor], Stored],
+    chosen: Callable[[str], bool] = is_quantized,
 ) -> tuple[pathlib.Path, pathlib.Path]:
     """(quantized checkpoint, the same with dequantized weights in float32)."""
-    bits, group, asymmetric, store, settings = FORMATS[kind]
     quantized, plain = folder / "quantized", folder / "plain"
     for each in (quantized, plain):
         shutil.copytree(source, each)
-    small, large = {}, {}
+    small: dict[str, Tensor] = {}
+    large: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not is_quantized(name):
+        if not chosen(name):
             small[name] = large[name] = tensor
             continue
-        numbers, scales, zeros = grid(tensor.numpy(), bits, group or tensor.shape[1], asymmetric)
-        small |= {
-            f"{name.removesuffix('weight')}{end}": t
-            for end, t in store(numbers, scales, zeros).items()
-        }
-        each = numbers.reshape(*scales.shape, -1) - zeros[..., None]
-        large[name] = floats((each * scales[..., None]).astype(np.float32).reshape(tensor.shape))
+        tensors, large[name] = store(name, tensor)
+        small |= {f"{name.removesuffix('weight')}{end}": t for end, t in tensors.items()}
     # Biases instead of GPTQ's zeros.
-    small |= {name: tensor for name, tensor in large.items() if not is_quantized(name)}
+    small |= {name: tensor for name, tensor in large.items() if not chosen(name)}
     save_file(small, quantized / "model.safetensors", {"format": "pt"})
     save_file(large, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -209,3 +212,19 @@ def quantize_checkpoint(
         json.dumps(config | {"quantization_config": settings}), encoding="utf-8"
     )
     return quantized, plain
+
+
+def stored_as(kind: str, matrix: Tensor) -> Stored:
+    """A matrix in one of `FORMATS`."""
+    bits, group, asymmetric, store, _ = FORMATS[kind]
+    numbers, scales, zeros = grid(matrix.numpy(), bits, group or matrix.shape[1], asymmetric)
+    each = numbers.reshape(*scales.shape, -1) - zeros[..., None]
+    whole = floats((each * scales[..., None]).astype(np.float32).reshape(tuple(matrix.shape)))
+    return store(numbers, scales, zeros), whole
+
+
+def quantize_checkpoint(
+    source: pathlib.Path, folder: pathlib.Path, kind: str
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """(checkpoint in one of `FORMATS`, the same with dequantized weights in float32)."""
+    return store_checkpoint(source, folder, FORMATS[kind][4], lambda _, t: stored_as(kind, t))

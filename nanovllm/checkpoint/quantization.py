@@ -1,15 +1,27 @@
 """Reads a checkpoint's `quantization_config`, and refuses what cannot be loaded before any weight
 is read.
 
-Which layers are quantized, with how many bits and in which groups, is what the tensors' names and
-shapes say (layers/quantization)."""
+The configuration says in which format a layer is quantized. Which layers are quantized at all is
+what the tensors' names and dtypes say (layers/quantization)."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from nanovllm.checkpoint.files import Fields, UnsupportedModelError, check_supported, described
+from pydantic import Field
+
+from nanovllm.checkpoint.files import (
+    Fields,
+    ModelFileError,
+    Size,
+    UnsupportedModelError,
+    check_supported,
+    described,
+)
+from nanovllm.checkpoint.formats import FILE, SUPPORTED, MatrixFormat, check_format
 from nanovllm.data.json import JsonObject
 
 if TYPE_CHECKING:
@@ -18,30 +30,69 @@ if TYPE_CHECKING:
 # Schemes that quantize an unquantized checkpoint while it is loaded.
 ONLINE = ("w8a8", "w4a16", "w4a8")
 
-FILE = "config.json: quantization_config"
+Block = Annotated[list[Size], Field(min_length=2, max_length=2)]
 Settings = described(
     "Settings",
     {
-        str: "quant_method checkpoint_format format version",
+        str: "quant_method checkpoint_format format version activation_scheme fmt",
         int: "bits w_bit group_size q_group_size",
         bool: "sym desc_act static_groups zero_point",
-        dict[str, JsonObject]: "config_groups",
+        Block: "weight_block_size",
+        dict[str, JsonObject]: "config_groups dynamic",
         JsonObject: "kv_cache_scheme sparsity_config transform_config",
     },
 )
 Sparsity = described("Sparsity", {str: "format"})
+Override = described("Override", {int: "bits group_size", bool: "sym desc_act static_groups"})
 Group = described(
-    "Group", {str: "format", JsonObject: "weights input_activations output_activations"}
+    "Group",
+    {
+        str: "format",
+        list[str]: "targets",
+        JsonObject: "weights input_activations output_activations",
+    },
 )
-Scheme = described(
-    "Scheme",
+Numbers = described(
+    "Numbers",
     {
         int: "num_bits group_size",
         str: "type strategy",
         bool: "symmetric",
+        Block: "block_structure",
         object: "actorder dynamic",
     },
 )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The format of the layers that a target names.
+
+    Attributes:
+        target: a layer's name, a regular expression for the beginning of names after "re:", or
+            "Linear" or "Embedding" for all such layers.
+    """
+
+    target: str
+    format: MatrixFormat
+
+    @property
+    def rank(self) -> int:
+        """Place in the order in which rules are tried: names, then expressions, then kinds."""
+        if self.target in KINDS:
+            return 2
+        return 1 if self.target.startswith("re:") else 0
+
+    def names(self, layer: str) -> bool:
+        """Return True if the target names this layer of the checkpoint."""
+        if self.target in KINDS:
+            return (self.target == "Embedding") == layer.endswith("embed_tokens")
+        if self.target.startswith("re:"):
+            return re.match(self.target.removeprefix("re:"), layer) is not None
+        return self.target == layer
+
+
+KINDS = ("Linear", "Embedding")
 
 
 @dataclass(frozen=True)
@@ -49,23 +100,19 @@ class QuantizationConfig:
     """How the weights of a model are quantized.
 
     Attributes:
-        method: "gptq", "awq" or "compressed-tensors": how the checkpoint stores them; one of
+        method: "gptq", "awq", "compressed-tensors" or "fp8": how the checkpoint stores them; one of
             `ONLINE`: the scheme to which an unquantized checkpoint is quantized while it is loaded;
             "none".
-        group_sizes: of the checkpoint's groups of inputs; -1 for whole rows.
-        quantizes_inputs: weights that the checkpoint stores as bytes are multiplied by inputs that
-            are quantized, too (W8A8).
-        w4a8: so are 4-bit weights that it stores in words.
-        bits: of weights that are stored as bytes.
+        rules: the formats of the checkpoint's quantized layers; the first rule that names a layer
+            has its format.
+        w4a8: 4-bit weights are multiplied by inputs that are quantized to 8 bits.
         head: an output head that is not quantized in the checkpoint becomes W8A8, and so does the
             embedding if it is the same matrix.
     """
 
     method: str = "none"
-    group_sizes: tuple[int, ...] = (-1,)
-    quantizes_inputs: bool = False
+    rules: tuple[Rule, ...] = ()
     w4a8: bool = False
-    bits: int = 8
     head: bool = False
 
     @classmethod
@@ -73,8 +120,8 @@ class QuantizationConfig:
         """Read the `quantization_config` of a parsed config.json.
 
         Raises:
-            UnsupportedModelError: the message says what would work.
-            ModelFileError: a field of another type.
+            UnsupportedModelError: the message names what would work.
+            ModelFileError: a field that is missing, of another type or out of its range.
         """
         fields = Settings.read(raw["quantization_config"], FILE)
         # Old checkpoints do not name their method.
@@ -83,7 +130,32 @@ class QuantizationConfig:
             old = "awq"
         method = (fields.get("quant_method", old) or fields["quant_method"]).replace("_", "-")
         check_supported("quant_method", method, _READERS)
-        return _READERS[method](fields)
+        rules = _READERS[method](fields)
+        for rule in rules:
+            check_format(rule.format)
+        return cls(method, tuple(sorted(rules, key=lambda rule: rule.rank)))
+
+    def format_of(self, layer: str) -> MatrixFormat | None:
+        """Return the format of a quantized layer, by its name in the checkpoint; None if no rule
+        names it. A single format needs no names."""
+        formats = {rule.format for rule in self.rules}
+        if len(formats) == 1:
+            return self.rules[0].format
+        return next((rule.format for rule in self.rules if rule.names(layer)), None)
+
+    @property
+    def is_dequantized(self) -> bool:
+        """True if all weights of the checkpoint are dequantized while they are loaded."""
+        return bool(self.rules) and all(
+            SUPPORTED[rule.format.layout, rule.format.bits].dequantized for rule in self.rules
+        )
+
+
+# An 8-bit checkpoint with a scale per row, whose inputs are quantized, too.
+W8A8_CHECKPOINT = QuantizationConfig(
+    "compressed-tensors",
+    (Rule("Linear", MatrixFormat("int-quantized", bits=8, scales="row", quantizes_inputs=True)),),
+)
 
 
 def _refuse(wrong: object, what: str, cure: str) -> None:
@@ -91,38 +163,70 @@ def _refuse(wrong: object, what: str, cure: str) -> None:
         raise UnsupportedModelError(f"{FILE}: {what} is not supported; {cure}")
 
 
-def _read_gptq(fields: Fields) -> QuantizationConfig:
+def _check_expression(target: str) -> None:
+    try:
+        re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise ModelFileError(f"{FILE}: {target!r} is no regular expression: {error}") from error
+
+
+def _grouped(size: int) -> tuple[str, int]:
+    """(what shares a scale, inputs per group) for the group size of a file: -1 for whole rows."""
+    return ("row", 0) if size == -1 else ("group", size)
+
+
+def _read_gptq(fields: Fields) -> list[Rule]:
     check_supported(
         "checkpoint_format", fields.get("checkpoint_format", "gptq"), ["gptq", "gptq_v2"]
     )
-    _refuse(fields["bits"] not in (4, 8), f"{fields['bits']} bits", "quantize to 4 or 8")
-    _refuse(
-        not fields.get("sym", True),
-        "asymmetric GPTQ",
-        "quantize with sym: true, or to compressed-tensors",
-    )
-    reordered = (
-        fields.get("desc_act") and fields["group_size"] > 0 and not fields.get("static_groups")
-    )
-    _refuse(
-        reordered,
-        "desc_act with groups",
-        "quantize with static_groups: true, desc_act: false or group_size: -1",
-    )
-    return QuantizationConfig("gptq", (fields["group_size"],))
+    rules = []
+    for pattern, raw in fields.get("dynamic", {}).items():
+        if pattern.startswith("-:"):  # layers that are not quantized
+            continue
+        target = f"re:{pattern.removeprefix('+:')}"
+        _check_expression(target)
+        override = Override.read(raw, f"{FILE}.dynamic")
+        rules.append(Rule(target, _gptq_format(Fields({**fields, **override}, FILE))))
+    return [*rules, Rule("Linear", _gptq_format(fields))]
 
 
-def _read_awq(fields: Fields) -> QuantizationConfig:
+def _gptq_format(fields: Fields) -> MatrixFormat:
+    scales, size = _grouped(fields["group_size"])
+    reorders = fields.get("desc_act", False) and not fields.get("static_groups", False)
+    return MatrixFormat(
+        layout="gptq",
+        bits=fields["bits"],
+        scales=scales,
+        group_size=size,
+        has_zeros=not fields.get("sym", True),
+        any_order=reorders and scales == "group",
+    )
+
+
+def _read_awq(fields: Fields) -> list[Rule]:
     check_supported("version of AWQ", fields.get("version", "gemm").lower(), ["gemm"])
-    bits = fields.get("bits", fields.get("w_bit", 4))
-    _refuse(bits != 4, f"{bits} bits", "quantize to 4")
-    _refuse(not fields.get("zero_point", True), "zero_point: false", "quantize with zero points")
-    return QuantizationConfig(
-        "awq", (fields["group_size"] if "group_size" in fields else fields["q_group_size"],)
+    size = fields["group_size"] if "group_size" in fields else fields["q_group_size"]
+    scales, size = _grouped(size)
+    found = MatrixFormat(
+        layout="awq",
+        bits=fields.get("bits", fields.get("w_bit", 4)),
+        scales=scales,
+        group_size=size,
+        has_zeros=fields.get("zero_point", True),
     )
+    return [Rule("Linear", found)]
 
 
-def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
+def _read_fp8(fields: Fields) -> list[Rule]:
+    check_supported("fmt", fields.get("fmt", "e4m3"), ["e4m3"])
+    scheme = fields.get("activation_scheme", "dynamic")
+    check_supported("activation_scheme", scheme, ["dynamic", "static"])
+    outputs, inputs = fields.get("weight_block_size", (0, 0))
+    scales = "block" if inputs else "tensor"
+    return [Rule("Linear", MatrixFormat("fp8", bits=8, scales=scales, block=(outputs, inputs)))]
+
+
+def _read_compressed_tensors(fields: Fields) -> list[Rule]:
     transforms = fields.get("transform_config", {})
     has_transforms = transforms.get("config_groups", transforms)  # a transform_config may be empty
     for name, found in (
@@ -137,66 +241,74 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         f"sparsity_config of format {sparsity!r}",
         "save the weights in format 'dense'",
     )
-    groups = [Group.read(entry, FILE) for entry in fields["config_groups"].values()]
-    found = {_check_group(group, fields.get("format", "")) for group in groups}
-    whole = {each[1:] for each in found if not each[0]}
-    words = {each[2] for each in found if each[:2] == (True, 4)}
-    _refuse(
-        max(len(whole), len(words)) > 1,
-        "weights of one format with and without quantized inputs, or bytes with 4 and with 8 bits,",
-        "use one of them for all layers",
-    )
-    sizes = {group.get("weights", {}).get("group_size") or -1 for group in groups}
-    bits, inputs = next(iter(whole), (8, False))
-    return QuantizationConfig(
-        "compressed-tensors", tuple(sorted(sizes)), inputs, True in words, bits
-    )
+    rules = []
+    for entry in fields["config_groups"].values():
+        group = Group.read(entry, FILE)
+        found = _format_of_group(group, fields.get("format", ""))
+        targets = group.get("targets", ["Linear"])
+        for target in sorted(targets):
+            _check_expression(target if target.startswith("re:") else "")
+            rules.append(Rule(target, found))
+    return rules
 
 
-def _check_group(group: Fields, form: str) -> tuple[bool, int, bool]:
-    """Check a group of layers. Returns whether their weights are packed in words, their bits, and
-    whether their inputs are quantized."""
+STRATEGIES = {"group": "group", "channel": "row", "tensor": "tensor", "block": "block"}
+# For weights that do not name theirs: by the sign of the group size.
+STRATEGY_BY_SIGN = {1: "group", 0: "tensor", -1: "channel"}
+LAYOUTS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
+# Inputs that are quantized in each step.
+DYNAMIC_INPUTS = {
+    "num_bits": 8,
+    "type": "int",
+    "strategy": "token",
+    "dynamic": True,
+    "symmetric": True,
+}
+
+
+def _format_of_group(group: Fields, form: str) -> MatrixFormat:
+    """Read the format of a group of layers; `form` is the default."""
     weights, inputs = (
-        Scheme.read(group.get(name, {}), FILE) for name in ("weights", "input_activations")
+        Numbers.read(group.get(name, {}), f"{FILE}: {name}")
+        for name in ("weights", "input_activations")
     )
+    kind = weights.get("type", "int")
     form = group.get("format", form)
-    check_supported("format of compressed-tensors", form, ["pack-quantized", "int-quantized"])
-    bits, kind, strategy, symmetric = (
-        weights.get(name) for name in ("num_bits", "type", "strategy", "symmetric")
-    )
-    packed = form == "pack-quantized"
-    fits = kind == "int" and bits in (4, 8) and (symmetric or (packed and bits == 4))
-    fits = fits and strategy in (("group", "channel") if packed or bits == 4 else ("channel",))
+    if form == "naive-quantized":  # an older name
+        form = f"{kind}-quantized"
+    check_supported("format of compressed-tensors", form, LAYOUTS)
     _refuse(
-        not fits,
-        f"{form} with {'' if symmetric else 'a'}symmetric {bits}-bit {kind} weights per {strategy}",
-        "use pack-quantized with 4 or symmetric 8 bits per group or channel, or int-quantized with "
-        "symmetric 8 bits per channel",
+        kind != LAYOUTS[form], f"{form} with {kind} weights", f"use weights of type {LAYOUTS[form]}"
     )
+    size = weights.get("group_size", 0)
+    strategy = weights.get("strategy", STRATEGY_BY_SIGN[(size > 0) - (size < 0)])
+    check_supported("strategy of weights", strategy, STRATEGIES)
+    has_integers = kind == "int" and bool(inputs)
+    differs = any(inputs.get(name) != value for name, value in DYNAMIC_INPUTS.items())
     _refuse(
-        weights.get("actorder") == "group",
-        "actorder: group",
-        "use actorder: weight, which keeps groups together",
-    )
-    dynamic = {
-        "num_bits": 8,
-        "type": "int",
-        "strategy": "token",
-        "dynamic": True,
-        "symmetric": True,
-    }
-    differs = inputs and (
-        (packed and bits == 8) or any(inputs.get(name) != value for name, value in dynamic.items())
-    )
-    _refuse(
-        differs or group.get("output_activations"),
+        (has_integers and differs) or group.get("output_activations"),
         f"{form} with quantized activations of this kind",
         "use int-quantized with dynamic symmetric 8-bit integers per token, or remove them",
     )
-    return packed, bits or 0, bool(inputs)
+    outputs, block_inputs = weights["block_structure"] if strategy == "block" else (0, 0)
+    return MatrixFormat(
+        layout=form,
+        bits=weights["num_bits"],
+        scales=STRATEGIES[strategy],
+        group_size=size if strategy == "group" else 0,
+        block=(outputs, block_inputs),
+        has_zeros=not weights.get("symmetric", True),
+        any_order=weights.get("actorder") == "group",
+        quantizes_inputs=has_integers,
+    )
 
 
-_READERS = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors}
+_READERS: Mapping[str, Callable[[Fields], list[Rule]]] = {
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "compressed-tensors": _read_compressed_tensors,
+    "fp8": _read_fp8,
+}
 
 
 def with_settings(
@@ -211,11 +323,27 @@ def with_settings(
         ValueError: the setting does not fit the checkpoint.
     """
     asked = config.quantization
-    head = config.quantize_head
-    method = "none" if found is None else found.method
     if asked == "w4a8" and found is not None:  # its weights as they are
         found = replace(found, w4a8=True)
         asked = "auto"
+    if asked == "fp8" and found is not None and found.is_dequantized:
+        asked = "auto"
+    _check_setting(found, asked)
+    method = "none" if found is None else found.method
+    if asked in ONLINE:
+        method = asked
+    if config.load_format == "dummy" and found is not None:
+        # Random numbers are quantized while they are made.
+        method = _dummy_method(found)
+        found = None
+    if method == "none" and not config.quantize_head:
+        return None
+    return replace(found or QuantizationConfig(), method=method, head=config.quantize_head)
+
+
+def _check_setting(found: QuantizationConfig | None, asked: str) -> None:
+    """Raise a ValueError if `--quantization` does not fit the checkpoint."""
+    method = "none" if found is None else found.method
     if asked in ONLINE and found is not None:
         raise ValueError(
             f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}: "
@@ -223,17 +351,19 @@ def with_settings(
         )
     if asked not in ("auto", *ONLINE, method):
         kind = "not quantized" if found is None else method
+        cure = "do not set it"
+        if asked == "fp8" and found is None:
+            cure = "use w8a8 for 8 bits per weight, or a checkpoint in fp8"
         raise ValueError(
-            f"quantization {asked!r} does not fit this checkpoint, which is {kind}: do not set it"
+            f"quantization {asked!r} does not fit this checkpoint, which is {kind}: {cure}"
         )
-    method = asked if asked in ONLINE else method
-    if config.load_format == "dummy" and found is not None:
-        # Random numbers are quantized while they are made.
-        method = "w8a8" if found.quantizes_inputs else "w4a16"
-        if found.w4a8 or found.bits == 4:
-            method = "w4a8"
-    return (
-        replace(found or QuantizationConfig(), method=method, head=head)
-        if head or method != "none"
-        else None
-    )
+
+
+def _dummy_method(found: QuantizationConfig) -> str:
+    """Return the scheme that is nearest to that of a checkpoint's layers."""
+    if found.is_dequantized:
+        return "none"
+    form = found.rules[-1].format
+    if form.bits == 8:
+        return "w8a8"
+    return "w4a8" if found.w4a8 or form.quantizes_inputs else "w4a16"

@@ -39,8 +39,8 @@ _OTHER_FILES = {
     "training_": "contains the state of a training run: copy the model's weights into this folder",
 }
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens."
+HEAD = "lm_head."
 # Prefix of the text model in a vision-language model; and the start of names in a base model, which
 # was saved without its head.
 _TEXT_PART = re.compile(r"^(model\.)?language_model\.")
@@ -136,14 +136,20 @@ def standard_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def has_own_head(tensors: Iterable[tuple[str, Tensor]]) -> bool:
-    """Return True if a checkpoint contains an output head that differs from its embedding."""
-    kept = {
-        name: tensor for name, tensor in tensors if name == EMBEDDING or name.startswith("lm_head.")
-    }
-    embedding = kept.pop(EMBEDDING, None)
-    if embedding is None or not kept:
+    """Return True if a checkpoint contains an output head that differs from its embedding. Each may
+    be one matrix, or the tensors of a quantized one."""
+    embedding: dict[str, Tensor] = {}
+    head: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name.startswith(EMBEDDING):
+            embedding[name.removeprefix(EMBEDDING)] = tensor
+        elif name.startswith(HEAD):
+            head[name.removeprefix(HEAD)] = tensor
+    if not embedding or not head:
         return False
-    return kept.keys() != {HEAD} or not _equal(embedding, kept[HEAD])
+    return head.keys() != embedding.keys() or any(
+        not _equal(embedding[kind], tensor) for kind, tensor in head.items()
+    )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -157,14 +163,16 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def with_embedding(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint whose embedding and output head are one matrix. If it is
     stored only as the head, it is also yielded as the embedding."""
-    head: Tensor | None = None
+    head: list[tuple[str, Tensor]] = []
     has_embedding = False
     for name, tensor in tensors:
-        has_embedding = has_embedding or name == EMBEDDING
-        head = tensor if name == HEAD else head
+        has_embedding = has_embedding or name.startswith(EMBEDDING)
+        if name.startswith(HEAD):
+            head.append((name, tensor))
         yield name, tensor
-    if head is not None and not has_embedding:
-        yield EMBEDDING, head
+    if not has_embedding:
+        for name, tensor in head:
+            yield name.replace(HEAD, EMBEDDING, 1), tensor
 
 
 @contextlib.contextmanager

@@ -177,6 +177,7 @@ class EngineConfig(Keywords):
         "awq",
         "awq_marlin",
         "compressed-tensors",
+        "fp8",
         "w8a8",
         "w4a8",
         "w4a16",

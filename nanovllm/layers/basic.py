@@ -25,6 +25,10 @@ class Packable(nn.Module):
     packable = True
     __call__: Callable[..., Tensor]
 
+    def parameter_of(self, name: str) -> str:
+        """Return the name of the parameter that has a matrix of the checkpoint."""
+        return "weight"
+
     def pack(self) -> None:
         """Rearrange the matrices; see `ops.pack_weight`."""
         raise NotImplementedError

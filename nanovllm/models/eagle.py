@@ -404,10 +404,9 @@ def load_draft_model(
     if any(name.endswith("_scale") for name in tensors):
         # 8-bit weights, and inputs that are rounded to 8 bits, too.
         with needed_for("quantization"):
-            from nanovllm.checkpoint.quantization import QuantizationConfig
+            from nanovllm.checkpoint.quantization import W8A8_CHECKPOINT
             from nanovllm.layers.quantization import quantize_layers
-        quantization = QuantizationConfig("compressed-tensors", quantizes_inputs=True)
-        quantize_layers(model, quantization, tensors.items())  # type: ignore[arg-type]
+        quantize_layers(model, W8A8_CHECKPOINT, tensors.items())  # type: ignore[arg-type]
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
     allocate_weights(model, dtype, device)
     model.register_buffer(

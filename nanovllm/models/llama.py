@@ -238,7 +238,7 @@ class LlamaForCausalLM(nn.Module):
         self.model = LlamaModel(config, max_positions, type(self))
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
         self.is_tied = config.tie_word_embeddings
-        self.unused = ["lm_head.weight"] if self.is_tied else []
+        self.unused = ["lm_head"] if self.is_tied else []
         self.tie_weights()
 
     def tie_weights(self) -> None:

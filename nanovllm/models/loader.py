@@ -169,8 +169,7 @@ def load_model(
     if config.quantization is not None:  # lecture 41
         with needed_for("quantization"):
             from nanovllm.layers.quantization import quantize_layers
-        shapes = stored_tensors(config, folder, only_shapes=True)
-        quantize_layers(model, config.quantization, shapes)
+        quantize_layers(model, config.quantization, stored_tensors(config, folder))
     positions = max_positions or config.max_position_embeddings
     if not dummy:
         # A mismatch raises an error before memory is allocated.

@@ -135,6 +135,10 @@ class Experts(Packable):
             )
         return self.shard.place(self.w13[slot], self.shard.size if matrix == "up" else 0)
 
+    def parameter_of(self, name: str) -> str:
+        """See the base class."""
+        return "w2" if name.endswith("down_proj.weight") else "w13"
+
     @torch.inference_mode()
     def pack(self) -> None:
         """Rearrange the matrices, where they are, so that this machine multiplies fastest, see

@@ -412,7 +412,7 @@ def test_dummy_weights_take_the_checkpoint_s_scheme(made: Any) -> None:
     folder, _ = made("llama", "w8a8")
     options: Any = {"load_format": "dummy", "quantization": "auto"}
     config = read_model_config(EngineConfig(str(folder), **options), folder)
-    assert config.quantization == QuantizationConfig("w8a8", quantizes_inputs=True)
+    assert config.quantization == QuantizationConfig("w8a8")
     weight: Any = (
         load_model(folder, config, torch.bfloat16, load_format="dummy")
         .model.layers[0]
@@ -442,12 +442,15 @@ def test_a_quantized_engine_has_kv_of_its_own(made: Any) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 CT = compressed_tensors("pack-quantized", 4, 64, False, False)
 
 
 def with_scheme(form: str = "pack-quantized", inputs: Any = None, **changes: Any) -> dict[str, Any]:
     settings = compressed_tensors(form, 4, 64, False, False)
     group = settings["config_groups"]["group_0"]
+    group["targets"] = changes.pop("targets", ["Linear"])
     group["weights"] |= changes
     group["input_activations"] = inputs
     return settings
@@ -468,18 +471,18 @@ GPTQ_SETTINGS = {
         ({"bits": 4}, "quant_method is missing"),
         (
             {"quant_method": "bitsandbytes"},
-            "'bitsandbytes' is not supported; supported are gptq, awq, compressed-tensors",
+            "'bitsandbytes' is not supported; supported are gptq, awq, compressed-tensors, fp8",
         ),
-        (GPTQ_SETTINGS | {"bits": 3}, "3 bits is not supported; quantize to 4 or 8"),
+        (GPTQ_SETTINGS | {"bits": 3}, "gptq with 3 bits is not supported; quantize to 4 or 8"),
         (GPTQ_SETTINGS | {"bits": "four"}, "bits must be a valid integer"),
         (
             GPTQ_SETTINGS | {"sym": False},
-            "asymmetric GPTQ is not supported; quantize with sym: true",
+            "asymmetric gptq with 4 bits is not supported; quantize with symmetric weights",
         ),
-        (
-            GPTQ_SETTINGS | {"desc_act": True},
-            "desc_act with groups is not supported; quantize with static_groups: true",
-        ),
+        (GPTQ_SETTINGS | {"group_size": 20}, "group_size 20 is not supported; use a multiple of 8"),
+        (GPTQ_SETTINGS | {"group_size": -2}, "group_size -2 is not supported; use a multiple of 8"),
+        (GPTQ_SETTINGS | {"dynamic": {"+:(": {"bits": 8}}}, "'re:\\(' is no regular expression"),
+        (GPTQ_SETTINGS | {"dynamic": {"x": {"bits": 2}}}, "gptq with 2 bits is not supported"),
         (
             GPTQ_SETTINGS | {"checkpoint_format": "marlin"},
             "'marlin' is not supported; supported are gptq, gptq_v2",
@@ -490,43 +493,53 @@ GPTQ_SETTINGS = {
         ),
         (
             {"quant_method": "awq", "w_bit": 8, "q_group_size": 64},
-            "8 bits is not supported; quantize to 4",
+            "awq with 8 bits is not supported; quantize to 4",
         ),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False},
-            "quantize with zero points",
+            "symmetric awq with 4 bits is not supported; quantize with asymmetric weights",
         ),
         (
-            with_scheme("float-quantized"),
-            "'float-quantized' is not supported; supported are pack-quantized, int-quantized",
+            with_scheme("marlin-24"),
+            "'marlin-24' is not supported; supported are pack-quantized, int-quantized, float-q",
         ),
         (
             with_scheme(num_bits=3),
-            "symmetric 3-bit int weights per group is not supported; use pack-quantized with 4",
+            "pack-quantized with 3 bits is not supported; quantize to 4 or 8",
         ),
         (
             with_scheme(num_bits=8, symmetric=False),
-            "asymmetric 8-bit int weights per group is not supported",
+            "asymmetric pack-quantized with 8 bits is not supported",
         ),
-        (with_scheme("int-quantized", num_bits=8), "8-bit int weights per group is not supported"),
+        (
+            with_scheme("int-quantized", num_bits=8),
+            "int-quantized with 8 bits and a scale per group is not supported; use a scale per row",
+        ),
         (
             with_scheme("int-quantized", symmetric=False),
-            "asymmetric 4-bit int weights per group is not supported",
+            "asymmetric int-quantized with 4 bits is not supported",
         ),
         (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {
-                    str(bits): compressed_tensors(
-                        "int-quantized", bits, 16 * (bits == 4), False, True
-                    )["config_groups"]["group_0"]
-                    for bits in (4, 8)
-                },
-            },
-            "bytes with 4 and with 8 bits, is not supported; use one of them",
+            with_scheme(type="float"),
+            "pack-quantized with float weights is not supported; use weights of type int",
         ),
-        (with_scheme(type="float"), "4-bit float weights per group is not supported"),
-        (with_scheme(actorder="group"), "actorder: group is not supported; use actorder: weight"),
+        (
+            with_scheme("float-quantized", type="float", num_bits=4),
+            "float-quantized with 4 bits is not supported; quantize to 8",
+        ),
+        (with_scheme(targets=4), "targets must be a valid list"),
+        (
+            with_scheme(inputs=DYNAMIC, num_bits=8),
+            "pack-quantized with 8 bits and quantized inputs is not supported",
+        ),
+        (FP8 | {"weight_block_size": [128, -1]}, "weight_block_size.1 must be at least 1"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size .*at least 2 items"),
+        (FP8 | {"activation_scheme": "magic"}, "'magic' is not supported; supported are dynamic"),
+        (FP8 | {"fmt": "e5m2"}, "'e5m2' is not supported; supported are e4m3"),
+        (
+            with_scheme(actorder="group"),
+            "and actorder: group is not supported; use actorder: weight",
+        ),
         (
             with_scheme(inputs={"num_bits": 8, "type": "int"}),
             "use int-quantized with dynamic symmetric 8-bit integers",
@@ -546,7 +559,7 @@ def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], mess
         (
             GPTQ,
             {"group_size": 128},
-            "has 64 inputs, which is not a multiple of 128: quantize with group_size 64 or 32",
+            "has 96 inputs, which is not a multiple of 128: quantize with group_size 32 or -1",
         ),
         (
             GPTQ,
@@ -620,8 +633,8 @@ def test_ranks_that_would_split_a_group_are_refused(
         ),
         (
             "g_idx",
-            lambda t: t.flip(0),
-            "inputs are not in the order of their groups; quantize with desc_act: false",
+            lambda t: t // 2,
+            "self_attn.q_proj.g_idx: a group does not have 16 inputs; download it again",
         ),
         ("bias", lambda t: t + 1, "bias is not zero, and this architecture has no bias there"),
         (
@@ -655,18 +668,25 @@ def test_damaged_tensors_are_refused(
         load_model(tmp_path, config, torch.float32)
 
 
-def test_parts_of_one_matrix_must_be_quantized_alike(made: Any, tmp_path: pathlib.Path) -> None:
-    (folder, plain), layer = made("llama", GPTQ), "model.layers.0.self_attn.k_proj"
+@pytest.mark.parametrize("kind", [GPTQ, "w8a16"])
+def test_parts_of_one_matrix_that_are_quantized_differently_are_dequantized(
+    made: Any, tmp_path: pathlib.Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder, plain), layer = made("llama", kind), "model.layers.0.self_attn.k_proj"
     stored = {
         n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)
     }
     stored[f"{layer}.weight"] = load_file(plain / "model.safetensors")[f"{layer}.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError,
-        match=r"q_proj.weight and .*k_proj.weight, .* are quantized differently: quantize both",
-    ):
-        load_model(tmp_path, read_model_config(EngineConfig(str(folder)), folder), torch.float32)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(folder / name)
+    found = tokens(str(tmp_path), PROMPTS)
+    assert found == expected_tokens(plain, found)
+    [line] = [text for text in caplog.messages if "dequantized" in text]
+    assert line == (
+        "model.layers.0.self_attn.q_proj is dequantized while it is loaded: it is stored as one "
+        "matrix with others, which are quantized differently"
+    )
 
 
 def test_layers_that_the_file_leaves_alone_stay_as_they_are(

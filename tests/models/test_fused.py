@@ -4,7 +4,6 @@ cannot compute, or a learner has changed, runs one by one."""
 from __future__ import annotations
 
 import pathlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,24 +83,26 @@ def test_the_bits_of_quantized_layers_are_those_of_layers_one_by_one(
 ) -> None:
     """Mixed: each matrix of a layer is of another kind, or of none, and those of the next layer are
     others."""
-    original, kinds = quantization._scheme, iter([*QUANTIZED, None] * 9)
+    original = quantization._online
 
-    def next_scheme(config: Any, stored: Any, name: str, shape: Any) -> Any:
-        if any(part in name for part in (".k_proj", ".v_proj", ".up_proj")):  # parts of one matrix
-            return found[-1]
-        chosen = next(kinds)
-        found.append(chosen and original(replace(config, method=chosen), stored, name, shape))
-        return found[-1]
+    def mixed(model: Any, method: str) -> Any:
+        by_kind = [*(original(model, each) for each in QUANTIZED), {}]
+        for i, matrix in enumerate(by_kind[0]):
+            matrices = by_kind[(i + i // 4) % 4]
+            if matrix in matrices:
+                chosen[matrix] = matrices[matrix]
+        return dict(chosen)
 
-    found: list[Any] = []
+    chosen: dict[Any, Any] = {}
     if kind == "mixed":
-        monkeypatch.setattr(quantization, "_scheme", next_scheme)
+        monkeypatch.setattr(quantization, "_online", mixed)
     folder = make_checkpoint(tmp_path, variant)
     options = {"quantization": "w8a8" if kind == "mixed" else kind, "quantize_head": True}
     one_by_one, expected = generate(folder, dtype, enforce_eager=True, **options)
     if kind == "mixed":
-        assert len({scheme and scheme.kind for scheme in found}) == len(QUANTIZED) + 1
-        kinds = iter([*QUANTIZED, None] * 9)
+        assert {weight.scheme.kind for weight in chosen.values()} == {*QUANTIZED}
+        assert len(chosen) == 9, "a fourth of the matrices is not quantized"
+        chosen.clear()
     fused, values = generate(folder, dtype, **options)
     assert (one_by_one, fused) == (False, True)
     assert values == expected

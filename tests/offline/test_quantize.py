@@ -466,7 +466,9 @@ def test_settings_in_a_file_of_their_own_are_read(
     found = ModelConfig.from_pretrained(folder).quantization
     assert found is not None and found.method == kind.split()[0]
     (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 8}})
+        json.dumps(
+            config | {"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 16}}
+        )
     )
     with pytest.raises(ValueError, match="8 bits is not supported"):  # config.json is asked first
         ModelConfig.from_pretrained(folder)

@@ -1,29 +1,33 @@
 """Replaces a model's matrices by quantized ones, and maps the checkpoint's tensors to them.
 
 weight        one quantized matrix, which replaces a layer's weight
-storage       base class of the checkpoint formats
-awq, gptq, compressed_tensors
+stored        the checkpoint's tensors, and the format of each matrix
+storage       base class of the formats with integers
+awq, gptq, compressed_tensors, fp8
               the tensors of each format
 
 A layer's `Place` specifies where a matrix of the checkpoint belongs. The places of the tensors that
-store the quantized matrix follow from it."""
+store the quantized matrix follow from it. See README.md for what is supported."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from nanovllm.checkpoint.files import ModelFileError, UnsupportedModelError
+from nanovllm.checkpoint.formats import SUPPORTED, MatrixFormat
 from nanovllm.checkpoint.quantization import ONLINE, QuantizationConfig
 from nanovllm.layers.basic import Layer, Packable, Place
 from nanovllm.layers.quantization.awq import AWQMatrix
 from nanovllm.layers.quantization.compressed_tensors import BytesMatrix, PackedMatrix
+from nanovllm.layers.quantization.fp8 import fp8_places
 from nanovllm.layers.quantization.gptq import GPTQMatrix
-from nanovllm.layers.quantization.storage import Reader, Shapes, StoredMatrix, place
+from nanovllm.layers.quantization.storage import Reader, StoredMatrix, dequantized_places, place
+from nanovllm.layers.quantization.stored import StoredTensors
 from nanovllm.layers.quantization.weight import W8A8, W8A16, QuantizedWeight, Scheme
 
 if TYPE_CHECKING:
@@ -31,16 +35,24 @@ if TYPE_CHECKING:
 
 __all__ = ["W8A8", "W8A16", "QuantizedWeight", "Scheme", "quantize_layers"]
 
-# The classes that read the checkpoints of each method. A layer is read by the first class whose
-# marker is among its tensors.
-FORMATS: dict[str, tuple[type[StoredMatrix], ...]] = {
-    "awq": (AWQMatrix,),
-    "gptq": (GPTQMatrix,),
-    "compressed-tensors": (PackedMatrix, BytesMatrix),
+logger = logging.getLogger(__name__)
+
+# The classes that read the formats with integers, by layout.
+READERS: dict[str, type[StoredMatrix]] = {
+    "awq": AWQMatrix,
+    "gptq": GPTQMatrix,
+    "pack-quantized": PackedMatrix,
+    "int-quantized": BytesMatrix,
 }
 # Group sizes for weights that are quantized to 4 bits while they are loaded: the first that divides
 # the number of inputs.
 GROUP_SIZES = (64, 32)
+# Names of the output head in a model, and of the matrix that a tied one shares.
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens"
+
+# The quantized matrices of a model, by the parameters that they replace.
+Replacements = dict[nn.Parameter, QuantizedWeight]
 
 
 def quantize_layers(
@@ -53,86 +65,62 @@ def quantize_layers(
     quantized while it is loaded, it does not change.
 
     Args:
-        tensors: the checkpoint's tensors; only their names and shapes are read.
+        tensors: the checkpoint's tensors: names, shapes and dtypes, and the numbers of `g_idx`.
 
     Raises:
         ValueError: the weights cannot be loaded with these settings; the message names settings
             that work.
     """
-    stored: dict[str, tuple[int, ...]] = {}
-    if quantization.method in FORMATS:
-        found = {model.checkpoint_name(name): tuple(tensor.shape) for name, tensor in tensors}
-        stored = {name: shape for name, shape in found.items() if name is not None}
-    for path, layer in list(model.named_modules()):
-        if isinstance(layer, Layer) and layer.matrices.packable:
-            _replace_matrices(layer.matrices, _common_scheme(quantization, stored, path, layer))
-    weights = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
-    if quantization.w4a8 and not any(weight.scheme.bits == 4 for weight in weights):
+    replacements: Replacements = {}
+    stored: StoredTensors | None = None
+    if quantization.method in ONLINE:
+        replacements = _online(model, quantization.method)
+    elif quantization.rules:
+        stored = StoredTensors(quantization, tensors, model.checkpoint_name)
+        replacements = _as_stored(model, stored)
+    four_bits = any(weight.scheme.bits == 4 for weight in replacements.values())
+    if quantization.w4a8 and not four_bits:
         raise UnsupportedModelError(
             "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it"
         )
     if quantization.head:
         tied = [model.model.embed_tokens] if model.config.tie_word_embeddings else []
-        for matrix in (model.lm_head, *tied):
-            _replace_matrices(matrix, W8A8)
+        for layer in (model.lm_head, *tied):
+            for head in layer.parameters(recurse=False):
+                replacements.setdefault(head, _empty(head, W8A8))
+    _replace(model, replacements)
     model.tie_weights()
     if stored:
         model.checkpoint_places = partial(  # type: ignore[method-assign]
-            _stored_places, model.checkpoint_places, quantization, stored
+            _stored_places, model.checkpoint_places, stored
         )
 
 
-def _common_scheme(
-    quantization: QuantizationConfig, stored: Shapes, path: str, layer: Layer
-) -> Scheme | None:
-    """Return the common scheme of the checkpoint's matrices that are stacked in a layer.
+def _empty(matrix: Tensor, scheme: Scheme) -> QuantizedWeight:
+    return QuantizedWeight.empty(tuple(matrix.shape), scheme, matrix.device)
 
-    Raises:
-        UnsupportedModelError: their schemes differ.
-    """
-    schemes = {
-        name: _scheme(quantization, stored, name, found.shape)
-        for name, found in layer.places(path)
-        if name.endswith(".weight")
+
+def _replace(model: nn.Module, replacements: Replacements) -> None:
+    """Replace parameters, wherever the model uses them."""
+    for module in list(model.modules()):
+        for name, matrix in list(module.named_parameters(recurse=False)):
+            if matrix not in replacements:
+                continue
+            delattr(module, name)
+            setattr(module, name, replacements[matrix])
+            if isinstance(module, Packable):  # the new weight packs itself
+                module.packable = any(left.ndim > 1 for left in module.parameters(recurse=False))
+
+
+def _online(model: nn.Module, method: str) -> Replacements:
+    """Return the matrices of a model that is quantized while it is loaded."""
+    return {
+        matrix: _empty(matrix, _online_scheme(method, matrix.shape[-1]))
+        for path, layer in model.named_modules()
+        if isinstance(layer, Layer) and layer.matrices.packable and path != HEAD
+        for matrix in layer.matrices.parameters(recurse=False)
+        if matrix.ndim > 1
     }
-    first, scheme = next(iter(schemes.items()))
-    if others := [name for name, its in schemes.items() if its != scheme]:
-        raise UnsupportedModelError(
-            f"{first} and {others[0]}, which this engine stores as one matrix, are quantized "
-            "differently: quantize both in the same way"
-        )
-    return scheme
-
-
-def _replace_matrices(layer: Packable, scheme: Scheme | None) -> None:
-    if scheme is None:
-        return
-    for name, matrix in list(layer.named_parameters(recurse=False)):
-        if matrix.ndim > 1:
-            delattr(layer, name)
-            setattr(layer, name, QuantizedWeight.empty(tuple(matrix.shape), scheme, matrix.device))
-            layer.packable = False  # the weight packs itself
-
-
-def _format(quantization: QuantizationConfig, stored: Shapes, layer: str) -> type[StoredMatrix]:
-    """Return the class that reads a quantized layer."""
-    return next(each for each in FORMATS[quantization.method] if f"{layer}.{each.marker}" in stored)
-
-
-def _scheme(
-    quantization: QuantizationConfig, stored: Shapes, name: str, shape: tuple[int, ...]
-) -> Scheme | None:
-    """Return a checkpoint matrix's scheme, from the names and shapes of its tensors; None if it is
-    not quantized."""
-    layer = name.removesuffix(".weight")
-    inputs = shape[-1]
-    if quantization.method in ONLINE:
-        is_head = layer in ("lm_head", "model.embed_tokens")  # a tied one may have either name
-        return None if is_head else _online_scheme(quantization.method, inputs)
-    for each in FORMATS.get(quantization.method, ()):
-        if f"{layer}.{each.marker}" in stored:
-            return each.scheme(layer, inputs, stored, quantization)
-    return None
 
 
 def _online_scheme(method: str, inputs: int) -> Scheme:
@@ -143,28 +131,120 @@ def _online_scheme(method: str, inputs: int) -> Scheme:
     return Scheme(4, group_size, quantizes_inputs=method == "w4a8")
 
 
+def _as_stored(model: nn.Module, stored: StoredTensors) -> Replacements:
+    """Return the matrices of a model that keep the integers of a checkpoint. The others are
+    dequantized while they are loaded, which is logged."""
+    found: Replacements = {}
+    reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, Layer):
+            continue
+        for matrix, parts in _stacked(layer, _path_in_checkpoint(path, layer, stored)).items():
+            scheme, reason = _common_scheme(stored, parts)
+            if scheme and layer.matrices.packable:
+                found[matrix] = _empty(matrix, scheme)
+            elif scheme or reason:
+                reasons[matrix] = next(iter(parts)), reason or "not only products use it"
+    _log_dequantized([each for matrix, each in reasons.items() if matrix not in found])
+    return found
+
+
+def _path_in_checkpoint(path: str, layer: Layer, stored: StoredTensors) -> str:
+    """Return a layer's path in the checkpoint, which has one matrix for embedding and head if they
+    are tied."""
+    has_own_matrix = path != HEAD or layer.parts or stored.has(HEAD)
+    return path if has_own_matrix else EMBEDDING
+
+
+def _stacked(layer: Layer, path: str) -> dict[nn.Parameter, dict[str, Place]]:
+    """Return the places of the checkpoint's matrices that are stacked in each parameter of a
+    layer."""
+    found: dict[nn.Parameter, dict[str, Place]] = {}
+    for name, matrix in layer.places(path):
+        if name.endswith(".weight"):
+            parameter = getattr(layer.matrices, layer.matrices.parameter_of(name))
+            found.setdefault(parameter, {})[name.removesuffix(".weight")] = matrix
+    return found
+
+
+def _common_scheme(stored: StoredTensors, parts: dict[str, Place]) -> tuple[Scheme | None, str]:
+    """Return the scheme of integers that all parts of a matrix are stored in; without one, why they
+    are dequantized, or "" if they are not quantized.
+
+    Args:
+        parts: the places of the parts by the names of their layers.
+    """
+    forms = {layer: stored.format(layer) for layer in parts}
+    if not any(forms.values()):
+        return None, ""
+    if any(form and _is_dequantized(form) for form in forms.values()):
+        return (
+            None,
+            "products with FP8 weights are not supported, so each takes the memory of --dtype",
+        )
+    schemes = {
+        stored.scheme(layer, form, parts[layer].shape[1]) if form else None
+        for layer, form in forms.items()
+    }
+    scheme = schemes.pop()
+    if schemes:
+        return None, "it is stored as one matrix with others, which are quantized differently"
+    if scheme and scheme.reordered:
+        return _check_orders(stored, parts, scheme)
+    return scheme, ""
+
+
+def _check_orders(
+    stored: StoredTensors, parts: dict[str, Place], scheme: Scheme
+) -> tuple[Scheme | None, str]:
+    """As `_common_scheme`, for parts whose inputs are not in the order of their groups."""
+    orders: dict[str, Tensor] = {}
+    for layer, matrix in parts.items():
+        if matrix.source[1] != slice(0, matrix.shape[1]):
+            return None, "desc_act, and a group of its inputs is on several ranks"
+        stack, _, _ = layer.rpartition(".")  # experts have orders of their own
+        order = stored.orders[layer]
+        if not orders.setdefault(stack, order).equal(order):
+            return (None, "desc_act, and it is stored as one matrix with others of another order")
+    return scheme, ""
+
+
+def _is_dequantized(form: MatrixFormat) -> bool:
+    return SUPPORTED[form.layout, form.bits].dequantized
+
+
+def _log_dequantized(matrices: list[tuple[str, str]]) -> None:
+    """Log matrices that are dequantized while they are loaded, a line per reason.
+
+    Args:
+        matrices: name and reason of each.
+    """
+    for reason in dict.fromkeys(reason for _, reason in matrices):
+        first, *others = [name for name, its in matrices if its == reason]
+        also = f" (and {len(others)} more)" if others else ""
+        logger.warning("%s%s is dequantized while it is loaded: %s", first, also, reason)
+
+
 def _stored_places(
-    matrices: Callable[[], dict[str, list[Place]]], quantization: QuantizationConfig, stored: Shapes
+    matrices: Callable[[], dict[str, list[Place]]], stored: StoredTensors
 ) -> dict[str, list[Place]]:
     """Return `checkpoint_places`, in which the place of a quantized matrix is replaced by those of
     the tensors that store it."""
     found: dict[str, list[Place]] = {}
-    whole = matrices()
-    for name, places in whole.items():
-        is_matrix = name.endswith(".weight")
-        scheme = _scheme(quantization, stored, name, places[0].shape) if is_matrix else None
-        if scheme is None:
+    unquantized = matrices()
+    for name, places in unquantized.items():
+        layer = name.removesuffix(".weight")
+        form = None if layer == name else stored.format(layer)
+        if form is None:
             found[name] = places
             continue
-        layer = name.removesuffix(".weight")
-        form = _format(quantization, stored, layer)
         for matrix in places:
-            for kind, piece in _pieces(form, layer, matrix, scheme, stored).items():
+            for kind, piece in _pieces(form, layer, matrix, stored).items():
                 found.setdefault(f"{layer}.{kind}", []).append(piece)
-        if f"{layer}.bias" in stored.keys() - whole.keys():  # some GPTQ checkpoints store zeros
-            [size] = stored[f"{layer}.bias"]
-            bias = Reader(partial(_refuse_bias, layer))
-            found[f"{layer}.bias"] = [place(bias, (slice(None), size))]
+        bias = f"{layer}.bias"
+        if bias in stored.shapes.keys() - unquantized.keys():  # some GPTQ checkpoints store zeros
+            [size] = stored.shapes[bias]
+            found[bias] = [place(Reader(partial(_refuse_bias, layer)), (slice(None), size))]
     return found
 
 
@@ -174,26 +254,15 @@ def _refuse_bias(layer: str, bias: Tensor) -> None:
 
 
 def _pieces(
-    form: type[StoredMatrix], layer: str, matrix: Place, scheme: Scheme, stored: Shapes
+    form: MatrixFormat, layer: str, matrix: Place, stored: StoredTensors
 ) -> dict[str, Place]:
     """Return the places of the tensors that store a matrix, by the suffixes of their names."""
+    if _is_dequantized(form):
+        return fp8_places(layer, matrix, form, stored.shapes)
     target: nn.Module | Tensor = matrix.target
-    if isinstance(target, QuantizedWeight):
-        return form(layer, matrix, target).places(stored)
-    assert isinstance(target, Tensor)
-    # A matrix with other uses than products is dequantized when all of its tensors are loaded.
-    weight = QuantizedWeight.empty(tuple(target.shape), scheme, target.device)
-    weight.dtype = target.dtype
-    pieces = form(layer, matrix, weight).places(stored)
-    missing = set(pieces)
-
-    def read(kind: str, tensor: Tensor) -> None:
-        pieces[kind].target.copy_(tensor)
-        missing.discard(kind)
-        if not missing:
-            target.copy_(weight.dequantize())
-
-    return {
-        kind: replace(piece, target=cast(Tensor, Reader(partial(read, kind))))
-        for kind, piece in pieces.items()
-    }
+    scheme = stored.scheme(layer, form, matrix.shape[1])
+    order = stored.orders.get(layer)
+    reader = READERS[form.layout]
+    if isinstance(target, QuantizedWeight) and target.scheme == scheme:
+        return reader(layer, matrix, target, order).places(stored.shapes)
+    return dequantized_places(reader, layer, matrix, scheme, order, stored.shapes)

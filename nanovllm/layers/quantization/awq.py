@@ -11,16 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.checkpoint.quantization import QuantizationConfig
 from nanovllm.layers.basic import Place
-from nanovllm.layers.quantization.storage import (
-    Reader,
-    Shapes,
-    StoredMatrix,
-    inputs_per_group,
-    place,
-)
-from nanovllm.layers.quantization.weight import Scheme
+from nanovllm.layers.quantization.storage import Reader, StoredMatrix, place
 from nanovllm.ops.reference_quantized import pack, unpack
 
 # A word holds the outputs 0, 2, 4, 6, 1, 3, 5, 7 in this order, which AWQ's GPU kernels unpack
@@ -31,25 +23,10 @@ NUMBERS = (0, 4, 1, 5, 2, 6, 3, 7)
 class AWQMatrix(StoredMatrix):
     """See the module's docstring."""
 
-    marker = "qweight"
-
-    @classmethod
-    def scheme(cls, layer: str, inputs: int, stored: Shapes, config: QuantizationConfig) -> Scheme:
-        scales = stored.get(f"{layer}.scales")
-        return Scheme(
-            bits=4,
-            group_size=inputs_per_group(
-                layer, inputs, None if scales is None else scales[0], config
-            ),
-            has_zeros=f"{layer}.qzeros" in stored,
-            quantizes_inputs=config.w4a8,
-        )
-
     def needed(self) -> dict[str, Place]:
-        scales = self.weight.scales.mT
         return {
             "qweight": place(Reader(self._read_values), self.inputs, self.output_words),
-            "scales": place(scales, self.groups, self.outputs),
+            "scales": place(self.scales("scales", transposed=True), self.groups, self.outputs),
             "qzeros": place(Reader(self._read_zeros), self.groups, self.output_words),
         }
 

@@ -5,24 +5,15 @@
 | `qweight` | `[inputs * bits / 32, outputs]`, words of 8 or 4 inputs |
 | `scales` | `[groups, outputs]` |
 | `qzeros`, if stored | `[groups, outputs * bits / 32]`: the zero points of symmetric weights |
-| `g_idx`, if stored | `[inputs]`: the group of each input, in their order |
+| `g_idx`, if stored | `[inputs]`: the group of each input; with desc_act, in any order |
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.quantization import QuantizationConfig
 from nanovllm.layers.basic import Place
-from nanovllm.layers.quantization.storage import (
-    Reader,
-    Shapes,
-    StoredMatrix,
-    inputs_per_group,
-    place,
-)
-from nanovllm.layers.quantization.weight import Scheme
+from nanovllm.layers.quantization.storage import IGNORED, Reader, StoredMatrix, place
 
 # Words of the zero points of symmetric weights, by the number of bits: version 1 stores them less
 # 1. Labels lie, so both are read whatever the label says.
@@ -32,31 +23,21 @@ SYMMETRIC_ZEROS = {4: (0x77777777, 0x88888888 - 2**32), 8: (0x7F7F7F7F, 0x808080
 class GPTQMatrix(StoredMatrix):
     """See the module's docstring."""
 
-    marker = "qweight"
-
-    @classmethod
-    def scheme(cls, layer: str, inputs: int, stored: Shapes, config: QuantizationConfig) -> Scheme:
-        bits = 8 if stored[f"{layer}.qweight"][0] * 4 == inputs else 4
-        scales = stored.get(f"{layer}.scales")
-        size = inputs_per_group(layer, inputs, None if scales is None else scales[0], config)
-        return Scheme(bits, size, quantizes_inputs=bits == 4 and config.w4a8)
-
     def needed(self) -> dict[str, Place]:
-        values = Reader(self._read_bytes) if self.bits == 8 else self.weight.values.mT
         return {
-            "qweight": place(values, self.words, self.outputs),
-            "scales": place(self.weight.scales.mT, self.groups, self.outputs),
+            "qweight": place(Reader(self._read_words), self.words, self.outputs),
+            "scales": place(self.scales("scales", transposed=True), self.groups, self.outputs),
         }
 
     def optional(self) -> dict[str, Place]:
         width = -(-self.outputs[1] * self.bits // 32)
         return {
             "qzeros": place(Reader(self._check_zeros), self.groups, (slice(None), width)),
-            "g_idx": place(Reader(self._check_order), self.inputs),
+            "g_idx": place(IGNORED, self.inputs),  # `StoredTensors` has read it
         }
 
-    def _read_bytes(self, words: Tensor) -> None:
-        self.read_bytes(words.mT)
+    def _read_words(self, words: Tensor) -> None:
+        self.read_words(words.mT)
 
     def _check_zeros(self, words: Tensor) -> None:
         asymmetric = (
@@ -64,13 +45,3 @@ class GPTQMatrix(StoredMatrix):
             "compressed-tensors"
         )
         self.expect("qzeros", words, SYMMETRIC_ZEROS[self.bits], asymmetric)
-
-    def _check_order(self, groups: Tensor) -> None:
-        columns, inputs = self.inputs
-        size = self.weight.scheme.group_size or inputs
-        expected = torch.arange(columns.start, columns.stop, device="cpu") // size
-        order = (
-            "its inputs are not in the order of their groups; quantize with desc_act: false or "
-            "static_groups: true"
-        )
-        self.expect("g_idx", groups, [expected], order)

@@ -5,20 +5,21 @@ converted to one form (ops/quantized.py) while they are copied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.files import ModelFileError, UnsupportedModelError
-from nanovllm.checkpoint.quantization import QuantizationConfig
 from nanovllm.layers.basic import Place
 from nanovllm.layers.quantization.weight import QuantizedWeight, Scheme
-from nanovllm.ops.reference_quantized import unpack
+from nanovllm.ops.reference_quantized import pack, unpack
 
-# The checkpoint's tensors: their shapes by their names.
-Shapes = Mapping[str, tuple[int, ...]]
+# Outputs that are unpacked at a time.
+ROWS = 1024
 
 Axis = tuple[slice, int]  # this rank's part of an axis, and the size of the whole axis
 
@@ -35,6 +36,9 @@ class Reader:
             self.read(tensor)
 
 
+IGNORED = Reader(lambda tensor: None)
+
+
 def place(target: Tensor | Reader, *axes: Axis) -> Place:
     """The place of a tensor of which this rank reads a part; all that loading asks of a target is
     `copy_`."""
@@ -42,41 +46,41 @@ def place(target: Tensor | Reader, *axes: Axis) -> Place:
     return Place(cast(Tensor, target), parts, tuple(size for _, size in axes))
 
 
-def inputs_per_group(
-    layer: str, inputs: int, groups: int | None, config: QuantizationConfig
-) -> int:
-    """Inputs of a matrix that share a scale; 0 for all of them.
+def whole(size: int) -> Axis:
+    """An axis that this rank reads as a whole."""
+    return slice(0, size), size
 
-    Args:
-        groups: the number of scales per output; None if the checkpoint has no scales.
 
-    Raises:
-        UnsupportedModelError: no size of the configuration divides the inputs, or a group ends
-            within a word.
-    """
-    sizes = [size if size > 0 else inputs for size in config.group_sizes]
-    if groups is None:
-        groups = max(inputs // sizes[0], 1)
-    size = next((size for size in sizes if size * groups == inputs), None)
-    if size is None:
-        fit = [str(size) for size in (128, 64, 32) if inputs % size == 0]
-        raise UnsupportedModelError(
-            f"{layer} has {inputs} inputs, which is not a multiple of "
-            f"{' or '.join(map(str, sizes))}: quantize with group_size {' or '.join([*fit, '-1'])}"
-        )
-    if size % 8:
-        raise UnsupportedModelError(
-            f"{layer}: a group of {size} ends within a word of 8 inputs; quantize with 32 or 64"
-        )
-    return 0 if groups == 1 else size
+def read_together(
+    places: Mapping[str, Place], read: Callable[[Mapping[str, Tensor]], object]
+) -> dict[str, Place]:
+    """Return places that keep what this rank needs of several tensors, and read it once all of
+    them are there. The tensors are memory-mapped, so to keep them costs no memory."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(kind: str, tensor: Tensor) -> None:
+        kept[kind] = tensor
+        if kept.keys() == places.keys():
+            read(kept)
+            kept.clear()
+
+    return {
+        kind: replace(found, target=cast(Tensor, Reader(partial(keep, kind))))
+        for kind, found in places.items()
+    }
 
 
 class StoredMatrix:
     """The tensors that store one matrix in a checkpoint, and the part of each that this rank reads
     into a weight. A format is a subclass.
 
+    Args:
+        layer: the layer's name in the checkpoint.
+        matrix: the place of the matrix, were it not quantized.
+        weight: what is filled.
+        order: the inputs in the order of their groups; None if they are in this order in the file.
+
     Attributes:
-        marker: end of the name of the tensor by which the format is recognised.
         outputs, inputs: this rank's part of the matrix.
         words: the same of the inputs, where a word of 32 bits holds several.
         groups: the same of the groups of inputs with one scale.
@@ -87,9 +91,9 @@ class StoredMatrix:
         UnsupportedModelError: the rank's inputs end within a group.
     """
 
-    marker = ""
-
-    def __init__(self, layer: str, matrix: Place, weight: QuantizedWeight) -> None:
+    def __init__(
+        self, layer: str, matrix: Place, weight: QuantizedWeight, order: Tensor | None = None
+    ) -> None:
         rows, columns = matrix.source
         outputs, inputs = matrix.shape
         scheme = weight.scheme
@@ -98,6 +102,7 @@ class StoredMatrix:
         _check_split(layer, columns, inputs, size or per_word)
         self.layer = layer
         self.weight = weight
+        self.order = order
         self.bits = scheme.bits
         self.outputs = (rows, outputs)
         self.inputs = (columns, inputs)
@@ -107,11 +112,6 @@ class StoredMatrix:
         self.output_words = slice(rows.start // 8, -(-rows.stop // 8)), -(-outputs // 8)
         self.own = slice(rows.start % 8, rows.start % 8 + rows.stop - rows.start)
 
-    @classmethod
-    def scheme(cls, layer: str, inputs: int, stored: Shapes, config: QuantizationConfig) -> Scheme:
-        """How a matrix with the tensor `marker` is quantized, by the shapes of its tensors."""
-        raise NotImplementedError
-
     def needed(self) -> dict[str, Place]:
         """The places of the tensors that there must be, by the ends of their names."""
         raise NotImplementedError
@@ -120,9 +120,13 @@ class StoredMatrix:
         """The places of tensors that the file may have."""
         return {}
 
-    def places(self, stored: Shapes) -> dict[str, Place]:
+    def places(self, stored: Collection[str]) -> dict[str, Place]:
         """The places of the tensors, by the ends of their names: of those that there must be, and
-        of others that the file has."""
+        of others that the file has.
+
+        Args:
+            stored: the names of the checkpoint's tensors.
+        """
         optional = self.optional().items()
         return self.needed() | {
             kind: found for kind, found in optional if f"{self.layer}.{kind}" in stored
@@ -135,14 +139,56 @@ class StoredMatrix:
         if not any(bool((tensor == right).all()) for right in expected):
             raise ModelFileError(f"{self.layer}.{kind}: {otherwise}")
 
-    def read_bytes(self, words: Tensor) -> None:
-        """Fill the weight from words of four unsigned bytes, `[outputs, inputs / 4]`."""
-        self.weight.values.copy_(unpack(words, 8) - 128)
+    def scales(self, kind: str, transposed: bool = False) -> Reader:
+        """A reader of the scales, `[outputs, groups]` or transposed."""
+
+        def read(scales: Tensor) -> None:
+            check_scales(f"{self.layer}.{kind}", scales)
+            self.weight.scales.copy_(scales.mT if transposed else scales)
+
+        return Reader(read)
+
+    def read_words(self, words: Tensor) -> None:
+        """Fill the weight from words of neighbouring inputs, `[outputs, inputs * bits / 32]`."""
+        if self.order is None and self.bits == 4:
+            self.weight.values.copy_(words)
+            return
+        if self.order is not None:
+            self.weight.fill_order(self.order)
+        for values, rows in zip(self.weight.values.split(ROWS), words.split(ROWS), strict=True):
+            numbers = unpack(rows, self.bits)
+            numbers = numbers if self.order is None else numbers[:, self.order]
+            values.copy_(pack(numbers) if self.bits == 4 else numbers - 128)
 
     def read_zeros(self, zeros: Tensor) -> None:
         """Fill the zero points, `[groups, outputs]`, among which may be other ranks' outputs."""
         assert self.weight.zeros is not None
         self.weight.zeros.copy_(zeros[:, self.own].mT)
+
+
+def check_scales(name: str, scales: Tensor) -> None:
+    """Raise a ModelFileError if a scale is infinite or not a number."""
+    if not scales.float().isfinite().all():
+        raise ModelFileError(f"{name}: a scale is infinite or not a number; download it again")
+
+
+def group_size(layer: str, inputs: int, size: int) -> int:
+    """Return the inputs of a matrix that share a scale; 0 for whole rows, also if a group is as
+    large as a row.
+
+    Args:
+        size: inputs per group in the file; 0 for whole rows.
+
+    Raises:
+        UnsupportedModelError: the inputs cannot be divided into groups, or not into words of 8.
+    """
+    if inputs % (size or 8):
+        fit = [str(n) for n in (128, 64, 32) if inputs % n == 0]
+        raise UnsupportedModelError(
+            f"{layer} has {inputs} inputs, which is not a multiple of {size or 8}: quantize with "
+            f"group_size {' or '.join([*fit, '-1'])}"
+        )
+    return 0 if size == inputs else size
 
 
 def _check_split(layer: str, columns: slice, inputs: int, unit: int) -> None:
@@ -155,3 +201,37 @@ def _check_split(layer: str, columns: slice, inputs: int, unit: int) -> None:
         f"{layer}: a rank would have {columns.stop - columns.start} of {inputs} inputs, which "
         f"splits a group of {unit}; for this layer, tensor_parallel_size may be {', '.join(fit)}"
     )
+
+
+def dequantized_places(
+    form: type[StoredMatrix],
+    layer: str,
+    matrix: Place,
+    scheme: Scheme,
+    order: Tensor | None,
+    stored: Collection[str],
+) -> dict[str, Place]:
+    """Return the places of the tensors that store a matrix which is dequantized while it is loaded.
+
+    Args:
+        order: see `StoredMatrix`.
+        stored: the names of the checkpoint's tensors.
+    """
+    rows, columns = matrix.source
+    inputs = matrix.shape[1]
+    # With all inputs, so that a rank's part may end within a group.
+    source = Place(matrix.target, (rows, slice(0, inputs)), matrix.shape)
+
+    def stored_in(device: torch.device) -> tuple[QuantizedWeight, dict[str, Place]]:
+        weight = QuantizedWeight.empty((rows.stop - rows.start, inputs), scheme, device)
+        return weight, form(layer, source, weight, order).places(stored)
+
+    def read(tensors: Mapping[str, Tensor]) -> None:
+        weight, pieces = stored_in(torch.device("cpu"))
+        weight.dtype = matrix.target.dtype
+        for kind, tensor in tensors.items():
+            pieces[kind].target.copy_(tensor)
+        matrix.target.copy_(weight.dequantize()[:, columns])
+
+    _, pieces = stored_in(torch.device("meta"))
+    return read_together(pieces, read)

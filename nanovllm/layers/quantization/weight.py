@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.basic import Packable
-from nanovllm.ops import linear, pack_weight, quantized
+from nanovllm.ops import embedding, linear, pack_weight, quantized
 from nanovllm.ops.reference_quantized import round_to_nearest
 
 
@@ -24,12 +24,15 @@ class Scheme:
         group_size: consecutive inputs that share a scale; 0: all inputs share one.
         has_zeros: each group has a zero point.
         quantizes_inputs: inputs are quantized, too, to multiply integers (W8A8, W4A8).
+        reordered: the matrix has its inputs in another order, so that those of a group are
+            neighbours (GPTQ's desc_act).
     """
 
     bits: int
     group_size: int = 0
     has_zeros: bool = False
     quantizes_inputs: bool = False
+    reordered: bool = False
 
     @property
     def kind(self) -> str:
@@ -51,6 +54,8 @@ class QuantizedWeight(Packable):
 
     Attributes:
         values, scales, zeros: 4- or 8-bit integers, scales and zero points; see `ops.quantized`.
+        order: `[inputs]` int32, or one row per expert: column i of `values` is for input order[i];
+            None if the columns are in the order of the inputs.
         shape: the shape of the dequantized matrix.
         dtype: the data type of the model's activations.
     """
@@ -62,6 +67,7 @@ class QuantizedWeight(Packable):
         values: Tensor,
         scales: Tensor,
         zeros: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -71,6 +77,7 @@ class QuantizedWeight(Packable):
             nn.Parameter(tensor, requires_grad=False) for tensor in (values, scales)
         )
         self.zeros = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.order = None if order is None else nn.Parameter(order, requires_grad=False)
         self.addresses: Tensor | None = None  # see `compiled`
         self._keep_dtypes()
 
@@ -85,8 +92,14 @@ class QuantizedWeight(Packable):
             if scheme.has_zeros
             else None
         )
+        order = (
+            torch.empty(*outer[:-1], inputs, dtype=torch.int32, device=device)
+            if scheme.reordered
+            else None
+        )
         values = torch.empty(*outer, width, dtype=kind, device=device)
-        return cls(shape, scheme, values, torch.empty(*outer, groups, device=device), zeros)
+        scales = torch.empty(*outer, groups, device=device)
+        return cls(shape, scheme, values, scales, zeros, order)
 
     @property
     def ndim(self) -> int:
@@ -104,6 +117,7 @@ class QuantizedWeight(Packable):
             values=self.values[index],
             scales=self.scales[index],
             zeros=None if self.zeros is None else self.zeros[index],
+            order=self.order if self.order is None or self.ndim == 2 else self.order[index],
         )
         part.dtype = self.dtype
         return part
@@ -119,6 +133,7 @@ class QuantizedWeight(Packable):
         for tensor in (
             self.values,
             self.zeros,
+            self.order,
             self.scales if self.scheme.quantizes_inputs else None,
         ):
             if tensor is not None:
@@ -128,6 +143,8 @@ class QuantizedWeight(Packable):
         """See `ops.linear`."""
         if self.values.is_floating_point():  # dequantized
             return linear(x, self.values, bias)
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         zeros = [self.zeros] if self.scheme.bits == 4 else []
         product: Callable[..., Tensor] = getattr(quantized, f"linear_{self.scheme.kind}")
         return product(x, self.values, self.scales, *zeros, bias)
@@ -137,6 +154,8 @@ class QuantizedWeight(Packable):
         their own."""
         if self.values.is_floating_point():
             return 0, self.values.data_ptr() * (self.values.ndim == 4)
+        if self.order is not None:  # the function takes inputs as they are
+            return 0, 0
         if self.addresses is None:  # there may be several callers
             self.function, self.addresses = quantized.compiled(
                 self.scheme.kind, self.dtype, *self.parameters()
@@ -145,11 +164,27 @@ class QuantizedWeight(Packable):
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See `ops.embedding`."""
-        return quantized.rows(token_ids, self.values, self.scales, self.zeros, self.dtype)
+        if self.values.is_floating_point():  # dequantized
+            return embedding(token_ids, self.values)
+        found = quantized.rows(token_ids, self.values, self.scales, self.zeros, self.dtype)
+        return self._by_input(found)
 
     def dequantize(self) -> Tensor:
-        """Return the matrix in the model's data type."""
-        return quantized.dequantize(self.values, self.scales, self.zeros, self.dtype)
+        """Return the matrix in the model's data type, its columns in the order of the inputs."""
+        matrix = quantized.dequantize(self.values, self.scales, self.zeros, self.dtype)
+        return self._by_input(matrix)
+
+    def _by_input(self, matrix: Tensor) -> Tensor:
+        """Return a matrix with its columns in the order of the inputs."""
+        if self.order is None:
+            return matrix
+        columns = self.order.argsort(-1).unsqueeze(-2)
+        return matrix.take_along_dim(columns, dim=-1)
+
+    def fill_order(self, order: Tensor) -> None:
+        """Set the order of the inputs, unless this is an empty part of a matrix."""
+        if self.order is not None and len(self):
+            self.order.copy_(order)
 
     def copy_(self, weight: Tensor) -> None:
         """Quantize a matrix into this one: round each weight to the nearest value of its grid."""
@@ -165,7 +200,8 @@ class QuantizedWeight(Packable):
         """Convert the matrix to the layout of its kernel; see `Layer.pack`. On a CPU without a
         kernel, dequantize it once, instead of in each step: it then has the memory use and the
         speed of an unquantized matrix."""
-        flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
+        numbers = {name: tensor for name, tensor in self.named_parameters() if name != "order"}
+        flat = [tensor.flatten(0, -2) for tensor in numbers.values()]
         # The packed layouts have groups of 16 outputs of one expert.
         values = flat[0]
         fits = self.shape[-2] % 16 == 0
@@ -176,13 +212,11 @@ class QuantizedWeight(Packable):
         if flat[0] is values and values.device.type == "cpu" and not self.scheme.quantizes_inputs:
             matrix = self.dequantize().flatten(0, -2)
             flat[0] = pack_weight(matrix) if fits else matrix
-        for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
+            self.order = None
+        for (name, place), packed in zip(numbers.items(), flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
-            place = getattr(self, name)
-            if (place.dtype, place.numel()) == (
-                packed.dtype,
-                packed.numel(),
-            ) and place.data_ptr() != packed.data_ptr():
+            same_size = (place.dtype, place.numel()) == (packed.dtype, packed.numel())
+            if same_size and place.data_ptr() != packed.data_ptr():
                 packed = place.view(packed.shape).copy_(packed)
             setattr(self, name, nn.Parameter(packed, requires_grad=False))
         self.addresses = None
