@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 PLACEHOLDER = "\N{SNOWMAN}"
 
 
+def user_turn(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after the first turn of a user, in the model's chat template.
+    Without a template these are the first token of every text, and nothing."""
+    messages = [{"role": "user", "content": PLACEHOLDER}]
+    chat = tokenizer.apply_chat_template(messages) if tokenizer.chat_templates else PLACEHOLDER
+    before, _, after = chat.partition(PLACEHOLDER)
+    opening = tokenizer.encode(before, add_special_tokens=not before) or [0]
+    return opening, tokenizer.encode(after, add_special_tokens=False)
+
+
 def own_chats(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
     """Chats of `length` tokens each, of which the model writes both sides, as it was taught to: the
     prompt ends where the user begins to speak (Magpie: Xu et al. 2024, arXiv 2406.08464). A model
@@ -25,15 +35,7 @@ def own_chats(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
     Args:
         seed: of the first chat; the next one has the next seed.
     """
-    tokenizer = llm.get_tokenizer()
-    opening = (
-        tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}])
-        if tokenizer.chat_templates
-        else ""
-    )
-    prompt = tokenizer.encode(
-        opening.partition(PLACEHOLDER)[0], add_special_tokens=not opening
-    ) or [0]
+    prompt, _ = user_turn(llm.get_tokenizer())
     common = partial(
         SamplingParams, temperature=1, max_tokens=length - len(prompt), ignore_eos=True
     )

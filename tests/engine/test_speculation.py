@@ -283,6 +283,42 @@ def test_drafts_save_steps(models: dict[str, str]) -> None:
     assert llm.engine.core.num_steps == 2 + -(-31 // 4)
 
 
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("max_model_len", [61, 64])
+def test_right_drafts_end_where_the_longest_request_ends(
+    block_size: int, max_model_len: int, models: dict[str, str]
+) -> None:
+    """Accepted drafts near the end leave less room for the next ones than the plan could know."""
+    options = OPTIONS | {"block_size": block_size, "max_model_len": max_model_len}
+    config = drafting("the model itself", models, **ALWAYS)
+    llm = LLM(models["itself"], speculative_config=config, **options)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
+    for output, prompt in zip(llm.generate(PROMPTS, params, use_tqdm=False), PROMPTS, strict=True):
+        expected = reference_tokens(models["itself"], prompt, max_model_len - len(prompt))
+        assert output.outputs[0].token_ids == expected
+    stats = llm.engine.core.stats.spec_decoding
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 30
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_no_draft_is_written_to_the_blocks_of_another_request(
+    block_size: int, models: dict[str, str]
+) -> None:
+    """Requests end while another one goes on, whose drafts stay right: its draft model's KV is
+    intact."""
+    config = drafting("the model itself", models, **ALWAYS)
+    options = OPTIONS | {"block_size": block_size, "num_kv_blocks": 4096 // block_size}
+    llm = LLM(models["itself"], speculative_config=config, **options)
+    params = [
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=count)
+        for count in (100, *range(10, 22))
+    ]
+    prompts = [[7 + i * 11 % 300 for i in range(10)], *[PROMPTS[1]] * (len(params) - 1)]
+    llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.engine.core.stats.spec_decoding
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 150
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
@@ -391,10 +427,11 @@ def test_the_shipped_head_drafts_what_a_few_lines_of_torch_draft(
     def noted(
         self: Drafter, schedule: Any, batch: Any, hidden: Any, emitted: dict[str, list[int]]
     ) -> Any:
-        drafts, rows = propose(self, schedule, batch, hidden, emitted), self.runner.rows
-        for name, tokens in drafts.items():
-            drafted.append((int(rows.num_known[rows.row_of[name]]) + len(emitted[name]), tokens))
-        return drafts
+        requests, rows = propose(self, schedule, batch, hidden, emitted), self.runner.rows
+        for request in requests:
+            known = int(rows.num_known[request.row]) + len(emitted[request.request_id])
+            drafted.append((known, request.drafts))
+        return requests
 
     monkeypatch.setattr(Drafter, "propose", noted)
     folder = str(resolve_model(COURSE_MODEL))  # as a server names it to its engine

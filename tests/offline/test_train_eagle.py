@@ -6,10 +6,14 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from nanovllm.cli.main import main
 from nanovllm.models.config import ModelConfig
@@ -17,8 +21,11 @@ from nanovllm.models.eagle import EagleModel, load_draft_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.offline.eagle_command import TrainingRecipe
-from nanovllm.offline.eagle_data import Samples
-from nanovllm.offline.eagle_trainer import LONGEST_DRAFT, Trainer
+from nanovllm.offline.eagle_drafts import DraftStep, SampleDrafter
+from nanovllm.offline.eagle_evaluation import LONGEST_DRAFT, evaluate
+from nanovllm.offline.eagle_samples import Sample, Samples
+from nanovllm.offline.eagle_targets import DraftVocabulary
+from nanovllm.offline.eagle_trainer import Trainer, untrained_drafter
 from nanovllm.offline.train_eagle import train_eagle
 from tests.examples import by_night
 from tests.models.test_eagle import Drafter
@@ -46,6 +53,12 @@ def load(folder: pathlib.Path) -> LlamaForCausalLM:
     return load_model(folder, config, torch.float32, max_positions=64)
 
 
+def make_drafter(
+    folder: pathlib.Path, samples: list[Sample], recipe: TrainingRecipe
+) -> SampleDrafter:
+    return untrained_drafter(load(folder), Samples.pack(samples), recipe, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("variant", ["llama", "gemma2", *by_night(["llama3-rope", "qwen3"])])
 def test_the_head_in_training_is_the_engine_s(
     variant: str, folder: pathlib.Path, tmp_path: pathlib.Path
@@ -54,22 +67,26 @@ def test_the_head_in_training_is_the_engine_s(
     all at once."""
     folder = folder if variant == "llama" else deep(tmp_path / "model", variant)
     train_eagle(str(folder), tmp_path, TrainingRecipe(**RECIPE))
-    target, plain = load(folder), load(folder)
-    head = load_draft_model(tmp_path, plain, torch.float32, "cpu", 64)
+    head = load_draft_model(tmp_path, load(folder), torch.float32, "cpu", 64)
     assert head.aux_layers == (2, 4, 5)
-    pairs = [([1, 7, 9], list(range(20, 34)), True), ([5], list(range(90, 100)), False)]
-    trainer = Trainer(target, Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu"))
+    samples = [
+        Sample([1, 7, 9], list(range(20, 34)), greedy=True),
+        Sample([5], list(range(90, 100)), greedy=False),
+    ]
+    trained = make_drafter(folder, samples, TrainingRecipe(**RECIPE))
+    ids = head.draft_to_target
+    trained.data.vocabulary.draft_to_target.copy_(ids)
     state = torch.load(tmp_path / "training" / "checkpoint.pt", weights_only=True)
+    scale = trained.head.scale = state["scale"]
     # In the file are bfloat16 numbers; the head in training gets them, too.
-    trainer.scale, trainer.draft_to_target = state["scale"], head.draft_to_target
     with torch.no_grad():
         for name, tensor in state["head"].items():
-            scale = trainer.scale if name == "fc.weight" else 1
-            trainer.head.weights[name].copy_((tensor * scale).bfloat16() / scale)
-    found = [logits for logits, _, _ in trainer.drafts(torch.tensor([0]), 3, free=True)]
-    prompt, answer, _ = pairs[0]
+            factor = scale if name == "fc.weight" else 1
+            trained.head.weights[name].copy_((tensor * factor).bfloat16() / factor)
+        found = [draft.logits for draft in trained.drafts(torch.tensor([0]), 3, free=True)]
+    prompt, answer, _ = samples[0]
     token_ids, first = torch.tensor(prompt + answer), len(prompt) - 1
-    states = trainer.states[: len(token_ids), : 3 * 64]
+    states = trained.data.aux[: len(token_ids)]
     for row in range(len(found[0])):
         drafter, end = Drafter(head), first + row + 1  # the verified positions are 0 to end - 1
         x, hidden = drafter(token_ids[1 : end + 1], 0, head.combine_hidden_states(states[:end]))
@@ -94,60 +111,89 @@ def test_a_few_samples_can_be_learned_by_heart(
     )
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (4, 6), generator=generator).tolist()
-    pairs = [(prompt, reference_tokens(str(folder), prompt, 16), True) for prompt in prompts]
-    target = load(folder)
-    trainer = Trainer(target, Samples.of(pairs), recipe, torch.device("cpu"))
-    trainer.training = trainer.held_out = torch.arange(4)
-    before = trainer.evaluate()["temperature 0"]
-    trainer.train(math.inf, tmp_path / "checkpoint.pt")
-    after = trainer.evaluate()["temperature 0"]
+    samples = [
+        Sample(prompt, reference_tokens(str(folder), prompt, 16), greedy=True) for prompt in prompts
+    ]
+    drafter = make_drafter(folder, samples, recipe)
+    every = torch.arange(4)
+    before = evaluate(drafter, every, batch_size=4)["temperature 0"]
+    Trainer(drafter, every, recipe).train(math.inf, tmp_path / "checkpoint.pt")
+    after = evaluate(drafter, every, batch_size=4)["temperature 0"]
     assert before["acceptance"][0] < 0.3 and min(after["acceptance"][:4]) > 0.7, (before, after)
     assert after["tokens per step"][3] > 3.5
+    for i, sample in enumerate(samples):
+        # After the prompt's last token the model says answer[0], and the head predicts answer[1].
+        [draft] = drafter.drafts(torch.tensor([i]), 1, free=True)
+        predicted = drafter.data.vocabulary.draft_to_target[draft.logits.argmax(-1)]
+        assert int((predicted == torch.tensor(sample.answer[1:])).sum()) > 10
 
 
-def test_the_walk_through_a_sample(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_determines_the_head(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Whatever this process has drawn before."""
+    heads = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        out = train_eagle(str(folder), tmp_path / str(seed), TrainingRecipe(**RECIPE))
+        heads.append(load_file(out / "model.safetensors"))
+    assert heads[0].keys() == heads[1].keys()
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+    other = train_eagle(str(folder), tmp_path / "other", TrainingRecipe(**RECIPE | {"seed": 1}))
+    assert not torch.equal(
+        load_file(other / "model.safetensors")["fc.weight"], heads[0]["fc.weight"]
+    )
+
+
+class ScriptedDrafter(SampleDrafter):
+    """Is right at some positions."""
+
+    @staticmethod
+    def is_right(place: int, step: int) -> bool:
+        return place % 3 >= 1 and (place * 7 + step) % 5 != 0
+
+    def drafts(self, numbers: torch.Tensor, steps: int, free: bool) -> Iterator[DraftStep]:
+        samples = self.samples
+        rows = [
+            (int(samples.offsets[i]) + at, int(samples.offsets[i] + samples.lengths[i]))
+            for i in numbers.tolist()
+            for at in range(int(samples.starts[i]) - 1, int(samples.lengths[i]) - 2)
+        ]
+        ids = samples.token_ids
+        for step in range(steps):
+            places = torch.tensor([min(at + 2 + step, len(ids) - 1) for at, _ in rows])
+            right = torch.tensor([self.is_right(at, step) for at, _ in rows])
+            yield DraftStep(
+                logits=F.one_hot(torch.where(right, ids[places], (ids[places] + 1) % 320), 320),
+                places=places,
+                is_there=torch.tensor([at + 2 + step < end for at, end in rows]),
+            )
+
+
+def test_the_walk_through_a_sample(folder: pathlib.Path) -> None:
     """A head that is right at some places: the tokens per step are those of decoding step by
     step."""
-    pairs = [([1, 2], list(range(30, 50)), True), ([3], list(range(60, 75)), True)]
-    trainer = Trainer(
-        load(folder), Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu")
+    made = make_drafter(
+        folder,
+        [
+            Sample([1, 2], list(range(30, 50)), greedy=True),
+            Sample([3], list(range(60, 75)), greedy=True),
+        ],
+        TrainingRecipe(**RECIPE),
     )
-    trainer.held_out = torch.tensor([0, 1])
-    ids = trainer.token_ids
-
-    def drafts(numbers: torch.Tensor, steps: int, free: bool) -> Any:
-        rows = [
-            (trainer.offsets[i] + at, trainer.offsets[i] + trainer.lengths[i])
-            for i in numbers.tolist()
-            for at in range(int(trainer.starts[i]) - 1, int(trainer.lengths[i]) - 2)
-        ]
-        for step in range(steps):
-            places = torch.tensor([min(int(at) + 2 + step, len(ids) - 1) for at, _ in rows])
-            there = torch.tensor([int(at) + 2 + step < int(end) for at, end in rows])
-            right = torch.tensor(
-                [int(at) % 3 >= 1 and (int(at) * 7 + step) % 5 != 0 for at, _ in rows]
-            )
-            target = torch.where(right, ids[places], (ids[places] + 1) % 300)
-            numbers_of = {int(token): i for i, token in enumerate(trainer.draft_to_target.tolist())}
-            logits = torch.zeros(len(rows), len(numbers_of))
-            for row, token in enumerate(target.tolist()):
-                logits[row, numbers_of.get(token, 0)] = 1 if token in numbers_of else 0
-            yield logits, places, there
-
-    monkeypatch.setattr(trainer, "drafts", drafts)
-    trainer.draft_to_target = torch.arange(320)
+    every = torch.arange(320)
+    data = replace(made.data, vocabulary=DraftVocabulary(every, every))
+    drafter = ScriptedDrafter(made.target, made.head, made.samples, data)
+    samples = made.samples
     steps = tokens = 0
     for i in range(2):
-        at, end = (
-            int(trainer.offsets[i] + trainer.starts[i]) - 1,
-            int(trainer.offsets[i] + trainer.lengths[i]),
-        )
+        at = int(samples.offsets[i] + samples.starts[i]) - 1
+        end = int(samples.offsets[i] + samples.lengths[i])
         while at < end - 2:  # the target has computed position `at`, and chosen the token after it
             count = 0
-            while count < 3 and at + 2 + count < end and at % 3 >= 1 and (at * 7 + count) % 5 != 0:
+            while count < 3 and at + 2 + count < end and drafter.is_right(at, count):
                 count += 1
             steps, tokens, at = steps + 1, tokens + 1 + count, at + 1 + count
-    assert trainer.evaluate()["temperature 0"]["tokens per step"][2] == round(tokens / steps, 3)
+    found = evaluate(drafter, torch.tensor([0, 1]), batch_size=3)
+    assert found["temperature 0"]["tokens per step"][2] == round(tokens / steps, 3)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

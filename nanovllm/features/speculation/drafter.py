@@ -1,11 +1,10 @@
-"""Drafts tokens after each step of the target model, with a separate draft model or with a head on
-the target's hidden states. The KV of the draft model is in additional layers of the same blocks."""
+"""Drafts tokens after each step of the target model: the passes that every kind of drafter makes.
+The KV of the draft model is in additional layers of the same blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,17 +13,12 @@ from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context
-from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.core.batch import Batch
-from nanovllm.core.device_copies import upload
-from nanovllm.core.schedule import SchedulerOutput
-from nanovllm.data.parts import needed_for
+from nanovllm.core.batch import Batch, ModelInputs
+from nanovllm.core.device_copies import pick, upload
+from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.features.speculation.scheduling import num_drafts_wanted
 from nanovllm.features.speculation.verification import draw_draft
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle import AuxHiddenStates, load_draft_model, shipped_head
-from nanovllm.models.loader import load_model
 
 if TYPE_CHECKING:
     from nanovllm.assembly.model import LoadedModel
@@ -33,66 +27,55 @@ if TYPE_CHECKING:
     from nanovllm.models.llama import LlamaForCausalLM
 
 
-@dataclass(frozen=True)
-class PackedTokens:
-    """The tokens of one pass of the draft model, packed one request after another.
+@dataclass
+class DraftedRequest:
+    """A request of a step, while the drafter works on it.
 
     Attributes:
-        rows: `[num_requests]`, the requests' rows in `RequestRows`.
-        lengths: `[num_requests]`, tokens of each request in this pass.
-        seq_lens: `[num_requests]`, tokens of each request in the cache after this pass.
-        ids, positions: `[num_tokens]`.
+        row: its row in `RequestRows`, which gets its drafts, too.
+        start, end: the next pass computes its positions `start` to `end - 1`.
+        next_position: the position of its next draft.
+        num_missing: the number of drafts that are still to be made.
+        last: the number of its last token in the newest pass.
+        drafts: its drafts so far.
+        distributions: for each draft that was drawn, the distribution from which it was drawn,
+            `[vocab_size]` float32, of the target's vocabulary.
     """
 
-    rows: np.ndarray
-    lengths: np.ndarray
-    seq_lens: np.ndarray
-    ids: np.ndarray
-    positions: np.ndarray
+    request_id: str
+    row: int
+    start: int
+    end: int
+    next_position: int
+    num_missing: int
+    last: int = 0
+    drafts: list[int] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class DraftTargets:
-    """The requests that get another draft. Each field has one entry per request.
-
-    Attributes:
-        rows: rows in `RequestRows`.
-        num_computed: tokens in the draft model's cache after the pass that yields the next draft.
-        output_indices: index of the next draft in the request's output.
-        num_drafts: drafts that are still missing, 1 or more.
-    """
-
-    request_ids: list[str]
-    rows: np.ndarray
-    num_computed: np.ndarray
-    output_indices: np.ndarray
-    num_drafts: np.ndarray
-
-    def after_draft(self, unfinished: np.ndarray) -> DraftTargets:
-        """Return the requests in `unfinished`, after one more draft."""
-        return DraftTargets(
-            request_ids=[self.request_ids[i] for i in unfinished],
-            rows=self.rows[unfinished],
-            num_computed=self.num_computed[unfinished] + 1,
-            output_indices=self.output_indices[unfinished] + 1,
-            num_drafts=self.num_drafts[unfinished] - 1,
-        )
+    def add(self, draft: int) -> None:
+        """Add a draft. The next pass computes one position."""
+        self.drafts.append(draft)
+        self.num_missing -= 1
+        self.next_position += 1
+        self.start = self.end
+        self.end += 1
 
 
 class Drafter:
-    """Base class of drafters. The first pass computes the tokens of the target's step, and yields
-    the first draft. Each further pass computes one draft, and yields the next.
+    """Base class of drafters. The first pass computes the positions of the target's step, and
+    yields the first draft. Each further pass computes one position, and yields the next draft.
 
     Attributes:
         runner: runs the target; known once it has caches.
         model: computes hidden states from tokens, and logits from hidden states.
-        sees_new_token: the tokens of the first pass. True (a draft model): the tokens of the step,
-            then the token that it has sampled. False (a head, which also reads the hidden state of
-            the token before): the token after each token of the step.
+        token_offset: the model computes a position from the token that is so many positions later.
+            0 (a draft model): from the token itself; to draft, it also computes the position of the
+            token that the step has sampled. 1 (a head, which also reads hidden states of this
+            position): from the token after it.
     """
 
     model: LlamaForCausalLM | EagleModel
-    sees_new_token: bool
+    token_offset: int
     runner: ModelRunner
 
     def __init__(self, target: LoadedModel, config: SpeculativeConfig) -> None:
@@ -104,9 +87,6 @@ class Drafter:
             raise ValueError(f"speculative_config: {latent}: use method 'ngram'")
         self.target = target
         self.config = config
-        # Request id -> the distributions from which its drafts were drawn, `[num_drafts,
-        # vocab_size]`; empty if drafts are not drawn.
-        self.probabilities: dict[str, Tensor] = {}
 
     def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
         """Return the shapes of the caches of this model's layers on this rank."""
@@ -116,16 +96,16 @@ class Drafter:
             for attention in self.model.attention_layers.values()
         ]
 
-    # ---------------------------------------------------------------- one step
+    # ---------------------------------------------------------------- around the target's step
 
-    def follows(self, schedule: SchedulerOutput) -> bool:
+    def follows(self, plan: SchedulerOutput) -> bool:
         """Return whether this model computes the step's tokens, too. It skips steps in which no
         request drafts. Later drafts may then be accepted less often; the output is the same."""
-        return bool(num_drafts_wanted(schedule)) or any(
-            request.num_tokens > 1 for request in schedule.requests
+        return bool(num_drafts_wanted(plan)) or any(
+            request.num_tokens > 1 for request in plan.requests
         )
 
-    def prepare(self, schedule: SchedulerOutput) -> None:
+    def prepare(self, plan: SchedulerOutput) -> None:
         """Prepare for a step, before the target model runs it."""
 
     def keep(self) -> None:
@@ -133,8 +113,8 @@ class Drafter:
         a graph records."""
 
     def propose(
-        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
-    ) -> dict[str, list[int]]:
+        self, plan: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
+    ) -> list[DraftedRequest]:
         """Draft for the requests of a step that the target has just run.
 
         Args:
@@ -142,299 +122,169 @@ class Drafter:
             emitted: by request, its accepted drafts and one more token.
 
         Returns:
-            By request, as many drafts as the plan wants for it.
+            The requests that have drafts: as many as the plan wants, or as there is room for.
         """
-        if not self.follows(schedule):
-            return {}
-        requests = schedule.requests
-        new = [emitted.get(request.request_id, []) for request in requests]
-        starts = np.array([request.start for request in requests])
-        num_rejected = [
-            len(request.extra_token_ids) + 1 - len(tokens) if tokens else 0
-            for request, tokens in zip(requests, new, strict=True)
+        if not self.follows(plan):
+            return []
+        wanted = num_drafts_wanted(plan)
+        requests = [
+            self._request(
+                scheduled,
+                row,
+                new_tokens=emitted.get(scheduled.request_id, []),
+                num_wanted=wanted.get(scheduled.request_id, 0),
+            )
+            for scheduled, row in zip(plan.requests, batch.rows.tolist(), strict=True)
         ]
-        # The KV of rejected drafts does not count.
-        num_kept = np.array([request.num_tokens for request in requests]) - num_rejected
-        wanted = num_drafts_wanted(schedule)
-        num_drafts = np.array(
-            [
-                wanted.get(request.request_id, 0) if tokens else 0
-                for request, tokens in zip(requests, new, strict=True)
-            ]
-        )
-        drafting = np.flatnonzero(num_drafts)
-        self._append(new, batch.rows, starts + num_kept)
-        lengths = num_kept + (num_drafts > 0) * self.sees_new_token
-        tokens = self._first_tokens(batch.rows, starts, lengths)
-        computed = _ranges(batch.num_scheduled.cumsum() - batch.num_scheduled, num_kept)
-        features = self._features(hidden, upload(computed, torch.int64, hidden.device))
-        out = self._forward(tokens, features, picked=lengths.cumsum()[drafting] - 1)
-        known = self.runner.rows.num_known
-        num_prompt_tokens = self.runner.rows.num_prompt_tokens
-        num_output_tokens = [
-            known[row] - num_prompt_tokens[row] + len(new[i])
-            for i, row in zip(drafting, batch.rows[drafting], strict=True)
-        ]
-        targets = DraftTargets(
-            request_ids=[requests[i].request_id for i in drafting],
-            rows=batch.rows[drafting],
-            num_computed=tokens.seq_lens[drafting],
-            output_indices=np.array(num_output_tokens, dtype=np.int64),
-            num_drafts=num_drafts[drafting],
-        )
-        return self._continue(targets, out)
+        x, features = self._forward(requests, self._first_features(requests, batch, hidden))
+        drafting = [request for request in requests if request.num_missing > 0]
+        while drafting:
+            self._choose(pick(x, [request.last for request in drafting]), drafting)
+            drafting = [request for request in drafting if request.num_missing > 0]
+            if drafting:
+                if features is not None:
+                    features = pick(features, [request.last for request in drafting])
+                x, features = self._forward(drafting, features)
+        return [request for request in requests if request.drafts]
 
-    def _append(self, new: list[list[int]], rows: np.ndarray, ends: np.ndarray) -> None:
-        """Write each request's last new token after its first `ends` tokens. The next schedule
-        contains the token again."""
-        token_ids = self.runner.rows.token_ids
-        for tokens, row, end in zip(new, rows, ends, strict=True):
-            if tokens and end < self.runner.settings.max_request_tokens:
-                token_ids[row, end] = tokens[-1]
-
-    def _first_tokens(
-        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-    ) -> PackedTokens:
-        """Return the tokens of the first pass: `lengths` tokens per request, starting at the
-        positions `starts`."""
-        positions = _ranges(starts, lengths)
-        last = self.runner.settings.max_request_tokens - 1
-        columns = np.minimum(positions + (not self.sees_new_token), last)
-        return PackedTokens(
-            rows=rows,
-            lengths=lengths,
-            seq_lens=starts + lengths,
-            ids=self.runner.rows.token_ids[rows.repeat(lengths), columns],
-            positions=positions,
-        )
-
-    def _continue(
-        self, targets: DraftTargets, out: tuple[Tensor, Tensor | None]
-    ) -> dict[str, list[int]]:
-        """Make the drafts of some requests, one pass per draft.
+    def _request(
+        self, scheduled: ScheduledRequest, row: int, new_tokens: list[int], num_wanted: int
+    ) -> DraftedRequest:
+        """Return a request for the first pass, and write its newest token to its row. The next
+        schedule contains the token again.
 
         Args:
-            out: the result of `_forward` for these requests.
+            new_tokens: its accepted drafts and one more token; [] if it has not sampled.
         """
-        drafts: dict[str, list[int]] = {name: [] for name in targets.request_ids}
-        found: dict[str, list[Tensor]] = {name: [] for name in targets.request_ids}
-        while targets.request_ids:
-            x, features = out
-            tokens = self._choose(x, targets, found)
-            for name, token in zip(targets.request_ids, tokens, strict=True):
-                drafts[name].append(token)
-            unfinished = np.flatnonzero(targets.num_drafts > 1)
-            targets = targets.after_draft(unfinished)
-            if targets.request_ids:
-                picked = upload(unfinished, torch.int64, x.device)
-                features = None if features is None else features.index_select(0, picked)
-                each = np.arange(len(unfinished))
-                packed = PackedTokens(
-                    rows=targets.rows,
-                    lengths=np.ones_like(each),
-                    seq_lens=targets.num_computed,
-                    ids=np.array(tokens)[unfinished],
-                    positions=targets.num_computed - 1,
-                )
-                out = self._forward(packed, features, picked=each)
-        self.probabilities = {name: torch.stack(parts) for name, parts in found.items() if parts}
-        return drafts
+        start = scheduled.start
+        end = start + scheduled.num_tokens
+        if not new_tokens:
+            return DraftedRequest(scheduled.request_id, row, start, end, end, num_missing=0)
+        # The KV of rejected drafts does not count.
+        end -= 1 + len(scheduled.extra_token_ids) - len(new_tokens)
+        rows = self.runner.rows
+        rows.token_ids[row, end] = new_tokens[-1]
+        # Each draft needs a slot for the position before it, and a place in the row.
+        num_slots = rows.num_blocks[row] * self.runner.block_size
+        num_places = self.runner.settings.max_request_tokens - 1
+        num_drafts = max(0, min(num_wanted, num_slots - end, num_places - end))
+        computes_newest = num_drafts > 0 and self.token_offset == 0
+        return DraftedRequest(
+            scheduled.request_id,
+            row,
+            start,
+            end + computes_newest,
+            next_position=end + 1,
+            num_missing=num_drafts,
+        )
 
-    def _choose(
-        self, x: Tensor, targets: DraftTargets, found: dict[str, list[Tensor]]
-    ) -> list[int]:
-        """Choose the next draft of each request. For drafts that are drawn, `found` gets the
-        distribution over the target's vocabulary."""
-        logits = self.model.compute_logits(x)
-        if self.config.draft_sample_method == "greedy":
-            greedy: list[int] = self._to_target(ops.argmax(logits)).tolist()
-            return greedy
-        tokens = []
-        rows = self._spread(logits.float())
-        for name, row, index in zip(targets.request_ids, rows, targets.output_indices, strict=True):
-            token, distribution = draw_draft(row, self.runner.rows.params[name], int(index))
-            found[name].append(distribution)
-            tokens.append(token)
-        return tokens
+    # ---------------------------------------------------------------- one pass
 
     def _forward(
-        self, tokens: PackedTokens, features: Tensor | None, picked: np.ndarray
+        self, requests: list[DraftedRequest], features: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the model on packed tokens; returns, for the tokens at the positions `picked`, the
-        input of its output head and the features for the next draft."""
-        runner = self.runner
-        send = partial(upload, dtype=torch.int64, device=runner.device)
-        metadata = self._metadata(tokens)
-        caches = runner.kv_caches[len(runner.forward.kv_caches) :]  # after the target's
-        with forward_context(ForwardContext(self.target.backend, caches, metadata)):
-            out, features = self._run(send(tokens.ids), send(tokens.positions), features)
-        chosen = send(picked)
-        return out.index_select(0, chosen), (
-            None if features is None else features.index_select(0, chosen)
-        )
+        """Run the model on the positions that these requests miss; see `_run`."""
+        inputs = self._pack(requests)
+        caches = self.runner.kv_caches[len(self.runner.forward.kv_caches) :]  # after the target's
+        with forward_context(ForwardContext(self.target.backend, caches, inputs.metadata)):
+            return self._run(inputs.input_ids, inputs.positions, features)
 
-    def _metadata(self, tokens: PackedTokens) -> AttentionMetadata:
-        """Return the attention metadata of packed tokens."""
+    def _pack(self, requests: list[DraftedRequest]) -> ModelInputs:
+        """Return the inputs of a pass, one request after another."""
+        rows = self.runner.rows
         size = self.runner.block_size
         send = partial(upload, device=self.runner.device)
-        tables = self.runner.rows.block_tables
-        positions = tokens.positions
-        blocks = tables[tokens.rows.repeat(tokens.lengths), positions // size].astype(np.int64)
-        max_seq_len = int(tokens.seq_lens.max())
-        width = -(-max_seq_len // size)
-        return AttentionMetadata(
-            query_start_loc=send(np.concatenate([[0], tokens.lengths.cumsum()]), dtype=torch.int32),
-            seq_lens=send(tokens.seq_lens, dtype=torch.int32),
-            block_tables=send(tables[tokens.rows, :width], dtype=torch.int32),
-            slot_mapping=send(blocks * size + positions % size, dtype=torch.int64),
-            max_query_len=int(tokens.lengths.max()),
-            max_seq_len=max_seq_len,
+        request_rows = np.array([request.row for request in requests])
+        starts = np.array([request.start for request in requests])
+        ends = np.array([request.end for request in requests])
+        lengths = ends - starts
+        query_ends = lengths.cumsum()
+        for request, end in zip(requests, query_ends.tolist(), strict=True):
+            request.last = end - 1
+        # For each token: its request's row, and its position there.
+        token_rows = request_rows.repeat(lengths)
+        positions = ranges(starts, lengths)
+        token_ids = rows.token_ids[token_rows, positions + self.token_offset]
+        blocks = rows.block_tables[token_rows, positions // size].astype(np.int64)
+        max_seq_len = int(ends.max())
+        num_blocks = -(-max_seq_len // size)
+        return ModelInputs(
+            input_ids=send(token_ids, dtype=torch.int64),
+            positions=send(positions, dtype=torch.int64),
+            metadata=AttentionMetadata(
+                query_start_loc=send(np.concatenate([[0], query_ends]), dtype=torch.int32),
+                seq_lens=send(ends, dtype=torch.int32),
+                block_tables=send(rows.block_tables[request_rows, :num_blocks], dtype=torch.int32),
+                slot_mapping=send(blocks * size + positions % size, dtype=torch.int64),
+                max_query_len=int(lengths.max()),
+                max_seq_len=max_seq_len,
+            ),
         )
+
+    def _choose(self, x: Tensor, requests: list[DraftedRequest]) -> None:
+        """Choose the next draft of each request.
+
+        Args:
+            x: `[num_requests, hidden_size]`, the input of the model's output head.
+        """
+        logits = self.model.compute_logits(x)
+        if self.config.draft_sample_method == "greedy":
+            tokens = self._to_target(ops.argmax(logits)).tolist()
+        else:
+            scores = self._spread(logits.float())
+            tokens = [
+                self._draw(row, request) for row, request in zip(scores, requests, strict=True)
+            ]
+        for request, token in zip(requests, tokens, strict=True):
+            self.runner.rows.token_ids[request.row, request.next_position] = token
+            request.add(token)
+
+    def _draw(self, logits: Tensor, request: DraftedRequest) -> int:
+        """Draw a request's next draft from logits, `[vocab_size]`, and keep the distribution."""
+        rows = self.runner.rows
+        token, distribution = draw_draft(
+            logits,
+            rows.params[request.request_id],
+            request.next_position - rows.num_prompt_tokens[request.row],
+        )
+        request.distributions.append(distribution)
+        return token
 
     # -------------------------------------------------------------- what kinds of drafter differ in
 
-    def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
-        """Return the model's additional input for the first pass. `sources` are the positions of
-        its tokens in the step."""
+    def _first_features(
+        self, requests: list[DraftedRequest], batch: Batch, hidden: Tensor
+    ) -> Tensor | None:
+        """Return what the first pass reads besides tokens, `[num_tokens, hidden_size]`; see
+        `propose`."""
         return None
 
     def _run(
         self, ids: Tensor, positions: Tensor, features: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the model.
+
+        Args:
+            ids, positions: `[num_tokens]` int64.
+            features: `[num_tokens, hidden_size]`, what it reads besides; None for a draft model.
+
+        Returns:
+            The input of its output head, and the features of the next pass, both
+            `[num_tokens, hidden_size]`.
+        """
         raise NotImplementedError
 
     def _to_target(self, tokens: Tensor) -> Tensor:
-        """Convert token ids to the target's vocabulary."""
+        """Convert token ids, `[num_rows]`, to the target's vocabulary."""
         return tokens
 
     def _spread(self, logits: Tensor) -> Tensor:
-        """Convert logits to the target's vocabulary."""
+        """Convert logits to the target's vocabulary, `[num_rows, vocab_size]`."""
         return logits
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenate the ranges from `starts` with `lengths` numbers each."""
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenate the ranges that begin at `starts` and have `lengths` numbers each."""
     offsets: np.ndarray = starts - (lengths.cumsum() - lengths)
     numbers: np.ndarray = np.arange(lengths.sum()) + offsets.repeat(lengths)
     return numbers
-
-
-class DraftModel(Drafter):
-    """Drafts with a separate model that has the target's vocabulary."""
-
-    model: LlamaForCausalLM
-    sees_new_token = True
-
-    def __init__(self, target: LoadedModel, config: SpeculativeConfig) -> None:
-        super().__init__(target, config)
-        assert config.model is not None
-        folder = resolve_model(config.model)
-        vocab_size = target.model_config.vocab_size
-        shape = ModelConfig.from_pretrained(folder)
-        if shape.vocab_size != vocab_size:
-            sizes = f"{config.model!r} has {shape.vocab_size} tokens, the model {vocab_size}"
-            raise ValueError(f"speculative_config: {sizes}: a draft model needs the same tokenizer")
-        if shape.kv_lora_rank:
-            raise ValueError(
-                f"speculative_config: {shape.architecture} (latent attention) cannot draft: choose "
-                "a model without"
-            )
-        if shape.quantization or config.quantization:
-            with needed_for("quantization"):
-                from nanovllm.checkpoint.quantization import with_settings
-            settings = replace(target.config, quantization=config.quantization or "auto")
-            shape = replace(shape, quantization=with_settings(shape.quantization, settings))
-        self.model = load_model(
-            folder,
-            shape,
-            target.dtype,
-            target.device,
-            target.max_positions,
-            transforms=target.layer_transforms,
-        )
-        target.prepare(self.model)
-
-    def _run(
-        self, ids: Tensor, positions: Tensor, features: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        out: Tensor = self.model(ids, positions)
-        return out, None
-
-
-class Eagle(Drafter):
-    """Drafts with one layer on the target's hidden states (EAGLE: Li et al. 2024, arXiv 2401.15077;
-    EAGLE-3: arXiv 2503.01840)."""
-
-    model: EagleModel
-    sees_new_token = False
-
-    def __init__(self, target: LoadedModel, config: SpeculativeConfig) -> None:
-        super().__init__(target, config)
-        name = target.folder.name  # the course model's, too, where a server has found its folder
-        file = shipped_head(name) if config.model is None else Path(config.model).expanduser()
-        if file is None:
-            raise ValueError(
-                f'speculative_config: nanovllm includes no head for {name!r}: name one as "model"'
-            )
-        folder = file if file.is_file() else resolve_model(str(config.model))
-        self.model = load_draft_model(
-            folder,
-            target.model,
-            target.dtype,
-            target.device,
-            target.max_positions,
-            transforms=target.layer_transforms,
-        )
-        kind = "eagle3" if self.model.aux_layers else "eagle"
-        if config.method != kind:
-            raise ValueError(
-                f"speculative_config: the head in '{folder}' is for method {kind!r}, not "
-                f"{config.method!r}"
-            )
-        target.prepare(self.model)
-        # Runs the target's layers: all in one call, or in parts that keep hidden states.
-        self.layers = target.model.model
-        self.plain_calls = self.layers.layer_calls
-        self.aux = AuxHiddenStates(self.layers, self.model.aux_layers)
-        self.layers.layer_calls = self.aux.layer_calls  # as steps are recorded
-        # Hidden states of a replayed step; none if no step is recorded.
-        self._kept: list[Tensor] = []
-
-    def keep(self) -> None:
-        states = self.aux.states
-        # The largest step is recorded first.
-        self._kept = self._kept or [torch.zeros_like(state) for state in states]
-        for kept, state in zip(self._kept, states, strict=True):
-            kept[: len(state)].copy_(state)
-
-    def propose(
-        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
-    ) -> dict[str, list[int]]:
-        if self._kept and batch.metadata.max_query_len == 1:
-            self.aux.states = self._kept
-        return super().propose(schedule, batch, hidden, emitted)
-
-    def prepare(self, schedule: SchedulerOutput) -> None:
-        # A recorded step always keeps the hidden states.
-        keeps = self.follows(schedule) or bool(self._kept)
-        self.aux.states = []
-        self.layers.layer_calls = self.aux.layer_calls if keeps else self.plain_calls
-
-    def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
-        states = self.aux.states or [hidden]
-        return self.model.combine_hidden_states(
-            torch.cat([state.index_select(0, sources) for state in states], dim=1)
-        )
-
-    def _run(
-        self, ids: Tensor, positions: Tensor, features: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        out: tuple[Tensor, Tensor] = self.model(ids, positions, features)
-        return out
-
-    def _to_target(self, tokens: Tensor) -> Tensor:
-        return self.model.draft_to_target[tokens]
-
-    def _spread(self, logits: Tensor) -> Tensor:
-        spread = logits.new_full((len(logits), self.target.model_config.vocab_size), float("-inf"))
-        return spread.index_copy_(1, self.model.draft_to_target, logits)

@@ -158,12 +158,12 @@ class Speculation(SchedulerHooks):
 
     def scheduled(self, request: Request, scheduled: ScheduledRequest) -> None:
         """Ask the runner for new drafts, if there are slots for them: the draft model's KV is in
-        the request's blocks."""
+        the request's blocks. Near the request's end, the runner makes as many as have slots."""
         if not scheduled.samples:
             return
         num_drafts = self.num_drafts_to_make(request, len(self.queues.running))
         end = scheduled.start + scheduled.num_tokens + num_drafts
-        blocks = self.manager.allocate_slots(request, end)
+        blocks = self.manager.allocate_slots(request, min(end, request.max_num_tokens))
         if blocks is not None and num_drafts:
             self._wanted[request.request_id] = num_drafts
             scheduled.new_block_ids = [*scheduled.new_block_ids, *blocks]

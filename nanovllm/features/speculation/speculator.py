@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from nanovllm.core.runner_hooks import LaunchedStep, RunnerHooks, Wait
 from nanovllm.core.sampling import Sampler, SamplingRow
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.features.speculation.drafter import Drafter, DraftModel, Eagle
+from nanovllm.features.speculation.draft_models import DraftModel, Eagle
+from nanovllm.features.speculation.drafter import Drafter
 from nanovllm.features.speculation.scheduling import DRAFTS
 from nanovllm.features.speculation.verification import DraftedRow, RejectionSampler, keep_accepted
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nanovllm.assembly.model import LoadedModel
     from nanovllm.core.runner import ModelRunner
     from nanovllm.data.speculative_config import SpeculativeConfig
@@ -42,6 +45,9 @@ class Speculator(RunnerHooks):
         self.drafter = kind(target, config) if kind is not None else None
         is_drawn = config.draft_sample_method == "probabilistic"
         self.sampler: Sampler | None = RejectionSampler() if is_drawn else None
+        # By request, the distributions from which its newest drafts were drawn, `[vocab_size]`
+        # each; empty if drafts are not drawn.
+        self._distributions: dict[str, list[Tensor]] = {}
 
     def keep_outputs(self) -> None:
         """See `Drafter.keep`."""
@@ -63,21 +69,17 @@ class Speculator(RunnerHooks):
             self.drafter.prepare(plan)
 
     def rows_ready(self, plan: SchedulerOutput, rows: list[SamplingRow]) -> None:
-        """Replace the rows that verify drawn drafts by `DraftedRow`s, with the distributions from
-        which the drafts were drawn."""
-        drawn = self.drafter.probabilities if self.drafter is not None else {}
-        if not drawn:
+        """Replace the rows that verify drawn drafts by `DraftedRow`s."""
+        if not self._distributions:
             return
-        first = {row.request_id: i for i, row in reversed(list(enumerate(rows)))}
+        first: dict[str, int] = {}
+        for i, row in enumerate(rows):
+            first.setdefault(row.request_id, i)
         for scheduled in plan.requests:
-            distributions = drawn.get(scheduled.request_id)
-            if distributions is None:
-                continue
-            for place, draft in enumerate(scheduled.extra_token_ids):
-                i = first[scheduled.request_id] + place
-                rows[i] = DraftedRow(
-                    **vars(rows[i]), draft=draft, probabilities=distributions[place]
-                )
+            name = scheduled.request_id
+            pairs = zip(scheduled.extra_token_ids, self._distributions.get(name, []), strict=False)
+            for i, (draft, distribution) in enumerate(pairs, start=first.get(name, 0)):
+                rows[i] = DraftedRow(**vars(rows[i]), draft=draft, distribution=distribution)
 
     def after_step(self, step: LaunchedStep, wait: Wait) -> Wait:
         """Verify the step's drafts, and make new ones. A drafter starts after the accepted drafts,
@@ -91,7 +93,13 @@ class Speculator(RunnerHooks):
         emitted = {
             name: [token.token_id for token in tokens] for name, tokens in result.sampled.items()
         }
-        result.extras[DRAFTS] = self.drafter.propose(plan, step.batch, step.hidden, emitted)
+        drafted = self.drafter.propose(plan, step.batch, step.hidden, emitted)
+        result.extras[DRAFTS] = {request.request_id: request.drafts for request in drafted}
+        self._distributions = {
+            request.request_id: request.distributions
+            for request in drafted
+            if request.distributions
+        }
         return lambda: result
 
     def _verified(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,17 +95,17 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, replacement: Te
     return torch.where(accepted, drafts, draw(rest.log(), replacement))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DraftedRow(SamplingRow):
     """A row of logits that verifies a draft.
 
     Attributes:
         draft: the token.
-        probabilities: the distribution from which it was drawn, `[vocab_size]` float32.
+        distribution: the probabilities from which it was drawn, `[vocab_size]` float32.
     """
 
-    draft: int = 0
-    probabilities: Tensor | None = None
+    draft: int
+    distribution: Tensor
 
 
 class RejectionSampler(Sampler):
@@ -112,25 +113,29 @@ class RejectionSampler(Sampler):
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Return the next tokens, `[num_rows]` int64; in drafted rows, accepted drafts."""
-        drafted = [
-            i for i, row in enumerate(rows) if isinstance(row, DraftedRow) and not row.params.greedy
-        ]
+        drafted = {
+            i: row
+            for i, row in enumerate(rows)
+            if isinstance(row, DraftedRow) and not row.params.greedy
+        }
         if not drafted:
             return super().choose(logits, rows)
-        picked = [rows[i] for i in drafted]
-        device = logits.device
-        p = self._scaled(self._allowed(logits[drafted], picked), picked).softmax(dim=1)
+        places = list(drafted)
+        picked = list(drafted.values())
+        send = partial(upload, dtype=torch.int64, device=logits.device)
+        p = self._scaled(self._allowed(logits[places], picked), picked).softmax(dim=1)
         tokens = super().choose(logits, rows)
-        q = torch.stack([row.probabilities for row in picked])  # type: ignore[attr-defined]
-        drafts = upload([row.draft for row in picked], torch.int64, device)  # type: ignore[attr-defined]
-        numbers = [
-            upload(
-                [uniform(r.params.seed or 0, r.num_output_tokens, stream) for r in picked],
-                torch.float64,
-                device,
-            )
-            for stream in (ACCEPT, REPLACE)
-        ]
-        return tokens.index_copy_(
-            0, upload(drafted, torch.int64, device), verify(p, q, drafts, *numbers)
+        verified = verify(
+            p,
+            q=torch.stack([row.distribution for row in picked]),
+            drafts=send([row.draft for row in picked]),
+            accept=random_numbers(picked, ACCEPT, logits.device),
+            replacement=random_numbers(picked, REPLACE, logits.device),
         )
+        return tokens.index_copy_(0, send(places), verified)
+
+
+def random_numbers(rows: Sequence[SamplingRow], stream: int, device: torch.device) -> Tensor:
+    """Return each row's number of a random stream, `[num_rows]` float64 in [0, 1)."""
+    numbers = [uniform(row.params.seed or 0, row.num_output_tokens, stream) for row in rows]
+    return upload(numbers, torch.float64, device)

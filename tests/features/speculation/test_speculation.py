@@ -25,6 +25,7 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.features.speculation.scheduling import (
     FEW,
+    PRIOR,
     PROBE,
     NgramProposer,
     Speculation,
@@ -202,6 +203,18 @@ def test_acceptance_follows_a_request_and_begins_with_that_of_all() -> None:
         end(bad, 2)
     assert speculation.acceptance(bad) > 0.9  # what was long ago counts little
     assert speculation.stats.num_accepted_tokens_per_pos[:3] == [60, 60, 0]
+
+
+@pytest.mark.parametrize(("num_accepted", "num_tried"), [(0, 1), (1, 2), (2, 3), (3, 3)])
+def test_drafts_after_a_rejected_one_are_not_tried(num_accepted: int, num_tried: int) -> None:
+    speculation, request = make_speculation(), make_request()
+    share = ScheduledRequest("A", 0, 4, [], [], extra_token_ids=[7, 7, 7])
+    output = EngineOutput("A", new_token_ids=[7] * (num_accepted + 1))
+    speculation.sampled(request, share, ModelRunnerOutput(), output)
+    # Of all requests, with one more of each: (accepted + 1) / (accepted + steps with drafts + 1).
+    everywhere = (num_accepted + 1) / (num_accepted + 1 + 1)
+    expected = (num_accepted + PRIOR * everywhere) / (num_tried + PRIOR)
+    assert speculation.acceptance(request) == pytest.approx(expected)
 
 
 # It drafts nothing itself.

@@ -113,7 +113,7 @@ def test_a_draft_comes_from_the_distribution_that_it_is_told_with() -> None:
 def row(params: SamplingParams, index: int, draft: int | None = None) -> SamplingRow:
     common = (params, [0] * (9 + index), 9)
     return (
-        SamplingRow(*common) if draft is None else DraftedRow(*common, draft=draft, probabilities=Q)
+        SamplingRow(*common) if draft is None else DraftedRow(*common, draft=draft, distribution=Q)
     )
 
 
