@@ -84,7 +84,7 @@ ORDER: dict[str, dict[str, str]] = {
     "kv_transfer.connector:KVConnectorWorker": {
         "state": "metadata model backend token_budget __init__ empty_kv_cache "
         "get_handshake_metadata",
-        "step": "start_load_kv save_kv_layer save_kv_layers wait_for_save",
+        "step": "start_load_kv save_kv_layer wait_for_save",
         "results": "get_finished begin_step end_step",
         "errors": "forget_requests",
         "control": "close",

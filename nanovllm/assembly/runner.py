@@ -145,7 +145,8 @@ def create_forward(loaded: LoadedModel, speculator: Speculator | None) -> Forwar
     part = "pipeline_parallel_size"
     connect: type[StageLink] = load("nanovllm.distributed.stage_link:StageLink", part)
     stage: type[StageForward] = load("nanovllm.features.pipeline.stage:StageForward", part)
-    return stage(forward, connect(loaded.dtype, loaded.device))
+    link = connect(loaded.dtype, loaded.device)
+    return stage(forward, link, reuses_output=create_graph is not None)
 
 
 def _create_graph_forward(

@@ -272,12 +272,8 @@ class KVConnectorWorker:
         one."""
 
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
-        """Begin to save a layer's KV of this step, once the layer's attention has written it."""
-
-    def save_kv_layers(self) -> None:
-        """Save all layers, after a CUDA graph: it runs no Python code between layers."""
-        for layer, kv_cache in self.kv_caches.items():
-            self.save_kv_layer(layer, kv_cache)
+        """Begin to save a layer's KV of this step, once the layer's attention has written it; after
+        a CUDA graph, which runs no Python code between layers, once all layers have."""
 
     def wait_for_save(self) -> None:
         """Wait until the next step may overwrite the KV that is being saved."""
@@ -304,8 +300,7 @@ class KVConnectorWorker:
         self.start_load_kv()
 
     def end_step(self, is_idle: bool) -> KVConnectorOutput:
-        """End a step, after its forward pass. In the pass, `save_kv_layer` was called after each
-        layer's attention; or after it, `save_kv_layers`.
+        """End a step, after its forward pass, and after `save_kv_layer` was called for each layer.
 
         Args:
             is_idle: the step has no forward pass.

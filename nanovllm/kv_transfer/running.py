@@ -33,7 +33,8 @@ class KVTransferRunner(RunnerHooks):
 
     def __init__(self, create_connector: Callable[[ModelRunner], KVConnectorWorker]) -> None:
         self._create_connector = create_connector
-        self._is_saved = False
+        self._layers: list[int] = []  # that the connector saves
+        self._unsaved: set[int] = set()  # layers that this step has yet to save
 
     def allocated(self, runner: ModelRunner) -> None:
         """Make the connector. Let the model's attention modules call it, if it saves layers."""
@@ -43,26 +44,33 @@ class KVTransferRunner(RunnerHooks):
         if type(connector).save_kv_layer is KVConnectorWorker.save_kv_layer:
             return
         for layer, module in runner.forward.model.attention_layers.items():
-            module.register_forward_hook(partial(self._save, layer))
+            self._layers.append(layer)
+            module.register_forward_hook(partial(self._layer_is_computed, layer))
 
-    def _save(self, layer: int, module: nn.Module, inputs: object, output: Tensor) -> None:
-        if self.connector.metadata is not None:
-            self._is_saved = True
-            self.connector.save_kv_layer(layer, self.connector.kv_caches[layer])
+    def _layer_is_computed(
+        self, layer: int, module: nn.Module, inputs: object, output: Tensor
+    ) -> None:
+        if layer in self._unsaved:
+            self._save(layer)
+
+    def _save(self, layer: int) -> None:
+        self._unsaved.remove(layer)
+        self.connector.save_kv_layer(layer, self.connector.kv_caches[layer])
 
     def before_step(self, plan: SchedulerOutput) -> None:
         """Begin the step's loads."""
-        self._is_saved = False
         if KV_TRANSFER in plan.extras:
             self.connector.begin_step(plan.extras[KV_TRANSFER])
+            # An empty plan writes no KV, not even where other engines need a dummy batch.
+            self._unsaved = set() if plan.empty else set(self._layers)
 
     def after_step(self, step: LaunchedStep, wait: Wait) -> Wait:
         """Begin the saves that no layer has begun, since a CUDA graph runs no Python code between
         layers. Find out what has ended."""
         if KV_TRANSFER not in step.plan.extras:
             return wait
-        if step.batch is not None and not self._is_saved:
-            self.connector.save_kv_layers()
+        for layer in sorted(self._unsaved):
+            self._save(layer)
         output = self.connector.end_step(is_idle=step.plan.empty)
 
         def wait_for_transfers() -> ModelRunnerOutput:
@@ -74,6 +82,7 @@ class KVTransferRunner(RunnerHooks):
 
     def forget_requests(self) -> None:
         """Stop all transfers."""
+        self._unsaved.clear()
         self.connector.metadata = None
         self.connector.forget_requests()
 

@@ -19,6 +19,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.features.data_parallel.lock_step import LOCK_STEP, LockStepRunner
 from nanovllm.kv_transfer.connector import KV_TRANSFER, KVConnectorWorker
 from nanovllm.kv_transfer.running import KVTransferRunner
 from nanovllm.models.config import ModelConfig
@@ -99,6 +100,17 @@ def test_a_step_without_orders_asks_nothing(tiny_model: pathlib.Path) -> None:
     idle = runner.execute_model(SchedulerOutput(extras={KV_TRANSFER: "orders"}))
     assert events == ["load orders", "end"], "a plan without requests has transfers alone"
     assert isinstance(idle, ModelRunnerOutput) and not idle.sampled
+
+
+def test_a_dummy_batch_saves_nothing(tiny_model: pathlib.Path) -> None:
+    """Its layers are computed because other engines need them."""
+    events: list[str] = []
+    runner = runner_with(tiny_model, events)
+    lock_step = LockStepRunner()
+    lock_step.allocated(runner)
+    runner.hooks = RunnerHookCalls([lock_step, *runner.features])
+    runner.execute_model(SchedulerOutput(extras={KV_TRANSFER: "orders", LOCK_STEP: False}))
+    assert events == ["load orders", *(f"layer {layer}" for layer in LAYERS), "end"]
 
 
 def test_a_step_that_breaks_off_leaves_no_orders(tiny_model: pathlib.Path) -> None:

@@ -149,14 +149,12 @@ class GraphForward(Forward):
 
     @torch.inference_mode()
     def extra_bytes(self, runner: ModelRunner) -> int:
-        """Estimate the bytes of all graphs: those of the largest graph, with the memory that all
-        share, plus those of the second graph for each of the others."""
+        """Estimate the bytes of all graphs: those of the largest graph, with the kernels and the
+        memory that all share, plus those of the second graph for each of the others."""
         free = [_free_bytes(runner.device)]
         sizes = ladder(runner.settings.max_decodes)
         largest_two = sizes[:-3:-1]
         fill_with_padding(runner.buffers, sizes[-1])
-        # So that compiled and loaded kernels do not count as a graph's memory.
-        self.decode(runner, largest_two[0])
         for size in largest_two:
             self.capture(runner, size)
             free.append(_free_bytes(runner.device))
@@ -184,7 +182,7 @@ class GraphForward(Forward):
         """Replay the step if it is recorded, otherwise run it; see `Forward`."""
         if self.sizes and len(batch.rows) and batch.metadata.max_query_len == 1:
             return self.replay(batch)
-        return self.run(batch.input_ids, batch.positions, batch.metadata)
+        return super().__call__(batch)
 
     def replay(self, batch: Batch) -> Tensor:
         """Compute a batch of one-token sequences, which is in the runner's buffers, with the graph

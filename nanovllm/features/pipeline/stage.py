@@ -28,12 +28,14 @@ class StageForward(Forward):
     Args:
         forward: runs them, from the hidden states in the model's `StageInput`.
         link: connects this stage to the one before and the one after.
+        reuses_output: `forward` may write the next step's output to the same memory.
     """
 
-    def __init__(self, forward: Forward, link: StageLink) -> None:
+    def __init__(self, forward: Forward, link: StageLink, reuses_output: bool) -> None:
         super().__init__(forward.model, forward.backend)
         self.forward = forward
         self.link = link
+        self.reuses_output = reuses_output
         self.samples = link.group.is_last
 
     # ---------------------------------------------------------------- memory
@@ -80,6 +82,7 @@ class StageForward(Forward):
         out = self.forward(batch)
         if self.samples or out is None:
             return out
-        # The next step may overwrite `out` before it has been sent.
-        self.link.send(out[:num_tokens].clone())
+        sent = out[:num_tokens]
+        # The next step may begin before this one's output has been sent.
+        self.link.send(sent.clone() if self.reuses_output else sent)
         return None

@@ -26,7 +26,13 @@ import nanovllm.core.runner
 import nanovllm.features.cuda_graphs.graphs
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly.flags import add_flags, read_flags
-from nanovllm.assembly.runner import choose_features, create_runner, graph_maker, runner_settings
+from nanovllm.assembly.runner import (
+    choose_features,
+    create_forward,
+    create_runner,
+    graph_maker,
+    runner_settings,
+)
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.torch import CpuBackend, TorchBackend
 from nanovllm.core.batch import StepBuffers
@@ -36,6 +42,7 @@ from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
 from nanovllm.features.cuda_graphs.graphs import CudaGraph, GraphForward, WarmUp, ladder
+from nanovllm.features.pipeline.stage import StageForward
 from nanovllm.lab.course.__main__ import main as course_main
 from nanovllm.models.config import ModelConfig
 from tests.models.test_eagle import CONFIG, random_head, write
@@ -71,6 +78,8 @@ def test_ladder_is_that_of_vllm() -> None:
 
 class Rows:
     """Of a runner what graphs need."""
+
+    device: torch.device
 
     def __init__(self, sizes: int, noted: list[Any]) -> None:
         config = EngineConfig(max_num_seqs=sizes)
@@ -610,10 +619,11 @@ def test_backends_that_say_so() -> None:
     assert not CpuBackend.supports_graphs
 
 
-def test_what_is_asked_of_cuda(monkeypatch) -> None:
-    """Work is done once on the stream that records, and then recorded, in the memory of the first
-    graph."""
-    events: list[Any] = []
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU that notes what it is asked as `events`, and has `free` bytes."""
+    gpu = SimpleNamespace(events=[], free=1000)
+    events = gpu.events
 
     class Stream:
         def __init__(self, name: Any) -> None:
@@ -646,7 +656,17 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
         current_stream=lambda: Stream("main"),
         stream=on,
         graph=recording,
+        mem_get_info=lambda *_: (gpu.free, 1000),
+        synchronize=None,
+        empty_cache=None,
     )
+    return gpu
+
+
+def test_what_is_asked_of_cuda(cuda) -> None:
+    """Work is done once on the stream that records, and then recorded, in the memory of the first
+    graph."""
+    events = cuda.events
     make_graph = graph_maker(torch.device("cuda"), WatchedTorch(), False)
     assert make_graph is not None
     graphs = prepared(make_graph, 2, events)
@@ -665,6 +685,47 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
     ]
     assert events == [*rounds[0], *rounds[1], "replay"]
     assert isinstance(make_graph(), CudaGraph)
+
+
+def test_the_memory_of_all_graphs_is_estimated_from_the_largest_two(cuda) -> None:
+    """Of 13 requests: graphs for 13, 8, 4, 2 and 1."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Measured:
+        def __init__(self) -> None:
+            alive.add(self)
+
+        def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+            if pool is None:
+                cuda.free -= 300  # kernels, and the memory that all share
+            cuda.free -= len(work())
+            return "pool"
+
+    noted: list[Any] = []
+    graphs = Zeros(Measured, noted)
+    rows = Rows(13, noted)
+    rows.device = torch.device("cuda")
+    assert graphs.extra_bytes(rows) == 300 + 13 + 4 * 8  # type: ignore[arg-type]
+    assert noted[:2] == [("padding", 0, 13), ("upload", 13, 13)], "no request's data is computed"
+    assert noted[2:] == ["work 13", "work 8"] and not alive
+    cuda.free = 1000
+    graphs.prepare(rows)  # type: ignore[arg-type]
+    assert cuda.free == 1000 - 300 - (13 + 8 + 4 + 2 + 1) and len(alive) == 5
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_stage_copies_what_it_sends_if_graphs_reuse_it(enforce_eager: bool, cuda) -> None:
+    loaded: Any = SimpleNamespace(
+        config=SimpleNamespace(enforce_eager=enforce_eager, pipeline_parallel_size=2),
+        model_config=SimpleNamespace(moe=None),
+        model=None,
+        backend=SimpleNamespace(supports_graphs=True),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+    )
+    stage = create_forward(loaded, speculator=None)
+    assert isinstance(stage, StageForward)
+    assert isinstance(stage.forward, GraphForward) == stage.reuses_output == (not enforce_eager)
 
 
 @pytest.mark.parametrize("flags", [[], ["--enforce-eager"], ["--no-enforce-eager"]])
