@@ -31,8 +31,7 @@ UNITS = 2.0**52
 # Cumulative sums are slow. A draw therefore sums blocks of this many tokens, and needs a cumulative
 # sum only over the blocks and over the tokens of one block.
 DRAW_BLOCK = 256
-# Temperatures and repetition penalties beyond these change no result but would leave the range of
-# float32.
+# Temperatures and repetition penalties beyond these would leave the range of float32.
 SMALLEST_FACTOR = 1e-5
 LARGEST_FACTOR = 1e5
 
