@@ -6,8 +6,11 @@ Built by notebooks/17_model_runner.ipynb: edit it there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,84 +32,122 @@ if TYPE_CHECKING:
 class RequestRows:
     """The runner's state of the running requests: one row per request in a few persistent arrays.
 
-    A schedule contains only new tokens and blocks; `update` appends them to the request's row.
+    A schedule contains only new tokens and blocks; `update` appends them to the requests' rows.
+
+    Attributes:
+        token_ids: `[max_num_seqs, max_tokens]` int32, prompt and output of each request.
+        block_tables: `[max_num_seqs, max_blocks]` int32.
+        num_known, num_tokens: `[max_num_seqs]`, the tokens of each row. `num_tokens` includes those
+            that are not known yet, `num_known` does not.
+        num_blocks, num_prompt_tokens: `[max_num_seqs]`.
+        row_of: request id → row.
+        sampling: row → the sampler's input for its request.
     """
 
-    def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_tokens: int, max_blocks: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # `num_tokens` includes a pending token, `num_known` does not. A step reads `num_tokens` of
-        # all rows in one operation. The others are read and written one by one, where a list is
-        # faster than an array.
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_known, self.num_blocks, self.num_prompt_tokens = (
-            [0] * max_num_seqs for _ in range(3)
+        self.num_known, self.num_tokens, self.num_blocks, self.num_prompt_tokens = (
+            np.zeros(max_num_seqs, dtype=np.int64) for _ in range(4)
         )
-        self.params: dict[str, SamplingParams] = {}
+        self.eos_token_ids = list(eos_token_ids)
         self.row_of: dict[str, int] = {}
+        self.sampling: dict[int, SamplingRow] = {}
+        self._due_rows = np.empty(0, dtype=np.int64)
+        self._sampling_rows: list[SamplingRow] = []  # for `_due_rows`
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def remove(self, request_id: str) -> None:
         """Drop the state of a request that has ended or was preempted."""
-        self._free_rows.append(self.row_of.pop(request_id))
-        del self.params[request_id]
+        row = self.row_of.pop(request_id)
+        del self.sampling[row]
+        self._free_rows.append(row)
+        self._due_rows = np.empty(0, dtype=np.int64)
+        self._sampling_rows = []
 
-    def sampling_row(
-        self, request_id: str, eos_token_ids: list[int], num_unseen: int = 0
-    ) -> SamplingRow:
-        """Return the sampler's input for a request, without its last `num_unseen` tokens."""
-        row = self.row_of[request_id]
-        params = self.params[request_id]
-        stop_ids = (
-            params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
-        )
-        tokens = self.token_ids[row, : self.num_tokens[row] - num_unseen]
-        return SamplingRow(params, tokens, self.num_prompt_tokens[row], stop_ids, request_id)
+    def update(self, schedule: SchedulerOutput) -> np.ndarray:
+        """Add the new tokens and blocks of a step's requests to their rows; returns the rows,
+        `[num_requests]`.
 
-    def update(self, scheduled: ScheduledRequest) -> int:
-        """Add a request's new tokens and blocks to its row; returns the row.
-
-        A request with `sampling_params` is newly admitted: it gets a free row (`_free_rows`,
-        `row_of`), its `params` and `num_prompt_tokens` are stored, and its counters begin at 0.
-        New tokens and blocks are appended to the row. Placeholders for unknown tokens (`_unknown`)
-        follow: `num_tokens` includes them, `num_known` does not.
+        A request with `sampling_params` is newly admitted (`_admit`). New tokens and blocks are
+        appended to the row. Placeholders for unknown tokens (`_unknown`) follow: `num_tokens`
+        includes them, `num_known` does not.
 
         Raises:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to
                 token 4, 3 are known", if the step computes tokens that the row does not have.
         """
-        request_id = scheduled.request_id
-        new_tokens = scheduled.new_token_ids
-        blocks = scheduled.new_block_ids
-        if scheduled.sampling_params is not None:
-            if request_id in self.row_of:
-                raise InvariantError(f"{request_id} is admitted again, but was not removed before")
-            row = self.row_of[request_id] = self._free_rows.pop()
-            self.params[request_id] = scheduled.sampling_params
-            self.num_known[row] = self.num_blocks[row] = 0
-            self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
-        row = self.row_of[request_id]
-        start = self.num_known[row]
-        first = self.num_blocks[row]
-        known = start + len(new_tokens)
-        end = scheduled.start + scheduled.num_tokens
-        tokens = [*new_tokens, *self._unknown(scheduled)]
-        if end > start + len(tokens):
+        requests = schedule.requests
+        for scheduled in requests:
+            if scheduled.sampling_params is not None:
+                self._admit(scheduled, scheduled.sampling_params)
+        rows = np.array([self.row_of[scheduled.request_id] for scheduled in requests])
+        new_tokens = [scheduled.new_token_ids for scheduled in requests]
+        num_known = append(self.token_ids, rows, self.num_known[rows], new_tokens)
+        num_tokens = append(self.token_ids, rows, num_known, self._unknown(schedule))
+        ends = np.array([scheduled.start + scheduled.num_tokens for scheduled in requests])
+        if (ends > num_tokens).any():
+            i = int(np.argmax(ends > num_tokens))
             raise InvariantError(
-                f"{request_id} is scheduled up to token {end}, but only {known} are known"
+                f"{requests[i].request_id} is scheduled up to token {ends[i]}, but only "
+                f"{num_known[i]} are known"
             )
-        self.token_ids[row, start : start + len(tokens)] = tokens
-        if blocks:
-            self.block_tables[row, first : first + len(blocks)] = blocks
-            self.num_blocks[row] = first + len(blocks)
-        self.num_known[row] = known
-        self.num_tokens[row] = start + len(tokens)
-        return row
+        new_blocks = [scheduled.new_block_ids for scheduled in requests]
+        self.num_blocks[rows] = append(self.block_tables, rows, self.num_blocks[rows], new_blocks)
+        self.num_known[rows] = num_known
+        self.num_tokens[rows] = num_tokens
+        return rows
 
-    def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
-        """Return the tokens of a share that are not known: a 0 for a pending token, and the extra
-        tokens."""
-        return [0] * scheduled.last_is_pending + [*scheduled.extra_token_ids]
+    def _admit(self, scheduled: ScheduledRequest, params: SamplingParams) -> None:
+        """Give a request a free row, in which its counters begin at 0."""
+        request_id = scheduled.request_id
+        if request_id in self.row_of:
+            raise InvariantError(f"{request_id} is admitted again, but was not removed before")
+        row = self.row_of[request_id] = self._free_rows.pop()
+        self.num_known[row] = self.num_blocks[row] = 0
+        self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
+        stop_ids = params.stop_token_ids + ([] if params.ignore_eos else self.eos_token_ids)
+        self.sampling[row] = SamplingRow(
+            params=params,
+            history=self.token_ids[row],
+            num_prompt_tokens=scheduled.num_prompt_tokens,
+            stop_ids=stop_ids,
+            request_id=request_id,
+            length=self.num_tokens[row : row + 1],
+        )
+
+    def _unknown(self, schedule: SchedulerOutput) -> list[Sequence[int]]:
+        """Return the tokens of each share that are not known: a 0 for a pending token, and the
+        extra tokens."""
+        return [
+            [0, *scheduled.extra_token_ids]
+            if scheduled.last_is_pending
+            else scheduled.extra_token_ids
+            for scheduled in schedule.requests
+        ]
+
+    def sampling_rows(self, due_rows: np.ndarray) -> list[SamplingRow]:
+        """Return the sampler's input for each token that a step samples. As long as no request
+        comes or goes, steps get the same objects.
+
+        Args:
+            due_rows: each token's row. A request with n extra tokens is there n + 1 times: its last
+                token has seen all of them, the one before all but the last, and so on.
+        """
+        if not np.array_equal(due_rows, self._due_rows):
+            self._due_rows = due_rows
+            rows = due_rows.tolist()
+            num_later = Counter(rows)
+            self._sampling_rows = []
+            for row in rows:
+                num_later[row] -= 1
+                sampling_row = self.sampling[row]
+                if num_later[row]:
+                    sampling_row = replace(sampling_row, num_unseen=num_later[row])
+                self._sampling_rows.append(sampling_row)
+        return list(self._sampling_rows)
 
     @staticmethod
     def due(
@@ -118,7 +159,7 @@ class RequestRows:
         A request that has caught up samples after its last token, at `ends[i] - 1`; with n extra
         tokens, it samples n + 1 times, after each of its last n + 1 tokens."""
         due = np.flatnonzero(caught_up)
-        if not any(scheduled.extra_token_ids for scheduled in schedule.requests):
+        if not any([scheduled.extra_token_ids for scheduled in schedule.requests]):
             return due, ends[due] - 1
         num_extra = np.array(
             [len(schedule.requests[i].extra_token_ids) for i in due], dtype=np.int64
@@ -126,6 +167,29 @@ class RequestRows:
         num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_extra] or [num_extra])
         due = due.repeat(num_extra + 1)
         return due, ends[due] - 1 - num_behind
+
+
+def spread(
+    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and column of each entry of some runs, packed one run after another: run i has
+    `counts[i]` entries of row `rows[i]`, and begins at column `starts[i]`."""
+    ends = np.cumsum(counts)
+    columns = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return np.repeat(rows, counts), columns
+
+
+def append(
+    table: np.ndarray, rows: np.ndarray, starts: np.ndarray, pieces: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Write each piece into its row of a table, where it begins at column `starts[i]`; returns the
+    columns after the pieces."""
+    if not any(pieces):
+        return starts
+    lengths = np.array([len(piece) for piece in pieces])
+    ends: np.ndarray = starts + lengths
+    table[spread(rows, starts, lengths)] = list(chain.from_iterable(pieces))
+    return ends
 
 
 def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
@@ -149,10 +213,14 @@ class StepBuffer:
         self.device = (
             self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
+        self._view = self.device
 
     def first(self, count: int) -> Tensor:
-        """Return the first `count` entries on the device."""
-        return self.device[:count]
+        """Return the first `count` entries on the device. Steps of the same size get the same
+        view."""
+        if len(self._view) != count:
+            self._view = self.device[:count]
+        return self._view
 
     def upload(self, count: int) -> Tensor:
         """Copy the first `count` entries to the device."""

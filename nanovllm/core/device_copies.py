@@ -30,6 +30,26 @@ def upload(
     return tensor.to(device, non_blocking=True)
 
 
+def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a tensor to the host.
+
+    Returns:
+        A function that waits for the copy, but not for any work launched after this call.
+    """
+    if not tensor.is_cuda:
+        return lambda: tensor
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    here.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return here
+
+    return wait
+
+
 def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
     """Start to copy tensors to the host, flattened, in one copy of float64, which represents every
     float32 and every token id exactly.
@@ -37,20 +57,11 @@ def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
     Returns:
         A function that waits for the numbers, but not for any work launched after this call.
     """
-    sent = torch.cat([tensor.flatten().double() for tensor in tensors])
+    arrive = start_copy(torch.cat([tensor.flatten().double() for tensor in tensors]))
     sizes = [tensor.numel() for tensor in tensors]
-    here = sent
-    arrived = None
-    if sent.is_cuda:
-        here = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
-        here.copy_(sent, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
 
     def wait() -> list[list[float]]:
-        if arrived is not None:
-            arrived.synchronize()
-        numbers = iter(here.tolist())
+        numbers = iter(arrive().tolist())
         return [list(islice(numbers, size)) for size in sizes]
 
     return wait

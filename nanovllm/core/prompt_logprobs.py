@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,22 +34,25 @@ def start_prompt_logprobs(
     Returns:
         A function that waits for the log-probabilities, by request.
     """
-    first = 0
+    if schedule.num_prefill_tokens == 0:
+        return dict
     arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
-    is_wanted = any(params.prompt_logprobs is not None for params in rows.params.values())
-    for scheduled, row in zip(schedule.requests, batch.rows, strict=True) if is_wanted else ():
-        count = rows.params[scheduled.request_id].prompt_logprobs
-        end = scheduled.start + scheduled.num_tokens
-        # The hidden state at position p predicts position p + 1, which must be in the prompt.
-        last = 0 if count is None else min(end, rows.num_prompt_tokens[row] - 1)
-        if last > scheduled.start:
-            targets = rows.token_ids[row, scheduled.start + 1 : last + 1]
-            parts = arrivals[scheduled.request_id] = []
-            for i in range(0, len(targets), LOGPROB_ROWS):
-                part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, hidden.device)
-                logits = compute_logits(hidden[first + i : first + i + len(part)])
-                parts.append(start_logprobs(logits, part, [count or 0] * len(part)))
-        first += scheduled.num_tokens
+    starts = np.array([scheduled.start for scheduled in schedule.requests])
+    firsts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
+    # The hidden state at position p predicts position p + 1, which must be in the prompt.
+    lasts = np.minimum(starts + batch.num_scheduled, rows.num_prompt_tokens[batch.rows] - 1)
+    for place in np.flatnonzero(lasts > starts):
+        request_id = schedule.requests[place].request_id
+        count = rows.sampling[int(batch.rows[place])].params.prompt_logprobs
+        if count is None:
+            continue
+        targets = rows.token_ids[batch.rows[place], starts[place] + 1 : lasts[place] + 1]
+        parts = arrivals[request_id] = []
+        for i in range(0, len(targets), LOGPROB_ROWS):
+            part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, hidden.device)
+            first = int(firsts[place]) + i
+            logits = compute_logits(hidden[first : first + len(part)])
+            parts.append(start_logprobs(logits, part, [count] * len(part)))
     return lambda: {
         name: [entry for arrive in parts for entry in arrive()] for name, parts in arrivals.items()
     }

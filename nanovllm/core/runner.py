@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.core.batch import Batch, RequestRows, StepBuffers, copy_blocks
+from nanovllm.core.batch import Batch, RequestRows, StepBuffers, copy_blocks, spread
 from nanovllm.core.forward import Forward
 from nanovllm.core.prompt_logprobs import start_prompt_logprobs
 from nanovllm.core.runner_hooks import LaunchedStep, RunnerHookCalls, RunnerHooks, Wait
@@ -103,7 +103,10 @@ class ModelRunner:
             "the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"
         ):
             self.rows = RequestRows(
-                settings.max_num_seqs, settings.max_request_tokens, settings.max_blocks
+                settings.max_num_seqs,
+                settings.max_request_tokens,
+                settings.max_blocks,
+                self.eos_token_ids,
             )
             self.make_buffers(settings, num_blocks, self.make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
@@ -148,14 +151,13 @@ class ModelRunner:
 
     def prepare_inputs(self, plan: SchedulerOutput) -> Batch:
         """Pack the step's tokens, one request after another, into the persistent buffers."""
-        rows = np.array([self.rows.update(scheduled) for scheduled in plan.requests])
+        rows = self.rows.update(plan)
         starts = np.array([scheduled.start for scheduled in plan.requests])
         counts = np.array([scheduled.num_tokens for scheduled in plan.requests])
         ends = np.cumsum(counts)
-        num_tokens = int(counts.sum())
+        num_tokens = int(ends[-1])
         # For each token: its request's row, and its position there.
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
+        token_rows, positions = spread(rows, starts, counts)
         size = self.block_size
         blocks = self.rows.block_tables[token_rows, positions // size]
         max_seq_len = int((starts + counts).max())
@@ -232,7 +234,7 @@ class ModelRunner:
         for request_id in plan.removed_ids:
             self._remove(request_id)
         batch = self.prepare_inputs(plan)
-        rows = self._sampling_rows(plan, batch)
+        rows = self._sampling_rows(batch)
         for rows_ready in self.hooks.rows_ready:
             rows_ready(plan, rows)
         hidden = self.forward(batch)
@@ -245,17 +247,9 @@ class ModelRunner:
         )
         return step, lambda: ModelRunnerOutput(sampled(), prompt_logprobs())
 
-    def _sampling_rows(self, plan: SchedulerOutput, batch: Batch) -> list[SamplingRow]:
+    def _sampling_rows(self, batch: Batch) -> list[SamplingRow]:
         """Return the sampler's input for each token that this step samples."""
-        if not self.forward.samples:
-            return []
-        rows = []
-        for i in dict.fromkeys(batch.due.tolist()):
-            scheduled = plan.requests[i]
-            for num_unseen in range(len(scheduled.extra_token_ids), -1, -1):
-                row = self.rows.sampling_row(scheduled.request_id, self.eos_token_ids, num_unseen)
-                rows.append(row)
-        return rows
+        return self.rows.sampling_rows(batch.rows[batch.due]) if self.forward.samples else []
 
     def _sample(
         self, batch: Batch, hidden: Tensor, rows: list[SamplingRow]
@@ -275,12 +269,12 @@ class ModelRunner:
             errors |= logits_ready(logits, rows)
         tokens, arrive = self.sampler.start(logits, rows)
         self.buffers.newest.index_copy_(0, batch.due_rows, tokens)
+        request_ids = [row.request_id for row in rows]
 
         def wait() -> dict[str, list[SampledToken]]:
-            sampled: dict[str, list[SampledToken]] = {}
-            for row, token_id, logprobs in zip(rows, *arrive(), strict=True):
-                token = SampledToken(token_id, logprobs, errors.get(row.request_id, ""))
-                sampled.setdefault(row.request_id, []).append(token)
+            sampled: dict[str, list[SampledToken]] = {name: [] for name in request_ids}
+            for name, token_id, logprobs in zip(request_ids, *arrive(), strict=True):
+                sampled[name].append(SampledToken(token_id, logprobs, errors.get(name, "")))
             return sampled
 
         return wait

@@ -64,7 +64,8 @@ class RunnerHooks:
 
     def rows_ready(self, plan: SchedulerOutput, rows: list[SamplingRow]) -> None:
         """It is known what the step samples, and the model has not run. The hook may replace rows,
-        and start work for `logits_ready` that is done while the model runs."""
+        and start work for `logits_ready` that is done while the model runs. The next step gets the
+        same row objects, so the hook must not change them."""
 
     def logits_ready(self, logits: Tensor, rows: Sequence[SamplingRow]) -> dict[str, str]:
         """Change logits, `[num_rows, vocab_size]`, in place, before the sampler sees them.

@@ -9,13 +9,14 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.core.device_copies import is_asynchronous, pick, start_fetch, upload
+from nanovllm.core.device_copies import is_asynchronous, pick, start_copy, start_fetch, upload
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 
@@ -30,8 +31,7 @@ UNITS = 2.0**52
 # Cumulative sums are slow. A draw therefore sums blocks of this many tokens, and needs a cumulative
 # sum only over the blocks and over the tokens of one block.
 DRAW_BLOCK = 256
-# Temperatures and repetition penalties beyond these change no result but would leave the range of
-# float32.
+# Temperatures and repetition penalties beyond these would leave the range of float32.
 SMALLEST_FACTOR = 1e-5
 LARGEST_FACTOR = 1e5
 
@@ -41,23 +41,42 @@ class SamplingRow:
     """One token that this step samples.
 
     Attributes:
-        token_ids: the tokens before it, prompt and output, a view of the runner's buffer (int32).
-            The last one may be pending: the host does not know it yet, and 0 stands for it.
+        history: the tokens before it. 0 stands for a last one that the host does not know yet.
         num_prompt_tokens: where the output begins.
         stop_ids: tokens that are forbidden before `min_tokens`: end of sequence and stop tokens.
         request_id: whose token it is.
+        length: `[1]`, the number of tokens, if `history` is a view of the runner's buffer.
+        num_unseen: the number of the last ones that follow this token.
     """
 
     params: SamplingParams
-    token_ids: np.ndarray | Sequence[int]
+    history: np.ndarray | Sequence[int]
     num_prompt_tokens: int
     stop_ids: Sequence[int] = ()
     request_id: str = ""
+    length: np.ndarray | None = None
+    num_unseen: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens before this one, prompt and output."""
+        length = len(self.history) if self.length is None else int(self.length[0])
+        return length - self.num_unseen
+
+    @property
+    def token_ids(self) -> np.ndarray | Sequence[int]:
+        """The tokens before this one."""
+        return self.history[: self.num_tokens]
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
+
+    @cached_property
+    def takes_largest(self) -> bool:
+        """True if the next token is always that of the model's largest logit."""
+        return self.params.greedy and not self.params.changes_logits
 
 
 def bad_word_ends(row: SamplingRow) -> set[int]:
@@ -65,7 +84,7 @@ def bad_word_ends(row: SamplingRow) -> set[int]:
     tokens are at the end of the output."""
     words = row.params.bad_words_token_ids
     num_compared = min(max(len(word) for word in words) - 1, row.num_output_tokens)
-    newest = [int(token) for token in row.token_ids[len(row.token_ids) - num_compared :]]
+    newest = [int(token) for token in row.token_ids[row.num_tokens - num_compared :]]
     ends = set()
     for *beginning, end in words:
         start = num_compared - len(beginning)
@@ -340,6 +359,20 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return (block * DRAW_BLOCK + token).clamp(max=vocab_size - 1)
 
 
+def largest_except(
+    logits: Tensor, others: Sequence[int], choose: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the token of the largest logit of each row, `[num_rows]` int64; for the rows `others`,
+    in ascending order, the tokens that `choose` returns for their logits."""
+    if len(others) == len(logits):
+        return choose(logits)
+    tokens = ops.argmax(logits)
+    if others:
+        places = upload(others, torch.int64, logits.device)
+        tokens.index_copy_(0, places, choose(pick(logits, others)))
+    return tokens
+
+
 def start_logprobs(
     logits: Tensor, chosen: Tensor, counts: Sequence[int]
 ) -> Callable[[], list[TokenLogprobs]]:
@@ -417,33 +450,32 @@ class Sampler:
         # `index_select` copies: `choose` changes the logits.
         raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None
         tokens = self.choose(logits, rows)
-        tokens_arrive = start_fetch(tokens)
+        tokens_arrive = start_copy(tokens)
         logprobs_arrive = None
         if raw is not None:
             counts = [rows[i].params.logprobs or 0 for i in wants]
             logprobs_arrive = start_logprobs(raw, pick(tokens, wants), counts)
 
         def wait() -> tuple[list[int], list[TokenLogprobs | None]]:
-            [ids] = tokens_arrive()
             logprobs: list[TokenLogprobs | None] = [None] * len(rows)
             for i, entry in zip(wants, logprobs_arrive() if logprobs_arrive else [], strict=True):
                 logprobs[i] = entry
-            return [int(token) for token in ids], logprobs
+            return tokens_arrive().tolist(), logprobs
 
         return tokens, wait
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Return the next tokens, `[num_rows]` int64, on the logits' device, without waiting for
-        it."""
+        it. Most greedy rows need only the largest of the model's logits: these are not copied."""
+        others = [i for i, row in enumerate(rows) if not row.takes_largest]
+        picked = [rows[i] for i in others]
+        return largest_except(logits, others, lambda part: self._choose_by_options(part, picked))
+
+    def _choose_by_options(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         logits = self._allowed(logits, rows)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if len(random) == len(rows):
-            return self._sample_random(logits, rows)
-        tokens = ops.argmax(logits)
-        if random:
-            drawn = self._sample_random(pick(logits, random), [rows[i] for i in random])
-            tokens.index_copy_(0, upload(random, torch.int64, logits.device), drawn)
-        return tokens
+        drawn = [rows[i] for i in random]
+        return largest_except(logits, random, lambda part: self._sample_random(part, drawn))
 
     def _allowed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Return the logits in float32 after constraints and penalties; this may be the same

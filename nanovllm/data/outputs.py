@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, overload
 
 import msgspec
@@ -38,8 +38,8 @@ class Logprob(msgspec.Struct, gc=False):
 PositionLogprobs = dict[int, Logprob] | None
 
 
-@dataclass
-class CompletionOutput:
+# Structs, since one is made per token, which takes a fifth of the time of a dataclass.
+class CompletionOutput(msgspec.Struct, gc=False):
     """One of the `n` completions of a request. In a stream, text, token_ids and logprobs hold only
     the new part.
 
@@ -54,7 +54,7 @@ class CompletionOutput:
 
     index: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
@@ -62,8 +62,7 @@ class CompletionOutput:
     engine: int = 0
 
 
-@dataclass
-class RequestOutput:
+class RequestOutput(msgspec.Struct):
     """A request with its completions.
 
     As in nano-vllm, `output["text"]` and `output["token_ids"]` belong to the first completion.
@@ -106,7 +105,7 @@ class RequestOutput:
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
     """One completion from the pieces of its stream."""
     logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
-    return replace(
+    return msgspec.structs.replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
         token_ids=[token for piece in pieces for token in piece.token_ids],
@@ -130,7 +129,7 @@ class OutputCollector:
     def result(self) -> RequestOutput:
         """The whole request so far."""
         assert self._last is not None
-        return replace(
+        return msgspec.structs.replace(
             self._last, outputs=[join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
         )
 

@@ -45,7 +45,7 @@ class TokenLogprobs:
     rank: int  # of the chosen token; 1 is the likeliest
 
 
-class EngineOutput(msgspec.Struct, gc=False):
+class EngineOutput(msgspec.Struct, gc=False, omit_defaults=True):
     """What one step computed for one request.
 
     Attributes:

@@ -113,6 +113,14 @@ class SamplingParams(Keywords):
         return self.temperature == 0
 
     @property
+    def changes_logits(self) -> bool:
+        """True when biases, bad words, `min_tokens` or penalties can change the largest logit."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return bool(
+            self.logit_bias or self.bad_words_token_ids or self.min_tokens or any(penalties)
+        )
+
+    @property
     def looks_back(self) -> bool:
         """True when a token cannot be sampled before all earlier tokens are known: penalties,
         grammars and bad words of several tokens need them."""

@@ -31,6 +31,8 @@ LATENT_SIZES = ((64, 512), (48, 384))
 # Rows of SmolLM2-135M, Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B.
 HIDDEN_SIZES = (576, 2048, 4096, 8192)
 INTERMEDIATE_SIZES = (1536, 8192, 14336, 28672)
+# Of SmolLM2-135M, and one that is no multiple of 16 (GPT-2): Triton specialises sizes.
+VOCAB_SIZES = (49152, 50257)
 # (experts per rank, hidden size, intermediate size) of Mixtral-8x7B, Qwen3-30B-A3B, and DeepSeek-V3
 # on 8 ranks.
 EXPERTS = ((8, 4096, 14336), (128, 2048, 768), (32, 7168, 2048))
@@ -187,6 +189,8 @@ def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
         for size in INTERMEDIATE_SIZES:
             ops.silu_and_mul(torch.empty(64, 2 * size, dtype=dtype))
             quantized.quantize_rows(torch.empty(64, size, dtype=dtype))
+        for vocab_size in VOCAB_SIZES:
+            ops.argmax(torch.empty(64, vocab_size, dtype=dtype))
         # Each tile, with few programs and with many.
         for tokens, outputs in itertools.product((1, 64, 1000), (1024, 65536)):
             x = torch.empty(tokens, 4096, dtype=dtype)

@@ -145,6 +145,46 @@ void widen(const T* x, float* out, int64_t rows, int64_t width, int threads) {
   });
 }
 
+constexpr int64_t ARGMAX_BLOCK = 512;  // columns whose maximum is taken at a time; one block is searched again
+
+// The first column of the largest value of a row. As in torch, NaN is larger than any number.
+template <class T>
+INLINE int64_t first_largest(const T* row, int64_t width) {
+  float best = -INFINITY;
+  int64_t begin = 0;  // of the first block with `best`
+  Ints unordered = {};  // lanes that have seen NaN; no comparison below is true of it
+  bool has_nan = false;
+  for (int64_t block = 0; block < width; block += ARGMAX_BLOCK) {
+    const int64_t end = std::min(width, block + ARGMAX_BLOCK);
+    Floats tops = splat(-INFINITY);
+    int64_t i = block;
+    for (; i + LANES <= end; i += LANES) {
+      const Floats values = load(row + i);
+      unordered |= values != values;
+      tops = maximum(values, tops);
+    }
+    float top = largest(tops);
+    for (; i < end; ++i) {
+      const float value = widen(row[i]);
+      has_nan |= value != value;
+      top = value > top ? value : top;
+    }
+    if (top > best) {
+      best = top;
+      begin = block;
+    }
+  }
+  for (int lane = 0; lane < LANES; ++lane) has_nan |= unordered[lane] != 0;
+  int64_t found = has_nan ? 0 : begin;
+  while (has_nan ? widen(row[found]) == widen(row[found]) : widen(row[found]) != best) ++found;
+  return found;
+}
+
+template <class T>
+void argmax(const T* x, int64_t* out, int64_t rows, int64_t width, int64_t row_stride, int threads) {
+  for_each_row(rows, width, threads, [&](int64_t row) { out[row] = first_largest(x + row * row_stride, width); });
+}
+
 // ----------------------------------------------------------------------------------------------------- linear
 //
 // A dot product a pair of rows, along the inner dimension, so that the weight is read once, in order and as it is
@@ -279,6 +319,7 @@ EXPORT(write_kv_cache)
 EXPORT(silu_and_mul)
 EXPORT(embedding)
 EXPORT(widen)
+EXPORT(argmax)
 EXPORT(linear)
 EXPORT(pack_weight)
 EXPORT(linear_packed)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nanovllm.ops import reference
 from nanovllm.ops.reference import (  # noqa: F401
-    argmax,
     embedding,
     linear,
     pack_weight,
@@ -28,6 +27,8 @@ from nanovllm.ops.triton_common import covers
 LARGEST_ROW = 16384
 # Gated channels of one program.
 GATE_BLOCK = 1024
+# Columns that a program compares at a time to find the largest.
+ARGMAX_BLOCK = 4096
 
 
 def _num_warps(elements: int) -> int:
@@ -245,6 +246,48 @@ def silu_and_mul(x: Tensor) -> Tensor:
             enable_fp_fusion=True,
         )
     return out
+
+
+# ------------------------------------------------------------------------------- the largest column
+
+
+@triton.jit
+def argmax_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr):
+    """The first column of the largest value of a row. As in torch, NaN is larger than any number.
+    Grid (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    # Each lane keeps the largest value that it has read, and the first column that has it.
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    column_of_best = lane
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=float("-inf"))
+        value = x.to(tl.float32)
+        is_better = (value > best) | ((value != value) & (best == best))
+        best = tl.where(is_better, value, best)
+        column_of_best = tl.where(is_better, column, column_of_best)
+    is_nan = best != best
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
+    largest = tl.max(tl.where(is_nan, float("-inf"), best), axis=0)
+    is_largest = tl.where(has_nan, is_nan, best == largest)
+    tl.store(out_ptr + row, tl.min(tl.where(is_largest, column_of_best, width), axis=0))
+
+
+def argmax(x: Tensor) -> Tensor:
+    num_rows, width = x.shape
+    if not covers(x) or width == 0:
+        return reference.argmax(x)
+    out = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    if num_rows > 0:
+        block = min(triton.next_power_of_2(width), ARGMAX_BLOCK)
+        argmax_kernel[(num_rows,)](
+            x, out, x.stride(0), width, BLOCK=block, num_warps=_num_warps(block)
+        )
+    return out
+
+
+# -------------------------------------------------------------------------------- groups of weights
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

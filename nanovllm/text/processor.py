@@ -131,6 +131,7 @@ class CompletionState:
         # that the prompt leaves incomplete. But a grammar's text is one of its own.
         continued = prompt_token_ids if params.structured_outputs is None else ()
         self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
+        self.has_stops = bool(params.stop)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
         # Only text before a form can end with a stop string.
         wanted = params.structured_outputs
@@ -142,58 +143,77 @@ class CompletionState:
     def update(self, output: EngineOutput) -> CompletionOutput:
         """Take the engine's next output, token by token where a stop string may be between them;
         returns the new part of the completion."""
-        parts = output.by_token() if self.params.stop else [output]
-        pieces = [self._take(part) for part in parts if part is parts[0] or not self.finished]
-        return pieces[0] if len(pieces) == 1 else join_pieces(pieces)
+        if not self.has_stops or len(output.new_token_ids) <= 1:
+            return self._take(output)
+        pieces: list[CompletionOutput] = []
+        for part in output.by_token():
+            if not self.finished:
+                pieces.append(self._take(part))
+        return join_pieces(pieces)
 
     def _take(self, output: EngineOutput) -> CompletionOutput:
         """Take an output with one token, or one whose tokens need not be told apart.
 
-        The new tokens pass through `detokenizer`, and their text through `stop_checker`. With
-        "stop" as finish reason, the last token has no text, unless
-        `params.include_stop_str_in_output`. When the engine reports an end, both are flushed. The
-        new part has all new tokens in `token_ids`, and as `engine` the largest number so far: an
-        output that aborts the request has 0 there.
+        The new tokens pass through `detokenizer`, and their text through `_search` if there are
+        stop strings. With "stop" as finish reason, the last token has no text, unless
+        `params.include_stop_str_in_output`. When the engine reports an end, the detokenizer is
+        flushed. The new part has all new tokens in `token_ids`, and as `engine` the largest number
+        so far: an output that aborts the request has 0 there.
 
         A stop string ends the completion with finish reason "stop" and the string as stop reason,
-        even if the engine reports no end or another one; the caller then tells the engine. While
-        `num_tokens` (with the new ones) is at most `params.min_tokens` (if that is not 0), stop
-        strings do not count (`check=False`).
+        even if the engine reports no end or another one; the caller then tells the engine.
 
         The output's log-probabilities, if there are any, become dictionaries
         (`logprob_dictionary`), and `cumulative_logprob` adds up those of the sampled tokens, the
         first of each entry."""
-        delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
-        delta.finish_reason = output.finish_reason
-        delta.stop_reason = output.stop_reason
+        finish_reason = output.finish_reason
+        stop_reason: int | str | None = output.stop_reason
         # The first output names the engine; one that aborts the request does not.
-        delta.engine = self.engine = max(self.engine, output.engine)
+        self.engine = max(self.engine, output.engine)
         self.num_tokens += len(output.new_token_ids)
         # A stop token is not part of the text. If the length ran out, the last token is.
         visible = output.new_token_ids
-        if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+        if finish_reason == "stop" and not self.params.include_stop_str_in_output:
             visible = visible[:-1]
         text = self.detokenizer.append(visible)
-        if output.finish_reason is not None:
+        if finish_reason is not None:
             text += self.detokenizer.flush()
-        check = self.num_tokens > self.params.min_tokens or self.params.min_tokens == 0
-        check = check and not self._form.has_begun(text)
-        delta.text, matched = self.stop_checker.append(text, check=check)
-        if matched is not None:
-            delta.finish_reason = "stop"
-            delta.stop_reason = matched
-        elif output.finish_reason is not None:
-            delta.text += self.stop_checker.flush()
+        if self.has_stops:
+            text, matched = self._search(text, is_last=finish_reason is not None)
+            if matched is not None:
+                finish_reason = "stop"
+                stop_reason = matched
+        logprobs = None
         if output.logprobs is not None:
-            delta.logprobs = [
-                logprob_dictionary(entry, self.tokenizer) for entry in output.logprobs
-            ]
+            logprobs = [logprob_dictionary(entry, self.tokenizer) for entry in output.logprobs]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
                 e.logprobs[0] for e in output.logprobs
             )
-        delta.cumulative_logprob = self.cumulative_logprob
-        self.finished = delta.finish_reason is not None
-        return delta
+        self.finished = finish_reason is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=output.new_token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            engine=self.engine,
+        )
+
+    def _search(self, text: str, is_last: bool) -> tuple[str, str | None]:
+        """Search for stop strings in the next text; returns the text to emit, and the stop string
+        that was found.
+
+        While `num_tokens` (with the new ones) is at most `params.min_tokens` (if that is not 0),
+        stop strings do not count (`check=False`), and neither do they once a form has begun. Text
+        that may become a stop string is held back, unless it is the last."""
+        has_form = self._form.has_begun(text)
+        is_early = self.params.min_tokens > 0 and self.num_tokens <= self.params.min_tokens
+        text, matched = self.stop_checker.append(text, check=not has_form and not is_early)
+        if matched is None and is_last:
+            text += self.stop_checker.flush()
+        return text, matched
 
 
 class RequestState:
@@ -215,11 +235,12 @@ class RequestState:
             None if self.params.prompt_logprobs is None else [None]
         )
         self.num_cached_tokens = 0
+        self.num_unfinished = len(self.completions)
 
     @property
     def finished(self) -> bool:
         """True once every completion has ended."""
-        return all(completion.finished for completion in self.completions.values())
+        return self.num_unfinished == 0
 
     def update(self, output: EngineOutput) -> RequestOutput:
         """Take one output; returns a `RequestOutput` with the new part of that completion only."""
@@ -231,12 +252,8 @@ class RequestState:
             self.prompt_logprobs += [logprob_dictionary(entry, self.tokenizer) for entry in new]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         delta = self.completions[output.request_id].update(output)
-        wanted = self.params.structured_outputs
-        error: RequestFailedError | GrammarError | None = None
-        if wanted and output.error and output.error_kind == "request":
-            error = GrammarError(wanted.place, output.error)
-        elif output.error:
-            error = RequestFailedError(output.error)
+        if delta.finish_reason is not None:
+            self.num_unfinished -= 1
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -246,8 +263,14 @@ class RequestState:
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=output.kv_transfer_params,
-            error=error,
+            error=self._error_of(output) if output.error else None,
         )
+
+    def _error_of(self, output: EngineOutput) -> RequestFailedError | GrammarError:
+        wanted = self.params.structured_outputs
+        if wanted and output.error_kind == "request":
+            return GrammarError(wanted.place, output.error)
+        return RequestFailedError(output.error)
 
 
 R = TypeVar("R", bound=RequestState)

@@ -37,6 +37,7 @@ class Tokenizer:
             variables.
         chat_templates: name to Jinja source; "default" is used unless another is requested.
         all_special_ids: ids that `decode` skips by default, in ascending order.
+        special_ids: the same, to look up ids.
         token_decoder: how tokens become text.
     """
 
@@ -55,6 +56,7 @@ class Tokenizer:
         self.token_decoder = TokenDecoder(backend.decoder)
         added = backend.get_added_tokens_decoder()
         self.all_special_ids = sorted(index for index, token in added.items() if token.special)
+        self.special_ids = frozenset(self.all_special_ids)
 
     @classmethod
     def of(cls, config: EngineConfig) -> Tokenizer:

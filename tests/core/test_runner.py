@@ -266,28 +266,35 @@ def admission(request_id: str, tokens: list[int], blocks: list[int]) -> Schedule
 
 def test_rows_are_reused_from_the_beginning() -> None:
     rows = RequestRows(1, 8, 2)
-    rows.update(admission("A", [1, 2, 3, 4, 5], [3, 4]))
+    rows.update(SchedulerOutput([admission("A", [1, 2, 3, 4, 5], [3, 4])]))
     rows.remove("A")
-    row = rows.update(admission("B", [9], [7]))
+    [row] = rows.update(SchedulerOutput([admission("B", [9], [7])]))
     counts = (row, rows.num_tokens[0], rows.num_blocks[0], rows.num_prompt_tokens[0])
     assert counts == (0, 1, 1, 1), (
         "row, tokens, blocks and prompt tokens of B, which has A's row now"
     )
-    assert rows.token_ids[0, 0] == 9 and rows.block_tables[0, 0] == 7 and list(rows.params) == ["B"]
+    assert (
+        rows.token_ids[0, 0] == 9
+        and rows.block_tables[0, 0] == 7
+        and rows.sampling[0].request_id == "B"
+    )
 
 
 def test_admitted_twice() -> None:
     rows = RequestRows(2, 8, 2)
-    rows.update(admission("A", [1], [0]))
+    rows.update(SchedulerOutput([admission("A", [1], [0])]))
     with pytest.raises(InvariantError, match="A is admitted"):
-        rows.update(admission("A", [1], [0]))
+        rows.update(SchedulerOutput([admission("A", [1], [0])]))
 
 
 def test_lost_schedule() -> None:
     rows = RequestRows(2, 8, 2)
-    rows.update(admission("A", [1, 2], [0]))
-    with pytest.raises(InvariantError, match="up to token 4, but only 3 are known"):
-        rows.update(ScheduledRequest("A", 3, 1, [4], []))
+    rows.update(SchedulerOutput([admission(name, [1, 2], [0]) for name in "AB"]))
+    plan = SchedulerOutput(
+        [ScheduledRequest("A", 2, 1, [3], []), ScheduledRequest("B", 3, 1, [4], [])]
+    )
+    with pytest.raises(InvariantError, match=r"B is .* up to token 4, but only 3 are known"):
+        rows.update(plan)
 
 
 def test_removed_and_admitted_in_the_same_step(folder) -> None:

@@ -19,6 +19,7 @@ class Pieces:
     of "é"."""
 
     all_special_ids: ClassVar = [0]
+    special_ids: ClassVar = frozenset([0])
     token_decoder = TokenDecoder(ByteLevel())
     pieces = (b"<end>", b"The", b" E", b"ND", b" cat", b"\xc3", b"\xa9")
 

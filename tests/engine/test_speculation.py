@@ -7,9 +7,9 @@ import gc
 import json
 import pathlib
 import weakref
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.nn import functional as F
@@ -113,7 +113,8 @@ def check_equal(found: list[RequestOutput], expected: list[RequestOutput]) -> No
         for one, other in zip(ours.outputs, theirs.outputs, strict=True):
             check_logprobs(one.logprobs, other.logprobs)
             one, other = (
-                replace(output, logprobs=None, cumulative_logprob=None) for output in (one, other)
+                msgspec.structs.replace(output, logprobs=None, cumulative_logprob=None)
+                for output in (one, other)
             )
             assert one == other, "the token ids, the text or its end"
 

@@ -227,6 +227,17 @@ def test_silu_and_mul(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16"] if DRY_RUN else DTYPES)
+def test_argmax(name: str) -> None:
+    from nanovllm.ops import triton as operators
+
+    x = draw(37, 3000 if DRY_RUN else 49152, dtype=DTYPES[name])
+    x[1, [20, 700, 2900]] = 99.0
+    x[2, [30, 40]] = float("nan")
+    x[3] = float("-inf")
+    assert operators.argmax(x).tolist() == x.cpu().float().argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["bf16"] if DRY_RUN else DTYPES)
 def test_apply_rope(name: str) -> None:
     from nanovllm.ops import triton as operators
 

@@ -323,7 +323,7 @@ class TransferMachine(SchedulerMachine):
         if not hasattr(self, "scheduler"):
             return
         self.live(self.count, 30)
-        for _ in range(3000):
+        for _ in range(1000 + 200 * len(self.sources)):
             if not (self.scheduler.has_unfinished or self.connector.coming or self.connector.going):
                 break
             before = self.state()

@@ -178,10 +178,10 @@ def test_a_block_that_does_not_exist_is_refused(tiny_model: pathlib.Path) -> Non
     llm.engine.core.runner.rows.block_tables[:] = 200
     original = llm.engine.core.runner.rows.update
 
-    def update(scheduled: Any) -> int:
-        row = original(scheduled)
-        llm.engine.core.runner.rows.block_tables[row] = 200
-        return row
+    def update(schedule: Any) -> Any:
+        rows = original(schedule)
+        llm.engine.core.runner.rows.block_tables[rows] = 200
+        return rows
 
     llm.engine.core.runner.rows.update = update  # type: ignore[method-assign]
     with pytest.raises(IndexError, match="do not agree"):

@@ -258,14 +258,39 @@ def test_weights_lie_one_behind_the_other_in_large_pages():
         assert " hg" in region[region.index("VmFlags") :], "Linux was not asked for large pages"
 
 
-def test_argmax_takes_the_first_of_the_largest():
-    x = random(5, 300)
-    x[1, [20, 70]] = 9.0
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+# Shorter than a vector and than a block, ends of blocks, and several blocks.
+@pytest.mark.parametrize("width", [1, 7, 16, 300, 512, 513, 3000])
+def test_argmax_takes_the_first_of_the_largest(width, dtype):
+    x = rows_of_equals(width).to(dtype)
+    # The argument must be the first largest of the float32 copy, which the sampler used to make.
+    assert ops.argmax(x).tolist() == x.float().argmax(dim=-1).tolist()
+    wide = torch.cat([x, torch.full((len(x), 5), float("inf"), dtype=dtype)], dim=1)
+    assert ops.argmax(wide[:, :width]).tolist() == ops.argmax(x).tolist(), "rows may lie apart"
+
+
+@needs_native
+def test_argmax_of_bfloat16_is_not_left_to_torch(monkeypatch):
+    monkeypatch.setattr(reference, "argmax", None)
+    for dtype in DTYPES:
+        assert native.argmax(random(3, 100, dtype=dtype)).shape == (3,)
+
+
+def rows_of_equals(width: int) -> Tensor:
+    """Rows in which several columns, the last one among them, have the largest value; rows with
+    infinities, zeros of both signs, negative numbers only, and NaN."""
+    x = random(40, width, seed=width).round()
+    x[1, [width // 3, width // 2, -1]] = 9.0
     x[2] = float("-inf")
-    x[3, [40, 50]] = float("nan")
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        assert ops.argmax(x.to(dtype)).tolist() == reference.argmax(x.to(dtype)).tolist()
-    assert ops.argmax(x)[[1, 2, 3]].tolist() == [20, 0, 40]
+    x[3, [width // 2, -1]] = float("nan")
+    x[3, 0] = float("inf")
+    x[4] = 0.0
+    x[4, 0] = -0.0
+    x[5] = -x[5].abs() - 1
+    x[6, -1] = float("nan")
+    x[7, -1] = 9.0
+    x[8, width // 2] = float("inf")
+    return x
 
 
 @needs_native

@@ -165,7 +165,7 @@ class Drafter:
         rows = self.runner.rows
         rows.token_ids[row, end] = new_tokens[-1]
         # Each draft needs a slot for the position before it, and a place in the row.
-        num_slots = rows.num_blocks[row] * self.runner.block_size
+        num_slots = int(rows.num_blocks[row]) * self.runner.block_size
         num_places = self.runner.settings.max_request_tokens - 1
         num_drafts = max(0, min(num_wanted, num_slots - end, num_places - end))
         computes_newest = num_drafts > 0 and self.token_offset == 0
@@ -244,8 +244,8 @@ class Drafter:
         rows = self.runner.rows
         token, distribution = draw_draft(
             logits,
-            rows.params[request.request_id],
-            request.next_position - rows.num_prompt_tokens[request.row],
+            rows.sampling[request.row].params,
+            request.next_position - int(rows.num_prompt_tokens[request.row]),
         )
         request.distributions.append(distribution)
         return token

@@ -82,7 +82,16 @@ class Speculator(RunnerHooks):
             drawn = zip(scheduled.extra_token_ids, self._distributions.get(name, []), strict=False)
             for place, (draft, distribution) in enumerate(drawn):
                 i = first[name] + place
-                rows[i] = DraftedRow(**vars(rows[i]), draft=draft, distribution=distribution)
+                row = rows[i]
+                rows[i] = DraftedRow(
+                    params=row.params,
+                    history=row.token_ids,
+                    num_prompt_tokens=row.num_prompt_tokens,
+                    stop_ids=row.stop_ids,
+                    request_id=row.request_id,
+                    draft=draft,
+                    distribution=distribution,
+                )
 
     def after_step(self, step: LaunchedStep, wait: Wait) -> Wait:
         """Verify the step's drafts, and make new ones. A drafter starts after the accepted drafts,

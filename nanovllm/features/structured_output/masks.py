@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -78,11 +79,12 @@ class StructuredOutputManager:
     def _compile_anew(self, form: Form) -> Guide:
         return Guide(new_matcher(form.grammar, self.trie), self.table, form)
 
-    def start(self, rows: Sequence[SamplingRow]) -> Callable[[Tensor], dict[str, str]]:
+    def start(self, rows: list[SamplingRow]) -> Callable[[Tensor], dict[str, str]]:
         """Start to compute masks, in a thread.
 
         Args:
-            rows: one per row of logits. Rows without a grammar do not change.
+            rows: one per row of logits. Those with a grammar are replaced by copies, which
+                `_without_stops` may change.
 
         Returns:
             A function that waits for the masks and applies them in place to the logits,
@@ -90,6 +92,8 @@ class StructuredOutputManager:
             not change.
         """
         places = [i for i, row in enumerate(rows) if row.params.structured_outputs is not None]
+        for i in places:
+            rows[i] = replace(rows[i])
         asking = {rows[i].request_id: rows[i] for i in places}
         computed = self._thread.submit(self.masks, asking)
 

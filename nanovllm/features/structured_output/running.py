@@ -29,6 +29,7 @@ class StructuredOutput(RunnerHooks):
     def __init__(self, create_manager: Callable[[], StructuredOutputManager]) -> None:
         self._create_manager = create_manager
         self._apply: Callable[[Tensor], dict[str, str]] | None = None
+        self._asking: set[str] = set()  # running requests with a grammar
 
     @functools.cached_property
     def manager(self) -> StructuredOutputManager:
@@ -37,8 +38,12 @@ class StructuredOutput(RunnerHooks):
 
     def rows_ready(self, plan: SchedulerOutput, rows: list[SamplingRow]) -> None:
         """Start to compute masks, if a request has a grammar."""
-        has_grammar = any(row.params.structured_outputs is not None for row in rows)
-        self._apply = self.manager.start(rows) if has_grammar else None
+        for scheduled in plan.requests:
+            params = scheduled.sampling_params
+            if params is not None and params.structured_outputs is not None:
+                self._asking.add(scheduled.request_id)
+        asks = bool(self._asking) and any(row.request_id in self._asking for row in rows)
+        self._apply = self.manager.start(rows) if asks else None
 
     def logits_ready(self, logits: Tensor, rows: Sequence[SamplingRow]) -> dict[str, str]:
         """Apply the masks."""
@@ -46,5 +51,6 @@ class StructuredOutput(RunnerHooks):
 
     def removed(self, request_id: str) -> None:
         """Drop a request's matcher."""
+        self._asking.discard(request_id)
         if "manager" in vars(self):
             self.manager.matchers.pop(request_id, None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.ops import native, reference
 from nanovllm.ops import triton as ours
+from tests.ops.test_ops import rows_of_equals
 from tests.stand_ins import refuse_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -171,11 +172,22 @@ def test_extreme_gates() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+# A block that the row does not fill, a full one, and several.
+@pytest.mark.parametrize("width", [1, 7, 300, 4096, 4097, 9000])
+def test_argmax_takes_the_first_of_the_largest(width: int, dtype: torch.dtype) -> None:
+    x = rows_of_equals(width).to(dtype)
+    assert ours.argmax(x).tolist() == x.float().argmax(dim=-1).tolist()
+    wide = torch.cat([x, torch.full((len(x), 5), float("inf"), dtype=dtype)], dim=1)
+    assert ours.argmax(wide[:, :width]).tolist() == ours.argmax(x).tolist(), "rows may lie apart"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_tokens(dtype: torch.dtype) -> None:
     nothing, weight = torch.empty(0, 64, dtype=dtype), torch.ones(64, dtype=dtype)
     assert ours.rms_norm(nothing, weight, 1e-5).shape == (0, 64)
     assert ours.add_rms_norm(nothing, nothing.clone(), weight, 1e-5)[0].shape == (0, 64)
     assert ours.silu_and_mul(nothing).shape == (0, 32)
+    assert ours.argmax(nothing).shape == (0,)
     heads = nothing.view(0, 1, 64)
     q, _ = ours.apply_rope(
         heads, heads.clone(), torch.empty(0, dtype=torch.int64), torch.ones(4, 64)
@@ -193,6 +205,7 @@ def test_rows_beyond_two_to_the_31() -> None:
     expected = reference.rms_norm(x, weight, 1e-5)
     assert_same_rounding(ours.rms_norm(x, weight, 1e-5), expected)
     assert_same_rounding(ours.silu_and_mul(x), reference.silu_and_mul(x))
+    assert ours.argmax(x).tolist() == x.argmax(dim=-1).tolist()
     update = random(2, 64, dtype=torch.bfloat16, seed=1)
     out, total = ours.add_rms_norm(update, x, weight, 1e-5)
     assert_same_rounding(out, reference.rms_norm(total, weight, 1e-5))
@@ -209,6 +222,7 @@ def test_fallback_for_what_no_kernel_covers(case: str) -> None:
     assert torch.equal(out, reference.rms_norm(x, weight, 1e-5)) and out.requires_grad == (
         case == "gradient"
     )
+    assert torch.equal(ours.argmax(x), reference.argmax(x))
     normed, total = ours.add_rms_norm(x, torch.zeros_like(x), weight, 1e-5)
     assert torch.equal(normed, out) and torch.equal(total, x)
 
