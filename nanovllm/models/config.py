@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# More than any known model has.
+MAX_POSITIONS = 2**24
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How an architecture differs from Llama.
@@ -44,7 +48,7 @@ class Architecture:
     qk_norm: bool = False
     alternating: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     routing: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -159,7 +163,7 @@ class ModelConfig:
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
         attention_bias = fields.get("attention_bias", False)
         latent = traits.latent
-        same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
+        same = ["vocab_size", "hidden_size", "intermediate_size"]
         same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
         optional = ["rms_norm_eps", "tie_word_embeddings", "mlp_bias"]
         optional += ["q_lora_rank"] if latent else []
@@ -171,6 +175,7 @@ class ModelConfig:
             head_dim=fields.get("qk_rope_head_dim")
             or fields.get("head_dim")
             or fields["hidden_size"] // num_heads,
+            max_position_embeddings=_context_length(fields["max_position_embeddings"], scaling),
             rope_theta=theta,
             rope_scaling=scaling,
             qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
@@ -271,10 +276,6 @@ def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
         raise UnsupportedModelError(
             "partial_rotary_factor is not supported; supported is 1, all channels of a head"
         )
-    if not scaling.pop("truncate", True):
-        raise UnsupportedModelError(
-            "truncate: false in rope_scaling is not supported; supported is true, the default"
-        )
     theta = scaling.pop("rope_theta", raw.get("rope_theta", DEFAULTS[architecture]["rope_theta"]))
     kind = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", kind)
@@ -286,6 +287,21 @@ def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
         )
         scaling["original_max_position_embeddings"] = original or raw["max_position_embeddings"]
     return float(theta), scaling
+
+
+def _context_length(stored: int, scaling: JsonObject) -> int:
+    """Return the most positions. Of checkpoints with YaRN, some store the original length and some
+    the stretched one; as in vLLM, the parameters decide."""
+    if scaling["rope_type"] != "yarn":
+        return stored
+    original = scaling["original_max_position_embeddings"]
+    length = int(original * scaling["factor"])
+    if not 1 <= length <= MAX_POSITIONS:
+        raise ModelFileError(
+            f"config.json: rope_scaling stretches {original} positions to {length}, and must lead "
+            f"to 1 to {MAX_POSITIONS}"
+        )
+    return length
 
 
 def _windows(raw: Fields, architecture: str) -> list[int]:
