@@ -48,7 +48,8 @@ def quantization_name(quantization: QuantizationConfig | None) -> str:
     """Return how the weights are quantized, from a `QuantizationConfig` or None."""
     if quantization is None:
         return "none"
-    return str(quantization.method) + (" with a head of 8 bits" if quantization.head else "")
+    name = quantization.method + " (dequantized)" * quantization.is_dequantized
+    return name + " with a head of 8 bits" * quantization.head
 
 
 def in_mebibytes(num_bytes: int) -> str:

@@ -85,7 +85,7 @@ class EngineConfig(Keywords):
         quantization: quantization of the weights (auto: as in the checkpoint). w8a8, w4a8, w4a16
             (bits of weights and of activations): quantize an unquantized checkpoint during loading,
             by rounding to nearest; w4a8 also serves a checkpoint of 4-bit weights with 8-bit
-            activations
+            activations. fp8: only names the checkpoint's format, whose weights are dequantized
         quantize_head: also quantize the output head to 8 bits, and the embedding if it is the same
             matrix
         kv_cache_dtype: data type of keys and values (auto: that of the weights). int8, fp8 (e4m3):

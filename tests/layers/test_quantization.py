@@ -684,8 +684,8 @@ def test_parts_of_one_matrix_that_are_quantized_differently_are_dequantized(
     assert found == expected_tokens(plain, found)
     [line] = [text for text in caplog.messages if "dequantized" in text]
     assert line == (
-        "model.layers.0.self_attn.q_proj is dequantized while it is loaded: it is stored as one "
-        "matrix with others, which are quantized differently"
+        "model.layers.0.self_attn.q_proj and 1 more are dequantized while loading: "
+        "stacked with matrices that are quantized differently"
     )
 
 

@@ -131,6 +131,19 @@ def test_a_quantized_head_of_a_tied_model(
     assert (model.model.embed_tokens.weight is model.lm_head.weight) == (not keep)
 
 
+def test_a_quantized_embedding_leaves_another_head_alone(tmp_path: pathlib.Path) -> None:
+    def store(_: str, matrix: Tensor) -> Stored:
+        return stored_as("w8a16", matrix)
+
+    source = make_checkpoint(tmp_path / "original")
+    folders = store_checkpoint(
+        source, tmp_path, FORMATS["w8a16"][4], store, lambda n: is_quantized(n) or "embed" in n
+    )
+    check_tokens(folders)
+    head = load(folders[0]).lm_head.weight
+    assert torch.equal(head, load_file(source / "model.safetensors")["lm_head.weight"])
+
+
 def test_a_quantized_tied_head_multiplies_8_bit_inputs(tmp_path: pathlib.Path) -> None:
     quantized, plain = with_quantized_head(tmp_path, "w8a8", "lm_head", keep=False)
     model = load(quantized)
@@ -149,6 +162,9 @@ def test_a_quantized_head_of_a_tied_model_on_two_ranks(tmp_path: pathlib.Path, k
 def test_a_quantized_head_of_a_tied_model_on_two_stages(tmp_path: pathlib.Path) -> None:
     folders = with_quantized_head(tmp_path, PACKED, "lm_head", keep=False)
     check_tokens(folders, pipeline_parallel_size=2)
+    llm = LLM(str(folders[0]), dtype="float32", num_kv_blocks=8, pipeline_parallel_size=2)
+    head: Any = llm.engine.core.runner.model.lm_head.weight
+    assert head.scheme.bits == 4, "the last stage has it as it is stored"
 
 
 # ---------------------------------------------------------------- groups and formats in one file
@@ -171,6 +187,32 @@ def test_groups_as_large_as_a_row(
     check_tokens(folders)
     experts = load(folders[0]).model.layers[0].mlp.experts
     assert {experts.w13.scheme.bits, experts.w2.scheme.bits} == {4}
+
+
+@pytest.mark.parametrize("kind", [GPTQ, PACKED])
+def test_groups_as_large_as_a_row_on_two_ranks(
+    tmp_path: pathlib.Path, kind: str, variant: Callable[..., str]
+) -> None:
+    """All inputs share a scale, so each rank may have half of them."""
+    folders = store_checkpoint(
+        make_checkpoint(tmp_path / "original", variant("qwen3-moe", moe_intermediate_size=16)),
+        tmp_path,
+        FORMATS[kind][4],
+        lambda _, matrix: stored_as(kind, matrix),
+    )
+    on_ranks(folders, Grid(tensor=2))
+
+
+def test_8_bit_rows_of_any_length(tmp_path: pathlib.Path, variant: Callable[..., str]) -> None:
+    """Bytes need no words of 4 or 8."""
+    name = variant("llama", intermediate_size=90)
+    folders = store_checkpoint(
+        make_checkpoint(tmp_path / "original", name),
+        tmp_path,
+        FORMATS["w8a16"][4],
+        lambda _, matrix: stored_as("w8a16", matrix),
+    )
+    check_tokens(folders)
 
 
 def two_formats(second: str, target: str) -> dict[str, Any]:
@@ -262,7 +304,11 @@ def in_order_of(name: str, inputs: int, per_matrix: bool) -> Tensor:
 
 
 def reordered(
-    folder: pathlib.Path, name: str, kind: str = GPTQ, per_matrix: bool = False
+    folder: pathlib.Path,
+    name: str,
+    kind: str = GPTQ,
+    per_matrix: bool = False,
+    chosen: Callable[[str], bool] = is_quantized,
 ) -> Folders:
     """A GPTQ checkpoint whose groups are of 16 inputs anywhere."""
 
@@ -277,7 +323,8 @@ def reordered(
         return tensors | {"g_idx": group.int()}, whole[:, position]
 
     settings = FORMATS[kind][4] | {"desc_act": True, "static_groups": False}
-    return store_checkpoint(make_checkpoint(folder / "original", name), folder, settings, store)
+    source = make_checkpoint(folder / "original", name)
+    return store_checkpoint(source, folder, settings, store, chosen)
 
 
 GPTQ8 = "gptq 8 bits, groups of 16, version 1"
@@ -290,11 +337,27 @@ def test_groups_of_inputs_that_are_not_neighbours(
 ) -> None:
     folders = reordered(tmp_path, name, kind)
     check_tokens(folders)
-    lines = [line for line in caplog.messages if "is dequantized" in line]
+    lines = [line for line in caplog.messages if " dequantized while loading: " in line]
     assert len(lines) == (name == "deepseek-v2"), "what latent attention absorbs, and nothing else"
     assert all("kv_b_proj" in line for line in lines)
     weight = load(folders[0]).model.layers[0].self_attn.o_proj.weight
     assert weight.scheme.reordered and weight.scheme.bits == FORMATS[kind][0]
+
+
+@pytest.mark.parametrize("kind", [GPTQ, GPTQ8])
+def test_reordered_groups_of_a_tied_head(tmp_path: pathlib.Path, kind: str) -> None:
+    """A row of the embedding has its numbers in the order of the channels."""
+
+    def chosen(name: str) -> bool:
+        return is_quantized(name) or "embed_tokens" in name
+
+    def without_bias(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.embed_tokens.bias"]
+
+    folders = reordered(tmp_path, "llama-mha-tied", kind, chosen=chosen)
+    change_tensors(folders[0], without_bias)
+    check_tokens(folders)
+    assert load(folders[0]).lm_head.weight.scheme.reordered
 
 
 def test_reordered_groups_and_8_bit_inputs(tmp_path: pathlib.Path) -> None:
@@ -328,7 +391,7 @@ def test_stacked_matrices_of_different_orders_are_dequantized(
     layer = load(folders[0]).model.layers[0]
     assert isinstance(layer.self_attn.qkv_proj.weight, Tensor)
     assert layer.self_attn.o_proj.weight.scheme.reordered
-    assert "q_proj (and 5 more) is dequantized while it is loaded: desc_act" in caplog.text
+    assert "q_proj and 14 more are dequantized while loading: desc_act" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -422,6 +485,7 @@ FP8: dict[str, tuple[str, str, dict[str, Any]]] = {
         "weight_scale",
         float_quantized("channel", strategy="token", dynamic=True),
     ),
+    "compressed-tensors, flat": ("row", "weight_scale", float_quantized("channel")),
     "compressed-tensors, tensor": (
         "tensor",
         "weight_scale",
@@ -442,6 +506,8 @@ def fp8_checkpoint(folder: pathlib.Path, kind: str, name: str) -> Folders:
         numbers, scales, whole = fp8(matrix, per, (16, 24))
         if per == "tensor":
             scales = scales[0, 0] if settings["quant_method"] == "fp8" else scales[0]
+        if "flat" in kind:
+            scales = scales[:, 0]
         tensors = {"weight": numbers, end: scales}
         if "static" in kind or kind.endswith("tensors, tensor"):
             tensors["input_scale"] = torch.tensor(0.02)
@@ -466,7 +532,7 @@ def test_fp8_tokens_are_those_of_the_dequantized_weights(
     """Blocks of 16 outputs and 24 inputs, so that the last ones are not whole."""
     folders = fp8_checkpoint(tmp_path, kind, name)
     check_tokens(folders)
-    [line] = [line for line in caplog.messages if "is dequantized" in line]
+    [line] = [line for line in caplog.messages if " dequantized while loading: " in line]
     assert "each takes the memory of --dtype" in line
 
 
@@ -486,6 +552,23 @@ def test_fp8_numbers_are_rounded_once(
 def test_fp8_on_two_ranks(tmp_path: pathlib.Path, name: str) -> None:
     """Ranks begin within a block: 48 of 96 inputs, in blocks of 24; 32 of 64 in blocks of 24."""
     on_ranks(fp8_checkpoint(tmp_path, "blocks", name), Grid(tensor=2))
+
+
+def test_an_fp8_head_becomes_w8a8(tmp_path: pathlib.Path) -> None:
+    """The setting quantizes the dequantized rows anew; the embedding stays as it is."""
+    per, end, settings = FP8["compressed-tensors, channel"]
+
+    def store(_: str, matrix: Tensor) -> Stored:
+        numbers, scales, whole = fp8(matrix, per)
+        return {"weight": numbers, end: scales}, whole
+
+    source = make_checkpoint(tmp_path / "original")
+    quantized, plain = store_checkpoint(
+        source, tmp_path, settings, store, lambda name: is_quantized(name) or "lm_head" in name
+    )
+    check_tokens((quantized, plain))
+    found = tokens(str(quantized), quantize_head=True)
+    assert found == tokens(str(plain), quantize_head=True)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "compressed-tensors, channel"])

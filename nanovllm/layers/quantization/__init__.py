@@ -135,7 +135,7 @@ def _as_stored(model: nn.Module, stored: StoredTensors) -> Replacements:
     """Return the matrices of a model that keep the integers of a checkpoint. The others are
     dequantized while they are loaded, which is logged."""
     found: Replacements = {}
-    reasons: dict[nn.Parameter, tuple[str, str]] = {}
+    reasons: dict[nn.Parameter, tuple[str, list[str]]] = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, Layer):
             continue
@@ -144,7 +144,8 @@ def _as_stored(model: nn.Module, stored: StoredTensors) -> Replacements:
             if scheme and layer.matrices.packable:
                 found[matrix] = _empty(matrix, scheme)
             elif scheme or reason:
-                reasons[matrix] = next(iter(parts)), reason or "not only products use it"
+                quantized = [part for part in parts if stored.format(part)]
+                reasons[matrix] = reason or "not only products use its weights", quantized
     _log_dequantized([each for matrix, each in reasons.items() if matrix not in found])
     return found
 
@@ -188,7 +189,7 @@ def _common_scheme(stored: StoredTensors, parts: dict[str, Place]) -> tuple[Sche
     }
     scheme = schemes.pop()
     if schemes:
-        return None, "it is stored as one matrix with others, which are quantized differently"
+        return None, "stacked with matrices that are quantized differently"
     if scheme and scheme.reordered:
         return _check_orders(stored, parts, scheme)
     return scheme, ""
@@ -201,11 +202,11 @@ def _check_orders(
     orders: dict[str, Tensor] = {}
     for layer, matrix in parts.items():
         if matrix.source[1] != slice(0, matrix.shape[1]):
-            return None, "desc_act, and a group of its inputs is on several ranks"
+            return None, "desc_act, and the inputs of a group are on several ranks"
         stack, _, _ = layer.rpartition(".")  # experts have orders of their own
         order = stored.orders[layer]
         if not orders.setdefault(stack, order).equal(order):
-            return (None, "desc_act, and it is stored as one matrix with others of another order")
+            return (None, "desc_act, and stacked with matrices of another order")
     return scheme, ""
 
 
@@ -213,16 +214,16 @@ def _is_dequantized(form: MatrixFormat) -> bool:
     return SUPPORTED[form.layout, form.bits].dequantized
 
 
-def _log_dequantized(matrices: list[tuple[str, str]]) -> None:
+def _log_dequantized(reasons: list[tuple[str, list[str]]]) -> None:
     """Log matrices that are dequantized while they are loaded, a line per reason.
 
     Args:
-        matrices: name and reason of each.
+        reasons: why, and the names of the layers.
     """
-    for reason in dict.fromkeys(reason for _, reason in matrices):
-        first, *others = [name for name, its in matrices if its == reason]
-        also = f" (and {len(others)} more)" if others else ""
-        logger.warning("%s%s is dequantized while it is loaded: %s", first, also, reason)
+    for reason in dict.fromkeys(reason for reason, _ in reasons):
+        first, *others = [name for its, names in reasons if its == reason for name in names]
+        which = f"{first} and {len(others)} more are" if others else f"{first} is"
+        logger.warning("%s dequantized while loading: %s", which, reason)
 
 
 def _stored_places(

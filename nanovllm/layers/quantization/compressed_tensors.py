@@ -50,6 +50,10 @@ class PackedMatrix(StoredMatrix):
 class BytesMatrix(StoredMatrix):
     """The second table of the module's docstring."""
 
+    def inputs_per_word(self, bits: int) -> int:
+        """See the base class; 4 bits are packed into words while they are loaded."""
+        return 8 if bits == 4 else 1
+
     def needed(self) -> dict[str, Place]:
         values = Reader(self._read_4_bits) if self.bits == 4 else self.weight.values
         return {

@@ -10,7 +10,7 @@ while they are loaded, and inputs are not quantized.
 | a scale per | shape |
 | --- | --- |
 | tensor | `[]`, `[1]` or `[1, 1]` |
-| row | `[outputs, 1]` |
+| row | `[outputs, 1]` or `[outputs]` |
 | block | `[outputs / block's outputs, inputs / block's inputs]`, rounded up |
 
 The weight is `weight * scale`, in both kinds of names.
@@ -57,15 +57,16 @@ def fp8_places(
     }
     shape = shapes[form.scales]
     found = stored.get(f"{layer}.{kind}", shape)
-    if form.scales == "tensor" and prod(found) == 1:
+    if form.scales != "block" and prod(found) == prod(shape):
         shape = found
     sizes = {"row": (1, inputs), "block": form.block, "tensor": (outputs, inputs)}
     num_outputs, num_inputs = sizes[form.scales]
 
     def read(tensors: Mapping[str, Tensor]) -> None:
-        scales = tensors[kind].float().view(shape if len(shape) == 2 else (1, 1))
+        scales = tensors[kind].float()
         check_scales(f"{layer}.{kind}", scales)
-        own = scales.repeat_interleave(num_inputs, dim=1)[:, columns]
+        scales = scales if form.scales == "block" else scales.view(-1, 1)
+        own = scales[:, [column // num_inputs for column in range(columns.start, columns.stop)]]
         for start in range(rows.start, rows.stop, ROWS):
             here = range(start, min(start + ROWS, rows.stop))
             of_rows = [row // num_outputs for row in here]

@@ -97,7 +97,7 @@ class StoredMatrix:
         rows, columns = matrix.source
         outputs, inputs = matrix.shape
         scheme = weight.scheme
-        per_word = 32 // scheme.bits
+        per_word = self.inputs_per_word(scheme.bits)
         size = scheme.group_size
         _check_split(layer, columns, inputs, size or per_word)
         self.layer = layer
@@ -111,6 +111,10 @@ class StoredMatrix:
         self.groups = own_groups, scheme.groups(inputs)
         self.output_words = slice(rows.start // 8, -(-rows.stop // 8)), -(-outputs // 8)
         self.own = slice(rows.start % 8, rows.start % 8 + rows.stop - rows.start)
+
+    def inputs_per_word(self, bits: int) -> int:
+        """Return the inputs that a rank cannot divide."""
+        return 32 // bits
 
     def needed(self) -> dict[str, Place]:
         """The places of the tensors that there must be, by the ends of their names."""
