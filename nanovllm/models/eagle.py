@@ -326,7 +326,8 @@ class AuxHiddenStates:
 
     Attributes:
         layer_calls: the target's calls, and what keeps the streams between them.
-        states: of the last pass, a `[num_tokens, hidden_size]` tensor per layer.
+        states: of the last pass, a `[num_tokens, hidden_size]` tensor per layer. It stays the same
+            list.
     """
 
     def __init__(self, target: LlamaModel, layers: Sequence[int]) -> None:
@@ -342,14 +343,17 @@ class AuxHiddenStates:
     def _append(self, call: LayerCall, number: int, layers: Sequence[int]) -> None:
         """Append a call that begins with layer `number`."""
         if number in layers:
-            self.layer_calls.append(partial(self._keep, layers.index(number)))
+            self.layer_calls.append(partial(keep_stream, self.states, layers.index(number)))
         self.layer_calls.append(call)
 
-    def _keep(
-        self, index: int, x: Tensor, residual: Tensor, rotary: Rotary
-    ) -> tuple[Tensor, Tensor]:
-        self.states = [*self.states[:index], x + residual]
-        return x, residual
+
+def keep_stream(
+    states: list[Tensor], index: int, x: Tensor, residual: Tensor, rotary: Rotary
+) -> tuple[Tensor, Tensor]:
+    """Keep the residual stream as `states[index]`, the last one. (A method would make a cycle with
+    the target's layers, which would keep their memory until Python's garbage collection.)"""
+    states[index:] = [x + residual]
+    return x, residual
 
 
 # ---------------------------------------------------------------- files

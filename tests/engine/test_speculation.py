@@ -3,8 +3,10 @@ on several ranks and engines."""
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
+import weakref
 from typing import Any
 
 import msgspec
@@ -318,6 +320,27 @@ def test_no_draft_is_written_to_the_blocks_of_another_request(
     llm.generate(prompts, params, use_tqdm=False)
     stats = llm.engine.core.stats.spec_decoding
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 150
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_an_engine_with_drafts_gives_its_memory_back_at_once(
+    name: str, models: dict[str, str]
+) -> None:
+    """Models, caches and runner are in no cycle, which would keep them until Python collects
+    garbage."""
+    config = drafting(name, models, **ALWAYS)
+    llm = LLM(models["itself"], speculative_config=config, **OPTIONS)
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    runner = llm.engine.core.runner
+    left = [weakref.ref(each) for each in (runner, runner.model, runner.kv_caches[-1])]
+    del runner
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert [each() for each in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class Eagle(Drafter):
     def prepare(self, plan: SchedulerOutput) -> None:
         # A recorded step always keeps the hidden states.
         keeps = self.follows(plan) or bool(self._kept)
-        self.aux.states = []
+        self.aux.states.clear()
         self.layers.layer_calls = self.aux.layer_calls if keeps else self.plain_calls
 
     def keep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,10 @@ class Speculator(RunnerHooks):
         return self.drafter.cache_shapes(num_blocks) if self.drafter is not None else []
 
     def allocated(self, runner: ModelRunner) -> None:
-        """Let the drafter use the runner's rows and caches."""
+        """Let the drafter use the runner's rows and caches. The runner owns this object: a cycle
+        would keep its memory until Python's garbage collection."""
         if self.drafter is not None:
-            self.drafter.runner = runner
+            self.drafter.runner = weakref.proxy(runner)
 
     def before_step(self, plan: SchedulerOutput) -> None:
         """See `Drafter.prepare`."""
@@ -77,8 +79,9 @@ class Speculator(RunnerHooks):
             first.setdefault(row.request_id, i)
         for scheduled in plan.requests:
             name = scheduled.request_id
-            pairs = zip(scheduled.extra_token_ids, self._distributions.get(name, []), strict=False)
-            for i, (draft, distribution) in enumerate(pairs, start=first.get(name, 0)):
+            drawn = zip(scheduled.extra_token_ids, self._distributions.get(name, []), strict=False)
+            for place, (draft, distribution) in enumerate(drawn):
+                i = first[name] + place
                 row = rows[i]
                 rows[i] = DraftedRow(
                     params=row.params,
