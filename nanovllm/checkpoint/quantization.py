@@ -1,4 +1,4 @@
-"""Reads a checkpoint's `quantization_config`, and refuses what cannot be loaded before any weight
+"""Reads a checkpoint's `quantization_config`, and rejects what cannot be loaded before any weight
 is read.
 
 The configuration says in which format a layer is quantized. Which layers are quantized at all is
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Schemes that quantize an unquantized checkpoint while it is loaded.
 ONLINE = ("w8a8", "w4a16", "w4a8")
 
-# Bits and group sizes; `check_format` refuses what is not supported.
+# Bits and group sizes; `check_format` rejects unsupported ones.
 Whole = Annotated[int, between(-(2**20), 2**20)]
 Block = Annotated[list[Size], Field(min_length=2, max_length=2)]
 Settings = described(
