@@ -156,7 +156,7 @@ class ModelConfig:
         fields = _with_defaults(checked, architecture)
         num_heads = fields["num_attention_heads"]
         num_layers = fields["num_hidden_layers"]
-        theta, scaling = _rotary(fields, architecture)
+        theta, scaling, max_positions = _rotary(fields, architecture)
         defaults = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
         for file in (fields, defaults):
             files.check_token_ids(file, fields["vocab_size"])
@@ -175,7 +175,7 @@ class ModelConfig:
             head_dim=fields.get("qk_rope_head_dim")
             or fields.get("head_dim")
             or fields["hidden_size"] // num_heads,
-            max_position_embeddings=_context_length(fields["max_position_embeddings"], scaling),
+            max_position_embeddings=max_positions,
             rope_theta=theta,
             rope_scaling=scaling,
             qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
@@ -260,10 +260,12 @@ def _with_defaults(raw: JsonObject, architecture: str) -> Fields:
     return found
 
 
-def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
-    """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and
-    transformers 4 into `rope_theta` and `rope_scaling`. If a file has both, `rope_scaling` replaces
-    all of `rope_parameters`, theta included, as in transformers."""
+def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject, int]:
+    """Return theta, the scaling parameters, and the most positions. transformers 5 writes the first
+    two into `rope_parameters`, and transformers 4 into `rope_theta` and `rope_scaling`. If a file
+    has both, `rope_scaling` replaces all of `rope_parameters`, theta included, as in transformers.
+    Of checkpoints with YaRN, some store the original length and some the stretched one; as in vLLM,
+    the parameters decide."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     per_layer_type = [name for name, value in scaling.items() if isinstance(value, dict)]
@@ -286,22 +288,16 @@ def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
             "original_max_position_embeddings", scaling.get("original_max_position_embeddings")
         )
         scaling["original_max_position_embeddings"] = original or raw["max_position_embeddings"]
-    return float(theta), scaling
-
-
-def _context_length(stored: int, scaling: JsonObject) -> int:
-    """Return the most positions. Of checkpoints with YaRN, some store the original length and some
-    the stretched one; as in vLLM, the parameters decide."""
-    if scaling["rope_type"] != "yarn":
-        return stored
-    original = scaling["original_max_position_embeddings"]
-    length = int(original * scaling["factor"])
-    if not 1 <= length <= MAX_POSITIONS:
-        raise ModelFileError(
-            f"config.json: rope_scaling stretches {original} positions to {length}, and must lead "
-            f"to 1 to {MAX_POSITIONS}"
-        )
-    return length
+    max_positions = raw["max_position_embeddings"]
+    if kind == "yarn":
+        original = scaling["original_max_position_embeddings"]
+        max_positions = int(original * scaling["factor"])
+        if not 1 <= max_positions <= MAX_POSITIONS:
+            raise ModelFileError(
+                f"config.json: rope_scaling stretches {original} positions to {max_positions}, and "
+                f"must lead to 1 to {MAX_POSITIONS}"
+            )
+    return float(theta), scaling, max_positions
 
 
 def _windows(raw: Fields, architecture: str) -> list[int]:

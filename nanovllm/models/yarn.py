@@ -1,4 +1,4 @@
-"""YaRN: rotary positions for contexts longer than those of the training (Peng et al. 2023, arXiv
+"""YaRN: rotary positions for contexts that are longer than in training (Peng et al. 2023, arXiv
 2309.00071). Lecture 26 derives it."""
 
 from __future__ import annotations
