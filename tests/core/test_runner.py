@@ -9,6 +9,7 @@ import pathlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -278,6 +279,105 @@ def test_rows_are_reused_from_the_beginning() -> None:
         and rows.block_tables[0, 0] == 7
         and rows.sampling[0].request_id == "B"
     )
+
+
+@dataclasses.dataclass
+class PlainRow:
+    """What a request's row must hold, in Python's lists."""
+
+    num_prompt_tokens: int
+    known: list[int]
+    blocks: list[int]
+    unknown: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.known + self.unknown
+
+
+NAMES = st.sampled_from("ABCDE")
+NEW_TOKENS = st.lists(st.integers(1, 99), max_size=3)
+
+
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_rows_are_those_of_a_plain_replica(data: st.DataObject) -> None:
+    """Requests come, go and come again, with chunks, pending and extra tokens; in many steps, the
+    same requests sample as in the step before."""
+    rows = RequestRows(max_num_seqs=3, max_tokens=60, max_blocks=40, eos_token_ids=[7])
+    plain: dict[str, PlainRow] = {}
+    for _ in range(data.draw(st.integers(1, 12))):
+        plan = SchedulerOutput()
+        if plain and data.draw(st.integers(0, 4)) == 0:
+            name = data.draw(st.sampled_from(sorted(plain)))
+            rows.remove(name)
+            del plain[name]
+        if len(plain) < 3 and data.draw(st.booleans()):
+            name = data.draw(NAMES.filter(lambda name: name not in plain))
+            prompt = data.draw(st.lists(st.integers(1, 99), min_size=1, max_size=5))
+            plain[name] = PlainRow(len(prompt), prompt, [len(prompt)])
+            count = data.draw(st.integers(1, len(prompt)))
+            params = GREEDY.clone(stop_token_ids=[len(prompt)])
+            plan.add(ScheduledRequest(name, 0, count, prompt, [len(prompt)], params, len(prompt)))
+        for name in data.draw(
+            st.permutations(sorted(plain.keys() - {s.request_id for s in plan.requests}))
+        ):
+            row = plain[name]
+            new_tokens = data.draw(NEW_TOKENS)
+            new_blocks = data.draw(st.lists(st.integers(0, 9), max_size=2))
+            is_pending = data.draw(st.booleans())
+            extra = data.draw(st.lists(st.integers(1, 99), max_size=2))
+            row.known += new_tokens
+            row.blocks += new_blocks
+            row.unknown = [0] * is_pending + extra
+            start = len(row.tokens) - len(extra) - 1
+            plan.add(
+                ScheduledRequest(
+                    name,
+                    start,
+                    1 + len(extra),
+                    new_tokens,
+                    new_blocks,
+                    last_is_pending=is_pending,
+                    extra_token_ids=extra,
+                )
+            )
+        if plan.empty:
+            continue
+        found = rows.update(plan)
+        for scheduled, number in zip(plan.requests, found.tolist(), strict=True):
+            row = plain[scheduled.request_id]
+            assert number == rows.row_of[scheduled.request_id]
+            assert rows.token_ids[number, : rows.num_tokens[number]].tolist() == row.tokens
+            assert rows.num_known[number] == len(row.known)
+            assert rows.block_tables[number, : rows.num_blocks[number]].tolist() == row.blocks
+            assert rows.num_prompt_tokens[number] == row.num_prompt_tokens
+        check_sampling_rows(rows, plan, found, plain)
+    assert rows.row_of.keys() == plain.keys()
+
+
+def check_sampling_rows(
+    rows: RequestRows, plan: SchedulerOutput, found: np.ndarray, plain: dict[str, PlainRow]
+) -> None:
+    """Each due token has seen what comes before it, and no more."""
+    due = [
+        (scheduled.request_id, number, num_later)
+        for scheduled, number in zip(plan.requests, found.tolist(), strict=True)
+        if scheduled.start + scheduled.num_tokens == rows.num_tokens[number]
+        for num_later in range(len(scheduled.extra_token_ids), -1, -1)
+    ]
+    due_rows = np.array([number for _, number, _ in due], dtype=np.int64)
+    sampling_rows = rows.sampling_rows(due_rows)
+    for row, (name, _, num_later) in zip(sampling_rows, due, strict=True):
+        tokens = plain[name].tokens
+        num_seen = len(tokens) - num_later
+        assert row.request_id == name and list(row.token_ids) == tokens[:num_seen]
+        assert row.num_output_tokens == num_seen - plain[name].num_prompt_tokens
+        assert row.stop_ids == [plain[name].num_prompt_tokens, 7]
+    for i in range(len(sampling_rows)):
+        sampling_rows[i] = dataclasses.replace(sampling_rows[i], request_id="a feature's")
+    again = rows.sampling_rows(due_rows)
+    assert [row.request_id for row in again] == [name for name, *_ in due], "a feature's list"
 
 
 def test_admitted_twice() -> None:

@@ -727,6 +727,82 @@ def test_neither_the_batch_nor_its_order_matters(
     assert outcome([pairs[i] for i in order]) == [alone[i] for i in order]
 
 
+class WatchedSampler(Sampler):
+    """Counts the rows whose logits are copied to float32."""
+
+    def __init__(self) -> None:
+        self.num_copied = 0
+
+    def _allowed(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        self.num_copied += len(rows)
+        return super()._allowed(logits, rows)
+
+
+# What does not change a greedy row's logits: options for random rows, and those that are asked of
+# the result.
+UNCHANGED = st.builds(
+    SamplingParams,
+    temperature=st.just(0),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.5]),
+    seed=st.none() | st.integers(0, 9),
+    logprobs=st.none() | st.integers(0, 3),
+    stop_token_ids=st.lists(TOKENS, max_size=2),
+)
+UNCHANGED_ROWS = st.builds(
+    SamplingRow, UNCHANGED, st.just([0, 1, 1]), st.just(1), st.lists(TOKENS, max_size=2)
+)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(st.tuples(LOGITS, UNCHANGED_ROWS), max_size=6),
+    st.lists(st.tuples(LOGITS, sampling_rows()), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_only_rows_whose_options_need_it_are_copied_to_float32(
+    unchanged: list[tuple[list[float], SamplingRow]],
+    others: list[tuple[list[float], SamplingRow]],
+    shuffle: Any,
+) -> None:
+    pairs = unchanged + others
+    assume(pairs)
+    shuffle.shuffle(pairs)
+    rows = [row for _, row in pairs]
+    logits = torch.tensor([logits for logits, _ in pairs]).bfloat16()
+    sampler = WatchedSampler()
+    tokens, logprobs = sampler.sample(logits.clone(), rows)
+    # The same rows, each with an option that changes nothing but must be looked at in float32.
+    alike = [
+        dataclasses.replace(row, params=row.params.clone(logit_bias={0: 0.0}))
+        if row.takes_largest
+        else row
+        for row in rows
+    ]
+    assert (tokens, logprobs) == Sampler().sample(logits.float(), alike)
+    assert sampler.num_copied == sum(not row.takes_largest for row in rows) <= len(others)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"temperature": 1},
+        {"repetition_penalty": 2.0},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"logit_bias": {1: 9.0}},
+        {"bad_words_token_ids": [[2]]},
+        {"min_tokens": 3},
+    ],
+)
+def test_each_option_that_changes_logits_is_seen(option: dict[str, Any]) -> None:
+    row = SamplingRow(SamplingParams(**{"temperature": 0} | option), [0, 2, 2], 1, [2])
+    assert not row.takes_largest
+    if "temperature" not in option:
+        # Token 2 has the largest logit, and the option stands against it.
+        assert sample([[0.0, 1.0, 1.5]], [row]) == [1]
+
+
 def test_a_batch_of_nobody() -> None:
     assert Sampler().sample(torch.zeros(0, 5), []) == ([], [])
 
