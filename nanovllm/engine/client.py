@@ -98,7 +98,7 @@ class EngineClient(Child):
         self._num_sent = self._num_taken = 0
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._sink: Callable[[msgspec.Raw], None] = lambda encoded: None
-        # Without a coordinator; the process ends by itself when this one does.
+        # For a client without a coordinator. It need not end the process, which ends with this one.
         self._supervisor = Supervisor[EngineClient]()
         self._supervisor.children.append(self)
 
@@ -220,7 +220,7 @@ class EngineClient(Child):
 
 
 def ranks_of_engine(config: EngineConfig) -> Callable[[], dict[int, Activity]]:
-    """What the heartbeats of an engine tell of its ranks, if a coordinator compares engines."""
+    """Activities of an engine's ranks for its heartbeats, if a coordinator compares engines."""
     if config.data_parallel_rank is None:
         return dict
     if config.world_size == 1:
@@ -233,7 +233,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     config, commands, reports = connection.recv()
     if config.data_parallel_rank is not None:
-        # If an engine is gone, the coordinator names it; tracebacks of the engines that miss it
+        # If an engine has ended, the coordinator names it; tracebacks of the engines that miss it
         # would only hide that.
         logging.getLogger("nanovllm.engine").addFilter(
             lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))

@@ -1,5 +1,5 @@
 """What executors of ranks in other processes have in common: orders go out and answers come back
-over one connection per rank, and a supervisor watches all ranks meanwhile.
+over one connection per rank, and a supervisor watches all ranks.
 
 Built by notebooks/20_executor.ipynb: edit it there.
 """
@@ -118,7 +118,7 @@ class RemoteExecutor(Executor):
     def _start_ranks(self, setup: WorkerSetup) -> None:
         """Start the processes that the ranks will run in, and have the supervisor watch the ranks,
         with a connection to each. They wait for `setup`, which this method completes (except for
-        their numbers). What the ranks use goes into the supervisor's `resources`."""
+        their numbers). The supervisor's `resources` get all that the ranks use."""
         raise NotImplementedError
 
     def _start_rank(self, rank: int, environment: Mapping[str, str], local_rank: int) -> None:

@@ -155,8 +155,8 @@ class Child:
         return end
 
     def find_failure(self) -> Failure | None:
-        """What it has sent, or how it ended without a word, as when it was killed: failures of
-        others may result from that."""
+        """Return the failure that it has sent, or how it ended without a word, as when it was
+        killed: failures of others may result from that."""
         if self.failure is None and (end := self.how_it_ended()):
             return Failure(False, end, time=0.0, is_certain=True)
         return self.failure
@@ -170,7 +170,7 @@ class Supervisor(Generic[C]):
     object does, or the program.
 
     Args:
-        error: what methods raise if a process fails, and from then on.
+        error: what methods raise once a process has failed.
 
     Attributes:
         children: the processes.

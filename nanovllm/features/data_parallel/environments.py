@@ -1,4 +1,4 @@
-"""What the processes of several engines are given: cores and GPUs."""
+"""Environments of the processes of several engines: each gets its cores and GPUs."""
 
 from __future__ import annotations
 
