@@ -4,6 +4,7 @@ format."""
 import threading
 from pathlib import Path
 
+from nanovllm.checkpoint.files import read_json
 from nanovllm.checkpoint.home import ModelNotFoundError
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.parts import needed_for
@@ -18,6 +19,7 @@ _IGNORED_FILES = [
     "consolidated*.safetensors",
     "adapter_model.safetensors",
 ]
+ADAPTER_FILE = "adapter_config.json"  # of a LoRA adapter
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 
 
@@ -78,6 +80,14 @@ def _checked_folder(folder: Path) -> Path:
     """Return `folder` if it is in Hugging Face format, else raise ModelNotFoundError."""
     if (folder / "config.json").is_file():
         return folder
+    if (adapter := folder / ADAPTER_FILE).is_file():
+        base = read_json(adapter).get("base_model_name_or_path")
+        of_base = f" {base!r}" if isinstance(base, str) else ""
+        raise ModelNotFoundError(
+            f"the folder '{folder}' is a LoRA adapter, and adapters are not supported: load its "
+            f"base model{of_base} with peft, merge the adapter into it with merge_and_unload(), "
+            "save the result with save_pretrained(), and give that folder"
+        )
     raise ModelNotFoundError(
         f"the folder '{folder}' has no config.json; it should contain this file, *.safetensors and "
         "the tokenizer's files, as save_pretrained writes them; GGUF files are not supported"

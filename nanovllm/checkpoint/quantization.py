@@ -1,4 +1,4 @@
-"""Reads a checkpoint's `quantization_config`, and refuses what cannot be loaded before any weight
+"""Reads a checkpoint's `quantization_config`, and rejects what cannot be loaded before any weight
 is read.
 
 The configuration says in which format a layer is quantized. Which layers are quantized at all is
@@ -18,6 +18,7 @@ from nanovllm.checkpoint.files import (
     ModelFileError,
     Size,
     UnsupportedModelError,
+    between,
     check_supported,
     described,
 )
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 # Schemes that quantize an unquantized checkpoint while it is loaded.
 ONLINE = ("w8a8", "w4a16", "w4a8")
 
+# Bits and group sizes; `check_format` rejects unsupported ones.
+Whole = Annotated[int, between(-(2**20), 2**20)]
 Block = Annotated[list[Size], Field(min_length=2, max_length=2)]
 Settings = described(
     "Settings",
     {
         str: "quant_method checkpoint_format format version activation_scheme fmt",
-        int: "bits w_bit group_size q_group_size",
+        Whole: "bits w_bit group_size q_group_size",
         bool: "sym desc_act static_groups zero_point",
         Block: "weight_block_size",
         dict[str, JsonObject]: "config_groups dynamic",
@@ -43,7 +46,7 @@ Settings = described(
     },
 )
 Sparsity = described("Sparsity", {str: "format"})
-Override = described("Override", {int: "bits group_size", bool: "sym desc_act static_groups"})
+Override = described("Override", {Whole: "bits group_size", bool: "sym desc_act static_groups"})
 Group = described(
     "Group",
     {
@@ -55,7 +58,7 @@ Group = described(
 Numbers = described(
     "Numbers",
     {
-        int: "num_bits group_size",
+        Whole: "num_bits group_size",
         str: "type strategy",
         bool: "symmetric",
         Block: "block_structure",

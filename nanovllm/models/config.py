@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# More than any known model has.
+MAX_POSITIONS = 2**24
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How an architecture differs from Llama.
@@ -44,7 +48,7 @@ class Architecture:
     qk_norm: bool = False
     alternating: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     routing: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -152,14 +156,14 @@ class ModelConfig:
         fields = _with_defaults(checked, architecture)
         num_heads = fields["num_attention_heads"]
         num_layers = fields["num_hidden_layers"]
-        theta, scaling = _rotary(fields, architecture)
+        theta, scaling, max_positions = _rotary(fields, architecture)
         defaults = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
         for file in (fields, defaults):
             files.check_token_ids(file, fields["vocab_size"])
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
         attention_bias = fields.get("attention_bias", False)
         latent = traits.latent
-        same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
+        same = ["vocab_size", "hidden_size", "intermediate_size"]
         same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
         optional = ["rms_norm_eps", "tie_word_embeddings", "mlp_bias"]
         optional += ["q_lora_rank"] if latent else []
@@ -171,6 +175,7 @@ class ModelConfig:
             head_dim=fields.get("qk_rope_head_dim")
             or fields.get("head_dim")
             or fields["hidden_size"] // num_heads,
+            max_position_embeddings=max_positions,
             rope_theta=theta,
             rope_scaling=scaling,
             qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
@@ -255,10 +260,12 @@ def _with_defaults(raw: JsonObject, architecture: str) -> Fields:
     return found
 
 
-def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
-    """Return (theta, scaling parameters). transformers 5 writes both into `rope_parameters`, and
-    transformers 4 into `rope_theta` and `rope_scaling`. If a file has both, `rope_scaling` replaces
-    all of `rope_parameters`, theta included, as in transformers."""
+def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject, int]:
+    """Return theta, the scaling parameters, and the most positions. transformers 5 writes the first
+    two into `rope_parameters`, and transformers 4 into `rope_theta` and `rope_scaling`. If a file
+    has both, `rope_scaling` replaces all of `rope_parameters`, theta included, as in transformers.
+    Of checkpoints with YaRN, some store the original length and some the stretched one; as in vLLM,
+    the parameters decide."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     per_layer_type = [name for name, value in scaling.items() if isinstance(value, dict)]
@@ -271,10 +278,6 @@ def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
         raise UnsupportedModelError(
             "partial_rotary_factor is not supported; supported is 1, all channels of a head"
         )
-    if not scaling.pop("truncate", True):
-        raise UnsupportedModelError(
-            "truncate: false in rope_scaling is not supported; supported is true, the default"
-        )
     theta = scaling.pop("rope_theta", raw.get("rope_theta", DEFAULTS[architecture]["rope_theta"]))
     kind = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", kind)
@@ -285,7 +288,16 @@ def _rotary(raw: Fields, architecture: str) -> tuple[float, JsonObject]:
             "original_max_position_embeddings", scaling.get("original_max_position_embeddings")
         )
         scaling["original_max_position_embeddings"] = original or raw["max_position_embeddings"]
-    return float(theta), scaling
+    max_positions = raw["max_position_embeddings"]
+    if kind == "yarn":
+        original = scaling["original_max_position_embeddings"]
+        max_positions = int(original * scaling["factor"])
+        if not 1 <= max_positions <= MAX_POSITIONS:
+            raise ModelFileError(
+                f"config.json: rope_scaling stretches {original} positions to {max_positions}, and "
+                f"must lead to 1 to {MAX_POSITIONS}"
+            )
+    return float(theta), scaling, max_positions
 
 
 def _windows(raw: Fields, architecture: str) -> list[int]:

@@ -6,10 +6,8 @@ Built by notebooks/26_latent_attention.ipynb: edit it there.
 
 from __future__ import annotations
 
-import math
 import re
 
-import torch
 from torch import Tensor
 
 from nanovllm import ops
@@ -17,62 +15,12 @@ from nanovllm.attention.base import AttentionBackend, Rotary, attend
 from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.layers.basic import Linear, RMSNorm
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import AttentionLayer, rotary_table
+from nanovllm.models.llama import AttentionLayer
 from nanovllm.models.moe import MoEDecoderLayer, MoEForCausalLM
+from nanovllm.models.yarn import yarn_mscale
 
 # The epsilon of the norms inside latent attention, which is the same in all configurations.
 LATENT_EPS = 1e-6
-
-
-def yarn_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position for each pair of rotated channels, `[head_dim / 2]` float32, as YaRN
-    stretches them (Peng et al. 2023, arXiv 2309.00071).
-
-    A pair that turns more than `beta_fast` times within the original context keeps its frequency. A
-    pair that turns less than `beta_slow` times is slowed by `factor`. Between those two pairs, the
-    factor is interpolated linearly by number."""
-    scaling = config.rope_scaling
-    dim = config.head_dim
-    frequencies: Tensor = config.rope_theta ** -(
-        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    )
-
-    def pair_that_turns(times: float) -> float:
-        context = scaling["original_max_position_embeddings"]
-        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-
-    low = max(math.floor(pair_that_turns(scaling.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow") or 1)), dim - 1)
-    slow = ((torch.arange(dim // 2, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
-    factor: float = scaling["factor"]
-    return frequencies * (1 - slow) + frequencies / factor * slow
-
-
-def yarn_mscale(factor: float, weight: float) -> float:
-    """YaRN's factor on queries and keys, which sharpens attention over longer contexts."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
-    """`rotary_table`, or YaRN's table if the checkpoint uses YaRN: `[max_positions, head_dim]`
-    float32 on the CPU."""
-    scaling = config.rope_scaling
-    if scaling["rope_type"] != "yarn":
-        return rotary_table(config, max_positions)
-    scale = scaling.get("attention_factor")
-    factor = scaling["factor"]
-    if scale is None:
-        # DeepSeek applies the part for all channels to the scores; the rotated channels get the
-        # rest.
-        mscale = scaling.get("mscale") or 0.0
-        all_dim = scaling.get("mscale_all_dim") or 0.0
-        both = mscale > 0 and all_dim > 0
-        scale = (
-            yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-            if both
-            else yarn_mscale(factor, 1.0)
-        )
-    return rotary_table(config, max_positions, yarn_frequencies(config)) * scale
 
 
 class LatentAttention(AttentionLayer):
@@ -146,7 +94,6 @@ class DeepseekForCausalLM(MoEForCausalLM):
     """DeepSeek-V2 and V3, which differ only in how they route tokens to experts."""
 
     layer_class = DeepseekDecoderLayer
-    rotary_table = staticmethod(latent_rotary_table)
 
     def checkpoint_name(self, name: str) -> str | None:
         """As `MoEForCausalLM.checkpoint_name`; None also for V3's multi-token prediction, which is

@@ -32,6 +32,7 @@ from nanovllm.layers.basic import (
     RMSNorm,
 )
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.yarn import yarn_attention_factor, yarn_frequencies
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
@@ -41,7 +42,10 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     With `rope_type` "linear" in `config.rope_scaling`, all angles are divided by `factor`. With
     "llama3", a pair's turns within `original_max_position_embeddings` decide: above
     `high_freq_factor` the angle stays, below `low_freq_factor` it is divided by `factor`, and in
-    between it is a mean of both, whose weights are linear in the turns."""
+    between it is a mean of both, whose weights are linear in the turns. For "yarn", see
+    `models.yarn`."""
+    if config.rope_scaling["rope_type"] == "yarn":
+        return yarn_frequencies(config)
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     )
@@ -61,18 +65,17 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     return frequencies
 
 
-def rotary_table(
-    config: ModelConfig, max_positions: int, frequencies: Tensor | None = None
-) -> Tensor:
+def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     """`[max_positions, head_dim]` float32 on the CPU: cosines in the first half, sines in the
-    second. The angles per position are `rotary_frequencies` by default."""
+    second."""
     # On the CPU even if the model is built on the meta device, for whose `arange` torch imports
     # modules for a second.
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angles = torch.outer(
-        positions, rotary_frequencies(config) if frequencies is None else frequencies
-    )
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
+    angles = torch.outer(positions, rotary_frequencies(config))
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    if config.rope_scaling["rope_type"] == "yarn":
+        table *= yarn_attention_factor(config)
+    return table
 
 
 class AttentionLayer(nn.Module):
@@ -200,9 +203,7 @@ class LlamaModel(nn.Module):
         self.layer_calls: list[LayerCall] = list(self.layers)
         self.norm = family.layer_class.norm_class(hidden, config.rms_norm_eps)
         self.cos_sin: Tensor
-        self.register_buffer(
-            "cos_sin", family.rotary_table(config, max_positions), persistent=False
-        )
+        self.register_buffer("cos_sin", rotary_table(config, max_positions), persistent=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
@@ -230,7 +231,6 @@ class LlamaForCausalLM(nn.Module):
 
     scales_embedding = False
     layer_class: type[DecoderLayer] = DecoderLayer
-    rotary_table: Callable[[ModelConfig, int], Tensor] = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()

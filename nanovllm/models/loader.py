@@ -25,7 +25,7 @@ from nanovllm.checkpoint.weights import (
 )
 from nanovllm.data.parts import needed_for
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.llama import LlamaForCausalLM, rotary_table
 from nanovllm.models.registry import model_class
 from nanovllm.ops.device import weight_memory
 
@@ -178,7 +178,7 @@ def load_model(
     allocate_weights(model, dtype, device)
     model.tie_weights()  # `_apply` gave each name memory of its own
     # Always float32: in bfloat16, large neighbouring positions would share an angle.
-    table = model.rotary_table(config, positions)
+    table = rotary_table(config, positions)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
     load_weights(model, dummy_tensors(model, seed) if dummy else stored_tensors(config, folder))
     return model.eval()

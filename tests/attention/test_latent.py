@@ -36,8 +36,9 @@ from nanovllm.lab.cases import latent_case
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import ModelConfig, UnsupportedModelError
-from nanovllm.models.deepseek import latent_rotary_table, yarn_frequencies
+from nanovllm.models.llama import rotary_table
 from nanovllm.models.loader import load_model
+from nanovllm.models.yarn import yarn_frequencies
 from nanovllm.ops.attention import attend_dense
 from tests.engine.test_features import FEATURES
 from tests.examples import examples
@@ -342,7 +343,7 @@ def config_of(variant: str, folder) -> dict[str, Any]:
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("deepseek")])
 def test_rotary_tables_are_those_of_transformers(variant: str, tmp_path) -> None:
     folder = make_checkpoint(tmp_path, variant)
-    table = latent_rotary_table(ModelConfig.from_pretrained(folder), 100)
+    table = rotary_table(ModelConfig.from_pretrained(folder), 100)
     theirs = reference_model(str(folder)).model.rotary_emb(torch.zeros(1), torch.arange(100)[None])
     if torch.is_tensor(theirs):  # V2: complex numbers
         expected = torch.cat([theirs[0].real, theirs[0].imag], dim=1)
@@ -358,9 +359,7 @@ def test_yarn_matters(tmp_path) -> None:
     stretched, ordinary = (
         ModelConfig.from_dict(raw | {"rope_parameters": r}) for r in (raw["rope_parameters"], plain)
     )
-    assert (
-        latent_rotary_table(stretched, 50) - latent_rotary_table(ordinary, 50)
-    ).abs().max() > 0.1
+    assert (rotary_table(stretched, 50) - rotary_table(ordinary, 50)).abs().max() > 0.1
     slow, fast = (
         yarn_frequencies(stretched),
         yarn_frequencies(ModelConfig.from_dict(raw | {"max_position_embeddings": 9})),
@@ -403,7 +402,7 @@ def test_deepseek_v3_as_on_the_hub() -> None:
         1536,
         True,
     )
-    assert latent_rotary_table(config, 4).shape == (4, 64)
+    assert rotary_table(config, 4).shape == (4, 64)
     with pytest.raises(
         UnsupportedModelError, match=r"'longrope' is not supported; supported are default, yarn"
     ):

@@ -564,6 +564,27 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
             resolve_model(name)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "base"),
+    [
+        ({"base_model_name_or_path": "org/base", "r": 8}, "base model 'org/base' with peft"),
+        ({}, "base model with peft"),
+        ({"base_model_name_or_path": ["a"]}, "base model with peft"),
+    ],
+)
+def test_a_lora_adapter_is_refused_by_name(tmp_path: Path, adapter: Any, base: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ModelNotFoundError, match=rf"is a LoRA adapter.*{base}.*merge_and_unload"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_merged_model_beside_its_adapter_is_a_model(tmp_path: Path) -> None:
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
 def test_hub_model_that_is_not_in_the_cache_while_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

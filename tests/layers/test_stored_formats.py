@@ -649,6 +649,33 @@ def test_damaged_fp8_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "end", "message"),
+    [
+        (GPTQ, "qweight", r"qweight \(float32\) is not in the format that config.json names, gptq"),
+        ("awq", "qzeros", "qzeros must be of int32, got float32"),
+        (PACKED, "weight_packed", r"weight_packed \(float32\) is not in the format"),
+        ("asymmetric 4 bits, groups of 16", "weight_zero_point", "must be of int32, got float32"),
+    ],
+)
+def test_words_of_another_dtype_are_refused(
+    tmp_path: pathlib.Path, kind: str, end: str, message: str
+) -> None:
+    folder, _ = store_checkpoint(
+        make_checkpoint(tmp_path / "original"),
+        tmp_path,
+        FORMATS[kind][4],
+        lambda _, matrix: stored_as(kind, matrix),
+    )
+
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[NAME + end] = tensors[NAME + end].float()
+
+    change_tensors(folder, damage)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
 @pytest.mark.parametrize("kind", [GPTQ, "awq", PACKED, "w8a16"])
 def test_scales_that_are_no_numbers_are_refused(tmp_path: pathlib.Path, kind: str) -> None:
     folder, _ = store_checkpoint(

@@ -10,12 +10,15 @@ import shutil
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm import LLM
-from nanovllm.checkpoint.files import CONFIG_FIELDS
+from nanovllm.checkpoint.files import CONFIG_FIELDS, ModelFileError
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModelError
 from nanovllm.models.defaults import DEFAULTS, NUM_EXPERTS, Defaults
+from nanovllm.models.llama import rotary_table
 from tests.examples import by_night
 from tests.oracle import TINY, VARIANTS, greedy, make_checkpoint, reference_tokens
 
@@ -331,6 +334,7 @@ ROTARY: list[dict[str, Any]] = [
     {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 4.0}},
     {"rope_scaling": LINEAR | {"rope_theta": 300.0}, "rope_theta": 500.0},
     {"rope_scaling": LLAMA3, "max_position_embeddings": 128},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 128},
     {
         "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64},
         "original_max_position_embeddings": 32,
@@ -399,18 +403,56 @@ YARN = {
     ],
     ids=str,
 )
-@pytest.mark.parametrize("variant", ["deepseek-v3-dense", *by_night(["deepseek-v2-dense"])])
+@pytest.mark.parametrize(
+    "variant",
+    ["deepseek-v3-dense", "llama", *by_night(["deepseek-v2-dense", "qwen2", "qwen3", "mistral"])],
+)
 def test_folders_with_yarn(tmp_path: pathlib.Path, variant: str, keys: dict[str, Any]) -> None:
     check_changed(make_checkpoint(tmp_path / "model", variant), ("rope_parameters",), keys)
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"truncate": False},
+        {"truncate": False, "beta_fast": 4.0, "beta_slow": 0.5},
+        {"attention_factor": 0.75},
+        {"factor": 1.0},
+        {"mscale_all_dim": None},
+        {"beta_fast": None, "beta_slow": None, "mscale": None},
+    ],
+    ids=str,
+)
+def test_tables_of_yarn_are_those_of_transformers(more: dict[str, Any]) -> None:
+    scaling = YARN | {"original_max_position_embeddings": 64} | more
+    keys: dict[str, Any] = {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_scaling": {name: value for name, value in scaling.items() if value is not None},
+    }
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**json.loads(json.dumps(keys))))
+    cos, sin = theirs(torch.zeros(1), torch.arange(300)[None])
+    expected = torch.cat([cos[0, :, :16], sin[0, :, :16]], dim=1)
+    ours = rotary_table(ModelConfig.from_dict(keys | {"architectures": ["LlamaForCausalLM"]}), 300)
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("stored", [64, 512])
+def test_with_yarn_the_context_is_as_long_as_the_parameters_say(stored: int) -> None:
+    """Qwen's files store the original length, and DeepSeek's the stretched one."""
+    keys = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "max_position_embeddings": stored,
+        "rope_scaling": YARN | {"original_max_position_embeddings": 64},
+    }
+    assert ModelConfig.from_dict(keys).max_position_embeddings == 512
+
+
+@pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (
-            {"rope_parameters": DEFAULT, "rope_scaling": YARN},
-            "rope_scaling of type 'yarn' is not supported",
-        ),
         (
             {"rope_parameters": DEFAULT, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "of type 'dynamic'",
@@ -448,9 +490,13 @@ def test_other_rotary_parameters_are_refused(
         ModelConfig.from_dict(keys | {"architectures": [architecture]})
 
 
-def test_yarn_that_is_not_truncated_is_refused() -> None:
-    raw = {"architectures": ["DeepseekV3ForCausalLM"], "rope_scaling": YARN | {"truncate": False}}
-    with pytest.raises(
-        UnsupportedModelError, match="truncate: false in rope_scaling is not supported"
-    ):
-        ModelConfig.from_dict(raw)
+@pytest.mark.parametrize(("factor", "length"), [(1e6, 100_000_000), (1e-6, 0)])
+def test_yarn_to_an_absurd_length_is_refused(factor: float, length: int) -> None:
+    keys = {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 100,
+        "rope_scaling": YARN | {"factor": factor},
+    }
+    words = f"stretches 100 positions to {length}, and must lead to 1 to 16777216"
+    with pytest.raises(ModelFileError, match=words):
+        ModelConfig.from_dict(keys)

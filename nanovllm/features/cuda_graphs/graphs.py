@@ -182,7 +182,7 @@ class GraphForward(Forward):
         """Replay the step if it is recorded, otherwise run it; see `Forward`."""
         if self.sizes and len(batch.rows) and batch.metadata.max_query_len == 1:
             return self.replay(batch)
-        return super().__call__(batch)
+        return Forward.__call__(self, batch)
 
     def replay(self, batch: Batch) -> Tensor:
         """Compute a batch of one-token sequences, which is in the runner's buffers, with the graph

@@ -14,16 +14,17 @@ from nanovllm.checkpoint.quantization import QuantizationConfig
 from nanovllm.layers.quantization.storage import group_size
 from nanovllm.layers.quantization.weight import Scheme
 
-# The tensor that has the weights of a layer, in each layout; and its dtype if it is the tensor that
-# an unquantized layer has, too.
-WEIGHTS: dict[str, tuple[str, torch.dtype | None]] = {
-    "gptq": ("qweight", None),
-    "awq": ("qweight", None),
-    "pack-quantized": ("weight_packed", None),
+# The tensor that has the weights of a layer, in each layout, and its dtype.
+WEIGHTS: dict[str, tuple[str, torch.dtype]] = {
+    "gptq": ("qweight", torch.int32),
+    "awq": ("qweight", torch.int32),
+    "pack-quantized": ("weight_packed", torch.int32),
     "int-quantized": ("weight", torch.int8),
     "float-quantized": ("weight", torch.float8_e4m3fn),
     "fp8": ("weight", torch.float8_e4m3fn),
 }
+# Ends of the names of other tensors of words.
+WORDS = (".qzeros", ".weight_zero_point")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class StoredTensors:
             if name is None:
                 continue
             self.headers[name] = Header(name_in_file, tuple(tensor.shape), tensor.dtype)
+            if name.endswith(WORDS) and tensor.dtype is not torch.int32:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise ModelFileError(f"{name_in_file} must be of int32, got {kind}")
             if name.endswith(".g_idx"):
                 groups[name.removesuffix(".g_idx")] = tensor
         self.shapes = {name: header.shape for name, header in self.headers.items()}
@@ -90,11 +94,11 @@ class StoredTensors:
             return
         size = group_size(layer, inputs, form.group_size) or max(inputs, 1)
         expected = torch.arange(inputs, device="cpu") // size
-        groups = groups.flatten()
-        if torch.equal(groups.long(), expected):
+        groups = groups.flatten().long()
+        if torch.equal(groups, expected):
             return
         order = groups.argsort(stable=True)
-        if not torch.equal(groups[order].long(), expected):
+        if not torch.equal(groups[order], expected):
             raise ModelFileError(
                 f"{self.headers[f'{layer}.g_idx'].name}: a group does not have {size} inputs; "
                 "download it again, or quantize again with the group_size of config.json"
@@ -134,8 +138,7 @@ class StoredTensors:
                 f"{header.name} is quantized, and no target in config.json names it: add it to a "
                 "group in quantization_config"
             )
-        expected, dtype = WEIGHTS[form.layout]
-        if kind != expected or header.dtype is not (dtype or header.dtype):
+        if (kind, header.dtype) != WEIGHTS[form.layout]:
             raise UnsupportedModelError(
                 f"{header.name} ({str(header.dtype).removeprefix('torch.')}) is not in the format "
                 f"that config.json names, {form.layout}: correct quantization_config"
