@@ -23,6 +23,7 @@ ROOMS = [
     "data",
     "checkpoint",
     "ops",
+    "processes",
     "distributed",
     "text",
     "layers",

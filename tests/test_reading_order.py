@@ -56,8 +56,8 @@ ORDER: dict[str, dict[str, str]] = {
         "intake": "add_request abort_request",
         "step": "step _start_wave",
         "results": "_take_reports take_report",
-        "errors": "_listen _end",
-        "control": "reset_prefix_cache close wait_for_pause _listen_until",
+        "errors": "check_health",
+        "control": "reset_prefix_cache close wait_for_pause",
     },
     "features.data_parallel.router:EngineRouter": {
         "state": "__init__",
@@ -65,11 +65,11 @@ ORDER: dict[str, dict[str, str]] = {
         "control": "forget",
     },
     "executor.remote:RemoteExecutor": {
-        "state": "program __init__ _start_ranks _start_rank _kill",
+        "state": "program __init__ _start_ranks _start_rank",
         "step": "collective_rpc launch _order _send",
-        "results": "_listen _answer",
+        "results": "_answer",
         "memory": "transfer_has_ended forget_ends",
-        "errors": "forget_requests _end",
+        "errors": "check_health forget_requests",
         "control": "close",
     },
     "kv_transfer.connector:KVConnectorScheduler": {

@@ -3,7 +3,6 @@ Imports no torch."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.parts import load
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -27,9 +26,6 @@ def create_client(config: EngineConfig, folder: pathlib.Path) -> EngineClient:
         folder: the checkpoint.
     """
     create: type[EngineClient] = load("nanovllm.engine.client:EngineClient", "a server")
-    with contextlib.suppress(MissingPartError):
-        # Without that part, a process that hangs is not noticed.
-        create = load("nanovllm.engine.data_rank:DataRank", "several processes")
     with_folder = dataclasses.replace(
         config, model=str(folder), served_model_name=config.model_names
     )

@@ -1,2 +1,2 @@
-"""Process groups and their collectives, shared memory between ranks, and heartbeats (lectures 20,
-21, 23, 24)."""
+"""Process groups and their collectives, and shared memory between ranks (lectures 20, 21, 23,
+24)."""

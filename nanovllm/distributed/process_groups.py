@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.groups import (
     KINDS,
     Grid,
@@ -29,7 +28,8 @@ from nanovllm.distributed.groups import (
 )
 from nanovllm.distributed.shared_collectives import SharedCollectives, open_segment
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
-from nanovllm.distributed.standstill import CallCounter, CollectiveError
+from nanovllm.processes.activity import waiting_for_others
+from nanovllm.processes.standstill import CallCounter, CollectiveError
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle, load_shared_memory_library
-from nanovllm.distributed.standstill import CollectiveError
+from nanovllm.processes.standstill import CollectiveError
 
 # In the order of SUMS in shared_memory.cpp.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.float16)

@@ -19,8 +19,8 @@ from typing import IO
 import psutil
 
 import nanovllm.distributed
-from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.ops.native_library import BuildError, load_library
+from nanovllm.processes.channel import PeerLost
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.groups import get_pp_group
-from nanovllm.distributed.standstill import CallCounter
+from nanovllm.processes.activity import waiting_for_others
+from nanovllm.processes.standstill import CallCounter
 
 
 class StageLink:

@@ -1,15 +1,16 @@
 """An engine in a process of its own, as the process that starts it sees it.
 
 `EngineClient` starts a process in which `main` runs, with the number of a socket to this process.
-The first message on it holds the engine's settings; heartbeats may go back, see `data_rank`.
+The first message on it holds the engine's settings; heartbeats go back, and the reason if it fails.
 Commands and reports go over sockets of their own, see `process`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,24 +25,22 @@ import zmq
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.distributed.processes import how_it_ended, kill_tree, start_process
 from nanovllm.engine.process import STOP_STARTING, Command, Report, run_engine
+from nanovllm.processes.activity import SILENCE_SECONDS
+from nanovllm.processes.channel import Channel, Failure, activity_of_this_thread
+from nanovllm.processes.standstill import Activity, CollectiveError
+from nanovllm.processes.start import kill_tree, start_process
+from nanovllm.processes.supervisor import Child, Supervisor, heard_activities
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.trace.recorder import RecordSink
 
-# The last report of a process may still be in flight when its end is noticed.
-LAST_WORDS_SECONDS = 0.1
 # A process that is killed while it starts gets this time to clean up.
 CLEAN_UP_SECONDS = 1.0
 
 
-def start_no_heart(connection: Connection, config: EngineConfig) -> None:
-    """In the engine's process: send no heartbeats. If it hangs, its parent does not notice."""
-
-
-class EngineClient:
+class EngineClient(Child):
     """Starts an engine's process, sends it commands, and takes in its reports.
 
     Args:
@@ -51,23 +50,19 @@ class EngineClient:
 
     Attributes:
         program: what runs as the engine.
-        start_heart: called in its process before the engine starts: begins to send heartbeats.
-        connection: heartbeats arrive on it; it is closed when the process ends.
+        rank: its number among the engines of a coordinator, from 0.
         folder: for the names of the sockets, until both sides are connected; readable by this user
             alone.
         reports: the socket on which `Report`s arrive.
-        is_ready: its first report has arrived.
-        limits, trace_settings: see `EngineCore`; known when it is ready.
+        limits, trace_settings: see `EngineCore`; known when it is ready, which its first report
+            says.
         stats, reported: its statistics as of its last report, and the time of that.
-        last_words: the report with the reason why it ends.
     """
 
     program = "from nanovllm.engine.client import main; main()"
-    start_heart = staticmethod(start_no_heart)
-    is_ready = False
+    process: subprocess.Popen[bytes]
     limits: EngineLimits
     trace_settings: TraceSettings
-    last_words: Report | None = None
 
     def __init__(
         self,
@@ -76,13 +71,16 @@ class EngineClient:
         wrapper: Sequence[str] = (),
         log: IO[bytes] | IO[str] | None = None,
     ) -> None:
-        self.process, self.connection = start_process(
-            ["-c", self.program], environment, wrapper, log
+        process, connection = start_process(["-c", self.program], environment, wrapper, log)
+        self.rank = config.data_parallel_rank or 0
+        name = (
+            "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"
         )
+        super().__init__(name, connection=connection, process=process)
         self.folder = tempfile.mkdtemp(prefix="nanovllm-")
         addresses = [f"ipc://{self.folder}/{kind}" for kind in ("commands", "reports")]
         self._bind(*addresses)
-        self.connection.send((config, *addresses, self.start_heart))
+        self.connection.send((config, *addresses))
 
     def _bind(self, *addresses: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -100,6 +98,22 @@ class EngineClient:
         self._num_sent = self._num_taken = 0
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._sink: Callable[[msgspec.Raw], None] = lambda encoded: None
+        # For a client without a coordinator. It need not end the process, which ends with this one.
+        self._supervisor = Supervisor[EngineClient]()
+        self._supervisor.children.append(self)
+
+    # ---------------------------------------------------------------- commands
+
+    def send(self, command: Command) -> None:
+        """Send it a command; does nothing if it is gone.
+
+        Raises:
+            OverflowError, UnicodeEncodeError: a number over 64 bits; half of a surrogate pair.
+        """
+        encoded = msgspec.msgpack.encode(command)
+        self._num_sent += len(command.add)
+        with contextlib.suppress(zmq.ZMQError):
+            self.commands.send(encoded, zmq.NOBLOCK)
 
     def watch(self, sink: RecordSink) -> None:
         """Hand `sink`, the only one, a record of every step from now on; see `EngineCore.watch`."""
@@ -113,32 +127,31 @@ class EngineClient:
         self._sink = lambda encoded: None
         self.send(Command(order="unwatch"))
 
+    # ---------------------------------------------------------------- reports
+
     @property
     def num_in_flight(self) -> int:
         """Sequences that were sent, and that no report counts yet."""
         return self._num_sent - self._num_taken
 
-    def send(self, command: Command) -> None:
-        """Send it a command; does nothing if it is gone.
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait there or are in flight to it."""
+        return self.stats.num_waiting + self.num_in_flight
 
-        Raises:
-            OverflowError, UnicodeEncodeError: a number over 64 bits; half of a surrogate pair.
-        """
-        encoded = msgspec.msgpack.encode(command)
-        self._num_sent += len(command.add)
-        with contextlib.suppress(zmq.ZMQError):
-            self.commands.send(encoded, zmq.NOBLOCK)
+    @property
+    def sources(self) -> list[int | zmq.Socket[bytes]]:
+        """What becomes readable when it has sent something."""
+        return [self.reports, *super().sources]
 
     def receive(self) -> None:
-        """Take in its reports."""
+        """Take in its heartbeats and reports."""
+        super().receive()
         with contextlib.suppress(zmq.Again):  # all have been taken in
             while True:
-                self._take(self._decoder.decode(self.reports.recv(zmq.NOBLOCK)))
+                self._take_report(self._decoder.decode(self.reports.recv(zmq.NOBLOCK)))
 
-    def _take(self, report: Report) -> None:
-        if report.fatal:
-            self.last_words = report
-            return
+    def _take_report(self, report: Report) -> None:
         if report.limits is not None:
             self.limits = report.limits
             self.trace_settings = report.trace_settings[0]
@@ -153,33 +166,29 @@ class EngineClient:
             self._sink(encoded)
         self._news.append(report)
 
-    def expect_heartbeats(self) -> None:
-        """From now on, its silence counts, if heartbeats are heard: it is ready."""
-        self.is_ready = True
-
     def take_reports(self) -> list[Report]:
         """The reports that have arrived since the last call."""
         news = self._news
         self._news = []
         return news
 
-    def poll(self) -> str:
-        """Take in its reports. Returns why it has ended, or must be ended; "" while it works."""
-        self.receive()
-        if (end := how_it_ended(self.process)) and self.last_words is None:
-            self.reports.poll(int(1000 * LAST_WORDS_SECONDS))
-            self.receive()
-        if self.last_words is not None:
-            return self.last_words.fatal
-        if end.endswith(signal.SIGKILL.name) and not self.is_ready:
-            end += " while it started: does it need more memory than there is?"
-        return f"the engine process {end}" if end else ""
+    def poll(self) -> Failure | None:
+        """Take in its reports. Returns why it has ended, or must be ended; None while it works. An
+        exception needs no name: this is the only engine."""
+        failure = self._supervisor.look()
+        if failure is None or failure.is_certain:
+            return failure
+        return dataclasses.replace(failure, process="")
+
+    # ---------------------------------------------------------------- its end
 
     def shutdown(self, seconds: float) -> None:
-        """Order it to end, and kill it after this time."""
+        """Order it to end, kill it after this time, and close the connections."""
         self.send(Command(order="shutdown"))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
+        self.kill()
+        self.process.wait()
         self.close()
 
     def kill(self) -> None:
@@ -203,23 +212,39 @@ class EngineClient:
                     each.kill()
 
     def close(self) -> None:
-        """Kill its process if that has not ended, and close the connections."""
-        self.kill()
-        self.process.wait()
+        """Close the connections."""
+        super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        for each in (self.connection, self.commands, self.reports):
-            each.close()
+        self.commands.close()
+        self.reports.close()
+
+
+def ranks_of_engine(config: EngineConfig) -> Callable[[], dict[int, Activity]]:
+    """Activities of an engine's ranks for its heartbeats, if a coordinator compares engines."""
+    if config.data_parallel_rank is None:
+        return dict
+    if config.world_size == 1:
+        return activity_of_this_thread(config.data_parallel_rank)
+    return heard_activities.copy  # they have processes of their own
 
 
 def main() -> None:
     """Run the process of one engine from beginning to end."""
     connection = Connection(int(sys.argv[1]))
-    config, commands, reports, start_heart = connection.recv()
-    start_heart(connection, config)
+    config, commands, reports = connection.recv()
+    if config.data_parallel_rank is not None:
+        # If an engine has ended, the coordinator names it; tracebacks of the engines that miss it
+        # would only hide that.
+        logging.getLogger("nanovllm.engine").addFilter(
+            lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))
+        )
+    # If the parent is gone, the engine's loop notices that as well and ends, unless it hangs.
+    channel = Channel(connection, ranks_of_engine(config), patience=2 * SILENCE_SECONDS)
     code = 0
     try:
-        run_engine(config, commands, reports, connection.fileno())
+        run_engine(config, commands, reports, channel)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    channel.close()
     sys.stdout.flush()
     os._exit(code)  # at once: groups that other ranks have left would wait for them

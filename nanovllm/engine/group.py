@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-import tempfile
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import zmq
@@ -21,15 +19,18 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.distributed.activity import LOOK_SECONDS
-from nanovllm.distributed.processes import end_processes, uninterrupted
-from nanovllm.engine.data_rank import DataRank, rank_environments
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.process import Command, Report
-from nanovllm.executor.remote import START_SECONDS, WatchedProcesses
+from nanovllm.executor.base import ExecutorError
+from nanovllm.executor.remote import START_SECONDS
+from nanovllm.features.data_parallel.environments import rank_environments
 from nanovllm.features.data_parallel.ranks import rank_config
 from nanovllm.features.data_parallel.router import EngineRouter, load_score
 from nanovllm.features.data_parallel.waves import Waves
 from nanovllm.models.config import ModelConfig
+from nanovllm.processes.activity import LOOK_SECONDS
+from nanovllm.processes.start import uninterrupted
+from nanovllm.processes.supervisor import Supervisor
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DataParallelCore(WatchedProcesses[DataRank]):
+class DataParallelCore:
     """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and
     collects their outputs.
 
@@ -53,7 +54,9 @@ class DataParallelCore(WatchedProcesses[DataRank]):
             poll `sources`.
 
     Attributes:
-        engines: each engine, to `watch` it.
+        supervisor: watches the engines.
+        ranks: the engines.
+        engines: the same, to `watch` each of them.
         rank_of: by request that has not ended, its engine.
 
     Raises:
@@ -70,16 +73,15 @@ class DataParallelCore(WatchedProcesses[DataRank]):
     def __init__(
         self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True
     ) -> None:
-        WatchedProcesses.__init__(self)
-        self.engines = self.ranks
+        self.supervisor = Supervisor[EngineClient](ExecutorError)
+        self.ranks = self.engines = self.supervisor.children
         self.config = config
         self.trace = trace
         self._blocking = blocking
         folder = resolve_model(config.model, config.revision)
         has_experts = ModelConfig.from_pretrained(folder).moe is not None
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
-        self.rank_of: dict[str, DataRank] = {}
-        self._poller = zmq.Poller()
+        self.rank_of: dict[str, EngineClient] = {}
         self._start(
             dataclasses.replace(config, model=str(folder), served_model_name=config.model_names)
         )
@@ -92,25 +94,23 @@ class DataParallelCore(WatchedProcesses[DataRank]):
             self.ranks[0].watch(trace.record)
 
     def _start(self, config: EngineConfig) -> None:
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # where the engines in lock-step meet
-        address = f"file://{self._folder}/rendezvous" if self.waves is not None else ""
+        folder = self.supervisor.make_folder()  # where the engines in lock-step meet
+        address = f"file://{folder}/rendezvous" if self.waves is not None else ""
         try:
             for rank, environment in enumerate(environments := rank_environments(config)):
-                self.ranks.append(DataRank(rank_config(config, rank, address), environment))
-                self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
-            self._finalizer = weakref.finalize(
-                self, end_processes, [rank.process for rank in self.ranks], self._folder
-            )
+                settings = rank_config(config, rank, address)
+                self.supervisor.add(EngineClient(settings, environment))
             deadline = time.monotonic() + START_SECONDS
             while late := [rank.name for rank in self.ranks if not rank.is_ready]:
-                self._hear(LOOK_SECONDS)
+                self.supervisor.hear(LOOK_SECONDS)
                 if time.monotonic() > deadline:
-                    self._fail(f"{late[0]} has not started after {START_SECONDS:g} seconds")
+                    reason = f"{late[0]} has not started after {START_SECONDS:g} seconds"
+                    self.supervisor.fail(reason)
             if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
                 # All have met; but NCCL uses the file when two ranks first talk.
-                shutil.rmtree(self._folder)
+                shutil.rmtree(folder)
         except BaseException:
-            self._end("the engines could not start")
+            self.supervisor.end("the engines could not start")
             raise
 
     # ---------------------------------------------------------------- what a front end calls
@@ -148,7 +148,7 @@ class DataParallelCore(WatchedProcesses[DataRank]):
         Raises:
             ExecutorError: an engine has died.
         """
-        self._check()
+        self.supervisor.check()
         loads = [
             load_score(rank.num_waiting + rank.stats.num_swapped, rank.stats.num_running)
             for rank in self.ranks
@@ -175,7 +175,7 @@ class DataParallelCore(WatchedProcesses[DataRank]):
         """
         while True:
             waits = self._blocking and self.has_unfinished
-            self._hear(LOOK_SECONDS if waits else 0)
+            self.supervisor.hear(LOOK_SECONDS if waits else 0)
             outputs = self._take_reports()
             if outputs or not waits:
                 return outputs
@@ -199,7 +199,7 @@ class DataParallelCore(WatchedProcesses[DataRank]):
                 for o in self.take_report(rank, report)
             ]
 
-    def take_report(self, rank: DataRank, report: Report) -> list[EngineOutput]:
+    def take_report(self, rank: EngineClient, report: Report) -> list[EngineOutput]:
         """Take in an engine's report.
 
         A request that the engine refused (`report.refused`: id to reason) ends with an output with
@@ -235,55 +235,41 @@ class DataParallelCore(WatchedProcesses[DataRank]):
 
     # ---------------------------------------------------------------- life and death
 
-    def _listen(self, timeout: float) -> None:
-        self._poller.poll(int(1000 * timeout))
-        with uninterrupted():
-            for rank in self.ranks:
-                rank.receive()
+    def check_health(self) -> None:
+        """Check whether an engine has ended, hangs, or has been silent for too long.
 
-    def _end(self, reason: str) -> None:
-        self._reason = reason
-        self.rank_of.clear()
-        end_processes([rank.process for rank in self.ranks], self._folder)
-        for rank in self.ranks:
-            rank.close()
+        Raises:
+            ExecutorError: one has; all others have been ended.
+        """
+        self.supervisor.hear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes in the engines, and the router's guesses about them."""
-        self._check()
+        self.supervisor.check()
         self.router.forget()
         for rank in self.ranks:
             rank.send(Command(order="reset_prefix_cache"))
 
     def close(self) -> None:
         """End all engines; those that have not ended after a second are killed."""
-        if not self._reason:
+        if not self.supervisor.reason:
             # An engine that left in the middle of a wave would leave the others waiting.
             for request_id in list(self.rank_of):
                 self.abort_request(request_id)
             self.wait_for_pause()
             for rank in self.ranks:
                 rank.send(Command(order="shutdown"))
-            self._listen_until(lambda: all(rank.end() for rank in self.ranks))
-            self._end("the engines have been shut down")
+            self.supervisor.listen_until(lambda: all(rank.how_it_ended() for rank in self.ranks))
+            self.supervisor.end("the engines have been shut down")
 
     def wait_for_pause(self, seconds: float = 1.0) -> None:
         """Take in reports until every engine that is in lock-step has seen the end of the last wave
         that was ordered, for at most this many seconds."""
-        self._listen_until(
-            lambda: (
-                self.waves is None
-                or all(
-                    rank.stats.num_waves == self.waves.ended + self.waves.running
-                    for rank in self.ranks
-                )
-            ),
-            seconds,
-        )
 
-    def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:
-        """Take in reports until the condition holds, for at most this many seconds."""
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline:
-            self._listen(0.01)
+        def is_paused() -> bool:
             self._take_reports()
+            return self.waves is None or all(
+                rank.stats.num_waves == self.waves.ended + self.waves.running for rank in self.ranks
+            )
+
+        self.supervisor.listen_until(is_paused, seconds)

@@ -28,13 +28,15 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
+from nanovllm.processes.activity import LOOK_SECONDS, at_rest, in_step
+from nanovllm.processes.channel import Failure
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.assembly.engine import Engine
     from nanovllm.engine.group import DataParallelCore
     from nanovllm.features.data_parallel.lock_step import LockStep
+    from nanovllm.processes.channel import Channel
     from nanovllm.trace.record import StepRecord
     from nanovllm.trace.recorder import RecordSink
 
@@ -78,8 +80,6 @@ class Report:
         limits: only in the first report, which says that the engine is ready.
         trace_settings: only in the first report: for each engine, the settings in the trace's
             header.
-        fatal: why the engine is about to end; empty while it works.
-        user_error: whether the user can correct the fatal error, such as an unknown model.
     """
 
     outputs: list[EngineOutput] = field(default_factory=list)
@@ -91,8 +91,6 @@ class Report:
     steps: dict[int, list[msgspec.Raw]] = field(default_factory=dict)
     limits: EngineLimits | None = None
     trace_settings: list[TraceSettings] = field(default_factory=list)
-    fatal: str = ""
-    user_error: bool = False
 
 
 class EngineLoop:
@@ -225,10 +223,14 @@ class EngineLoop:
 
 
 def run_engine(
-    config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int
+    config: EngineConfig, command_address: str, report_address: str, channel: Channel
 ) -> None:
     """Run the engine's process from beginning to end. It ends with its parent, however the parent
-    ends; see `EngineLoop`."""
+    ends; see `EngineLoop`.
+
+    Args:
+        channel: to the parent, for the reason if the engine fails.
+    """
     # A terminal sends Ctrl-C to all its processes, and the end of a service (systemd, torchrun)
     # signals all of the service's; but only the parent decides when the engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -250,7 +252,7 @@ def run_engine(
         core = create_core(config, blocking=False)
         signal.signal(STOP_STARTING, signal.SIG_IGN)
         gc.freeze()  # the garbage collector need not visit the model between steps
-        EngineLoop(core, commands, reports, parent_sentinel).run()
+        EngineLoop(core, commands, reports, channel.fileno()).run()
     except Exception as error:
         signal.signal(STOP_STARTING, signal.SIG_IGN)  # it is ending anyway
         # Before this process ends, it reports every error to its parent. An error that the user can
@@ -259,8 +261,7 @@ def run_engine(
         if mistake is None:
             logger.exception("the engine failed")
         reason = f"{type(error).__name__}: {error}" if mistake is None else mistake
-        fatal = Report(time=time.monotonic(), fatal=reason, user_error=mistake is not None)
-        reports.send(msgspec.msgpack.encode(fatal))
+        channel.fail(Failure(mistake is not None, reason))
         sys.exit(1)
     finally:
         gc.unfreeze()  # else libraries complain about objects that are never freed

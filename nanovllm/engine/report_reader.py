@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from nanovllm.distributed.activity import LOOK_SECONDS
 from nanovllm.engine.process import Report
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
+from nanovllm.processes.activity import LOOK_SECONDS
 
 if TYPE_CHECKING:
     from nanovllm.engine.client import EngineClient
@@ -35,13 +35,11 @@ class ReportReader:
         """
         while True:
             self._arrival.clear()
-            reason = self._client.poll()
+            failure = self._client.poll()
             if reports := self._client.take_reports():
                 return reports
-            if reason:
-                last = self._client.last_words
-                is_users = last is not None and last.user_error
-                raise EngineStartError(reason) if is_users else EngineDeadError(reason)
+            if failure is not None:
+                raise (EngineStartError if failure.is_users else EngineDeadError)(str(failure))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._arrival.wait()

@@ -8,14 +8,10 @@ from __future__ import annotations
 import logging
 import pathlib
 import shutil
-import subprocess
-import tempfile
-import weakref
 
 import torch
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.processes import end_processes
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor
 from nanovllm.executor.uniproc import CreateWorker, WorkerSetup
@@ -35,7 +31,6 @@ class MultiprocessExecutor(RemoteExecutor):
         folder: pathlib.Path,
         create_worker: CreateWorker,
     ) -> None:
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
         self._orders: MessageQueue | None = None
         super().__init__(config, model_config, folder, create_worker)
         if not self.on_gpu:  # NCCL uses the file when two ranks first talk; gloo has used it
@@ -43,10 +38,10 @@ class MultiprocessExecutor(RemoteExecutor):
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         size = self.grid.world_size
+        self._folder = self.supervisor.make_folder()
         environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
         for rank in range(size):
             self._start_rank(rank, environment, rank)
-        weakref.finalize(self, end_processes, self._processes, self._folder)
         try:
             self._orders = MessageQueue.create(size)
             setup.orders = self._orders.handle
@@ -64,12 +59,5 @@ class MultiprocessExecutor(RemoteExecutor):
         try:
             self._orders.put(order, ORDER_SECONDS)
         except OSError as error:  # a rank is gone or takes nothing
-            self._hear(0)  # finds out which
-            self._fail(str(error))
-
-    def _kill(self) -> None:
-        end_processes(self._processes, self._folder)
-
-    @property
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
-        return [rank.process for rank in self.ranks if rank.process is not None]
+            self.supervisor.hear()  # finds out which
+            self.supervisor.fail(str(error))

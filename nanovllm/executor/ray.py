@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import tempfile
-import weakref
 from typing import Any
 
 import psutil
@@ -88,14 +87,14 @@ class RayRank(RemoteRank):
 
     run: "ray.ObjectRef[None]"
 
-    def end(self) -> str:
+    def how_it_ended(self) -> str:
         """How the actor has ended, in Ray's words; "" while it lives."""
         if self.is_gone:
             try:
                 ray.get(self.run, timeout=FATE_SECONDS)
             except ray.exceptions.RayError as error:
                 return f"has ended: {' '.join(str(error).split())}"
-        return super().end()
+        return super().how_it_ended()
 
 
 def start_ray(num_cpus: int, folder: str) -> None:
@@ -172,8 +171,6 @@ class RayExecutor(RemoteExecutor):
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         size = self.grid.world_size
-        self._lease = contextlib.ExitStack()  # what this program uses of Ray and has to give back
-        weakref.finalize(self, self._lease.close)
         if not ray.is_initialized():
             self._join_cluster()
         device = self.config.device
@@ -182,7 +179,7 @@ class RayExecutor(RemoteExecutor):
         setup.config = dataclasses.replace(self.config, device=device)
         group = find_room(size, device == "cuda")
         # Its actors end with it. If Ray has ended already, there is nothing to give back.
-        self._lease.callback(
+        self.supervisor.resources.callback(
             lambda: remove_placement_group(group) if ray.is_initialized() else None
         )
         actor_class: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(RankActor)
@@ -202,22 +199,19 @@ class RayExecutor(RemoteExecutor):
         for run, (card, connection) in zip(runs, arrived, strict=True):
             rank = RayRank(card.rank, self.grid, connection=connection, where=card.where)
             rank.run = run
-            self.ranks.append(rank)
+            self.supervisor.add(rank)
 
     def _join_cluster(self) -> None:
         """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program
         alone."""
         if os.environ.get("RAY_ADDRESS"):
-            self._lease.callback(ray.shutdown)
+            self.supervisor.resources.callback(ray.shutdown)
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
             return
         self.threads = max(1, torch.get_num_threads() // self.grid.world_size)
         # Ray adds long names of sockets.
         short = None if len(tempfile.gettempdir()) < 20 else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
-        self._lease.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self._lease.callback(ray.shutdown)  # callbacks run in reverse order
+        self.supervisor.resources.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.supervisor.resources.callback(ray.shutdown)  # callbacks run in reverse order
         start_ray(self.grid.world_size, self.folder)
-
-    def _kill(self) -> None:
-        self._lease.close()

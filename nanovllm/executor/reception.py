@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-from nanovllm.distributed.activity import LOOK_SECONDS
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import START_SECONDS
+from nanovllm.processes.activity import LOOK_SECONDS
 
 # The longest time for what connects to say what it is.
 GREETING_SECONDS = 5.0

@@ -1,6 +1,5 @@
 """What executors of ranks in other processes have in common: orders go out and answers come back
-over one connection per rank, and when something fails, the executor finds out which rank is to
-blame.
+over one connection per rank, and a supervisor watches all ranks.
 
 Built by notebooks/20_executor.ipynb: edit it there.
 """
@@ -14,19 +13,20 @@ import pickle
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
-from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
-from nanovllm.distributed.processes import start_process, uninterrupted
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import CreateWorker, WorkerFunction, WorkerSetup
 from nanovllm.features.data_parallel.ranks import engine_grid
 from nanovllm.models.config import ModelConfig
+from nanovllm.processes.activity import LOOK_SECONDS, waiting_for_others
+from nanovllm.processes.channel import TRANSFER_ENDED
+from nanovllm.processes.start import start_process, uninterrupted
+from nanovllm.processes.supervisor import Child, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +38,14 @@ ORDER_SECONDS = 300.0
 CLOSE_SECONDS = 1.0
 
 
-class RemoteRank(Peer):
+class RemoteRank(Child):
     """A rank as its executor knows it. Its name tells its place in the grid if there are several
     stages.
 
     Args:
-        connection, where, process: see `Peer`.
-        pid: of its process, if that runs on this machine and another program has started it.
-
-    Attributes:
+        connection, where, process, pid: see `Child`. Among its `answers` is TRANSFER_ENDED while a
+            KV transfer has ended that no step has taken in yet.
         local_rank: its number on its machine.
-        answers: by the number of the order; TRANSFER_ENDED while a KV transfer has ended that no
-            step has taken in yet.
     """
 
     def __init__(
@@ -65,75 +61,20 @@ class RemoteRank(Peer):
     ) -> None:
         stage, tensor = divmod(rank, grid.tensor)
         place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
-        super().__init__(f"rank {rank}{place}", where, connection, process)
+        super().__init__(f"rank {rank}{place}", where, connection, process, pid)
         self.local_rank = local_rank
-        self.pid = self.pid or pid
-        self.answers: dict[int, object] = {}
-
-    def take(self, message: object) -> None:
-        """Take in a message, which may be an answer."""
-        super().take(message)
-        if isinstance(message, tuple):  # the number of an order, and the answer
-            self.answers.update([message])
 
 
-P = TypeVar("P", bound=Peer)
-
-
-class WatchedProcesses(Generic[P]):
-    """Processes that work together: if one fails, all are ended. A subclass says how to `_listen`
-    to them and how to `_end` them.
-
-    Attributes:
-        ranks: the processes.
-    """
-
-    def __init__(self) -> None:
-        self.ranks: list[P] = []
-        self._watch = Watch(self.ranks)
-        self._reason = ""  # why they have been ended
-
-    def _listen(self, timeout: float) -> None:
-        """Take in what they have sent, and mark those that are gone; wait up to `timeout` seconds
-        for something."""
-        raise NotImplementedError
-
-    def _end(self, reason: str) -> None:
-        """End all, whatever they do."""
-        raise NotImplementedError
-
-    def check_health(self) -> None:
-        """Check whether one has ended, hangs, or has been silent for too long.
-
-        Raises:
-            ValueError: one refuses what the user has asked for.
-            ExecutorError: any other trouble.
-        """
-        self._hear(0)
-
-    def _check(self) -> None:
-        if self._reason:
-            raise ExecutorError(self._reason)
-
-    def _hear(self, timeout: float) -> None:
-        """Listen to all; the first sign of trouble ends them."""
-        self._check()
-        if (verdict := self._watch.look(self._listen, timeout)) is not None:
-            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
-
-    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
-        self._end(reason)
-        raise kind(reason)
-
-
-class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
+class RemoteExecutor(Executor):
     """Sends every order to all ranks, in the same sequence; the first rank of the last stage
     answers with a step's result.
 
-    A subclass says how to start the ranks and how to kill them.
+    A subclass says how to start the ranks.
 
     Attributes:
         program: what runs as a rank on this machine.
+        supervisor: watches the ranks.
+        ranks: in order, stage by stage.
 
     Raises:
         ValueError: there is no room for the ranks, or one refuses a checkpoint, a device or a size;
@@ -150,7 +91,8 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
         folder: pathlib.Path,
         create_worker: CreateWorker,
     ) -> None:
-        super().__init__()
+        self.supervisor = Supervisor[RemoteRank](ExecutorError)
+        self.ranks = self.supervisor.children
         self.config = config
         self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
         self._num_orders = 0
@@ -167,30 +109,26 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
                     rank.connection.send(setup)
             self._take_memory()
         except BaseException:
-            self._end("the ranks could not start")
+            self.supervisor.end("the ranks could not start")
             raise
         for rank in self.ranks:
             rank.expect_heartbeats()
         self.sources = [rank.connection for rank in self.ranks]
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
-        """Start the processes that the ranks will run in, and put the ranks into `ranks`, with a
-        connection to each. They wait for `setup`, which this method completes (except for their
-        numbers)."""
+        """Start the processes that the ranks will run in, and have the supervisor watch the ranks,
+        with a connection to each. They wait for `setup`, which this method completes (except for
+        their numbers). The supervisor's `resources` get all that the ranks use."""
         raise NotImplementedError
 
     def _start_rank(self, rank: int, environment: Mapping[str, str], local_rank: int) -> None:
         """Start a rank on this machine."""
         process, connection = start_process(["-c", self.program], environment)
-        self.ranks.append(
+        self.supervisor.add(
             RemoteRank(
                 rank, self.grid, connection=connection, process=process, local_rank=local_rank
             )
         )
-
-    def _kill(self) -> None:
-        """End all ranks, whatever they do. Their connections are closed."""
-        raise NotImplementedError
 
     def collective_rpc(self, method: str | WorkerFunction, *arguments: object) -> list[Any]:
         """See `Executor`."""
@@ -224,7 +162,7 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
 
     def _order(self, name: str | WorkerFunction, *arguments: object) -> int:
         """Send all ranks an order; returns its number."""
-        self._check()
+        self.supervisor.check()
         order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
         with uninterrupted(), waiting_for_others():  # a full queue is for the ranks to empty
             self._num_orders += 1
@@ -232,42 +170,36 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
         return self._num_orders
 
     def _send(self, order: bytes) -> None:
-        """Send an order to all ranks. `_listen` finds out if a rank is gone."""
+        """Send an order to all ranks. The supervisor finds out if a rank is gone."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send_bytes(order)
 
-    def _listen(self, timeout: float) -> None:
-        open_ranks = [rank for rank in self.ranks if not rank.is_gone]
-        ready = wait(open_ranks, timeout)  # type: ignore[arg-type] # they have a `fileno`
-        with uninterrupted():
-            for rank in ready:
-                rank.drain()  # type: ignore[union-attr]
-
     def _answer(self, rank: RemoteRank, order: int) -> object:
         """Wait for a rank's answer to an order.
 
-        It listens to all ranks meanwhile (`_hear`, for LOOK_SECONDS at most), so that it notices
-        one that fails. This waiting is marked as `waiting_for_others()`. The rank's answers to this
-        order and to earlier ones are dropped, later ones are kept.
+        The supervisor listens to all ranks meanwhile (`hear`, for LOOK_SECONDS at most), so that it
+        notices one that fails. This waiting is marked as `waiting_for_others()`. The rank's answers
+        to this order and to earlier ones are dropped, later ones are kept.
 
         Args:
             order: its number, under which the answer comes into `rank.answers`.
 
         Raises:
-            ExecutorError: the ranks have been ended (`_check`), one has failed (`_hear` raises it),
+            ExecutorError: the ranks have been ended (`check`), one has failed (`hear` raises it),
                 or this one has not answered after ORDER_SECONDS. A rank that is not ready yet
-                (`is_ready`) has START_SECONDS. Then `_fail` ends all ranks, with the message
-                f"{rank}, has not answered after {seconds:g} seconds", or "has not started".
+                (`is_ready`) has START_SECONDS. Then the supervisor's `fail` ends all ranks, with
+                the message f"{rank}, has not answered after {seconds:g} seconds", or "has not
+                started".
         """
-        self._check()
+        self.supervisor.check()
         what, seconds = ("answered", ORDER_SECONDS) if rank.is_ready else ("started", START_SECONDS)
         deadline = time.monotonic() + seconds
         while order not in rank.answers:
             with waiting_for_others():
-                self._hear(LOOK_SECONDS)
+                self.supervisor.hear(LOOK_SECONDS)
             if time.monotonic() > deadline:
-                self._fail(f"{rank}, has not {what} after {seconds:g} seconds")
+                self.supervisor.fail(f"{rank}, has not {what} after {seconds:g} seconds")
         answer = rank.answers[order]
         rank.answers = {number: other for number, other in rank.answers.items() if number > order}
         return answer
@@ -282,24 +214,22 @@ class RemoteExecutor(WatchedProcesses[RemoteRank], Executor):
         for rank in self.ranks:
             rank.answers.pop(TRANSFER_ENDED, None)
 
+    def check_health(self) -> None:
+        """See `Executor`."""
+        self.supervisor.hear()
+
     def forget_requests(self) -> None:
         """Drop the state of all requests on every rank; see `Executor`."""
-        if not self._reason:
+        if not self.supervisor.reason:
             Executor.forget_requests(self)
-
-    def _end(self, reason: str) -> None:
-        self._reason = reason
-        for rank in self.ranks:
-            rank.connection.close()
-        self._kill()
 
     def close(self) -> None:
         """End all ranks; those that have not ended after CLOSE_SECONDS are killed."""
-        if self._reason:
+        if self.supervisor.reason:
             return
         with contextlib.suppress(ExecutorError, OSError):
             self._order("shutdown")
-            deadline = time.monotonic() + CLOSE_SECONDS
-            while not all(rank.is_gone for rank in self.ranks) and time.monotonic() < deadline:
-                self._listen(0.01)
-        self._end("the ranks have been shut down")
+            self.supervisor.listen_until(
+                lambda: all(rank.is_gone for rank in self.ranks), CLOSE_SECONDS
+            )
+        self.supervisor.end("the ranks have been shut down")

@@ -14,8 +14,6 @@ import pickle
 import signal
 import socket
 import sys
-import weakref
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -86,8 +84,6 @@ def open_store() -> Store:
 class TorchrunExecutor(RemoteExecutor):
     """Rank 0's view of the ranks that torchrun has started."""
 
-    _neighbours: Sequence[psutil.Process] = ()
-
     def _start_ranks(self, setup: WorkerSetup) -> None:
         setup.init_method = "env://"
         launch = Launch()
@@ -110,22 +106,22 @@ class TorchrunExecutor(RemoteExecutor):
                 local_rank=card.local_rank,
                 pid=card.pid,
             )
-            self.ranks.append(rank)
-        self._neighbours = [psutil.Process(rank.pid) for rank in self.ranks if rank.pid is not None]
-        weakref.finalize(self, _shut_down, [rank.connection for rank in self.ranks])
-
-    def _kill(self) -> None:
-        """Wait for the ranks of this machine: they end when their connections are closed, unless
-        they hang. (torchrun would wait for those.)"""
-        for process in psutil.wait_procs(self._neighbours, CLOSE_SECONDS)[1]:
-            process.kill()
+            self.supervisor.add(rank)
+        neighbours = [psutil.Process(rank.pid) for rank in self.ranks if rank.pid is not None]
+        self.supervisor.resources.callback(
+            _shut_down, [rank.connection for rank in self.ranks], neighbours
+        )
 
 
-def _shut_down(connections: list[Connection]) -> None:
-    """End all ranks when the program ends without having closed its engine."""
+def _shut_down(connections: list[Connection], neighbours: list[psutil.Process]) -> None:
+    """End all ranks, also when the program ends without having closed its engine. Those of this
+    machine end when their connections are closed, unless they hang. (torchrun would wait for
+    those.)"""
     for connection in connections:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it is closed
             connection.send_bytes(pickle.dumps(("shutdown", ())))
+    for process in psutil.wait_procs(neighbours, CLOSE_SECONDS)[1]:
+        process.kill()
 
 
 def follow_to_the_end(

@@ -20,16 +20,11 @@ from typing import Any
 
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.checks import users_mistake
-from nanovllm.distributed.activity import at_rest, in_step
 from nanovllm.distributed.groups import get_pp_group, get_tp_group
-from nanovllm.distributed.life_signs import (
-    TRANSFER_ENDED,
-    Complaint,
-    Mouth,
-    activity_of_this_thread,
-)
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.uniproc import Worker, WorkerFunction, WorkerSetup
+from nanovllm.processes.activity import at_rest, in_step
+from nanovllm.processes.channel import TRANSFER_ENDED, Channel, Failure, activity_of_this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +40,18 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
     Returns:
         True if the executor has shut the rank down.
     """
-    mouth = Mouth(connection.send, activity_of_this_thread(setup.rank))
+    channel = Channel(connection, activity_of_this_thread(setup.rank))
     is_starting = True
     try:
         worker = setup.create_worker(setup)
-        worker.runner.notify = lambda: mouth.answer(TRANSFER_ENDED, lambda: None)
+        worker.runner.notify = lambda: channel.answer(TRANSFER_ENDED, lambda: None)
         for number, (name, arguments) in enumerate(_orders(setup, connection), start=1):
             if name == "launch":
                 is_starting = False
-                _launch(worker, arguments[0], number, mouth)
+                _launch(worker, arguments[0], number, channel)
                 continue
             value = worker.call(name, *arguments)
-            mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
+            channel.answer(number, lambda value=value: value)  # type: ignore[misc]
         worker.close()
         return True
     except EOFError:
@@ -65,13 +60,13 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
         # Until the first step, the user can mend what the message names, but not the loss of
         # another rank.
         mistake = users_mistake(error) if is_starting else None
-        complaint = Complaint.of_error() if mistake is None else Complaint(True, mistake)
-        mouth.say(lambda: complaint)
+        failure = Failure.of_exception() if mistake is None else Failure(True, mistake)
+        channel.fail(failure)
         if setup.init_method == "env://":  # torchrun may end rank 0 before it reports this
-            logger.error("rank %d: %s", setup.rank, complaint.text)
+            logger.error("rank %d: %s", setup.rank, failure.text)
         return False
     finally:
-        mouth.close()
+        channel.close()
 
 
 def _orders(
@@ -93,15 +88,15 @@ def _orders(
         yield name, arguments
 
 
-def _launch(worker: Worker, schedule: SchedulerOutput, number: int, mouth: Mouth) -> None:
+def _launch(worker: Worker, schedule: SchedulerOutput, number: int, channel: Channel) -> None:
     """Start a step. The output rank reports the sampled tokens, every other rank only what its
     features have to tell, and only if all ranks report."""
     with in_step():
         wait = worker.launch(schedule)
     if get_pp_group().is_last and get_tp_group().is_first:
-        mouth.answer(number, wait)
+        channel.answer(number, wait)
     elif schedule.all_report:
-        mouth.answer(number, lambda: ModelRunnerOutput(extras=wait().extras))
+        channel.answer(number, lambda: ModelRunnerOutput(extras=wait().extras))
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import ConnectorInformation, RemoteKV
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.ops.device import zeros
+from nanovllm.processes.activity import IDLE_SECONDS, waiting_for_others
 
 if TYPE_CHECKING:
     from nanovllm.attention.base import AttentionBackend

@@ -11,8 +11,8 @@ from nanovllm.core.peers import Peers
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.request import EngineOutput
-from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.kv_transfer.connector import KV_TRANSFER
+from nanovllm.processes.activity import IDLE_SECONDS, waiting_for_others
 
 if TYPE_CHECKING:
     from nanovllm.core.engine import EngineCore

@@ -26,7 +26,7 @@ from nanovllm.assembly.flags import read_flags, words_of
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import ServerError, UsageError
-from nanovllm.distributed.processes import is_stopped, kill_tree
+from nanovllm.processes.start import is_stopped, kill_tree
 from nanovllm.router.backends import Role
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
 from nanovllm.data.json import JsonObject
-from nanovllm.distributed.processes import is_stopped, start_process
+from nanovllm.processes.start import is_stopped, start_process
 
 # CPU time, so that other load on the machine does not count. A chat of a megabyte takes
 # milliseconds.

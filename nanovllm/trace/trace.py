@@ -14,7 +14,7 @@ from typing import IO
 
 from nanovllm.data.disk import REMEDIES
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.distributed.activity import waiting_for_others
+from nanovllm.processes.activity import waiting_for_others
 from nanovllm.trace.format import (
     FORMAT_VERSION,
     TraceDecoder,

@@ -26,10 +26,10 @@ from nanovllm.cli.chat import engine_answer
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineOutput
-from nanovllm.distributed import life_signs
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError, RequestRefusedError
+from nanovllm.processes import supervisor
 from nanovllm.server.admission import Admission
 from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
@@ -404,7 +404,7 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(
 async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_stopped(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=engine_faults.LOAD_SECONDS - 0.5)
+    set_constants(monkeypatch, supervisor, SILENCE_SECONDS=engine_faults.LOAD_SECONDS - 0.5)
     set_program(monkeypatch, EngineClient, engine_faults.SLOW)
     engine = await AsyncEngine.start(config(tiny_model))
     try:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from typing import Any
 
 import psutil
@@ -25,9 +26,8 @@ from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.groups import Grid
-from nanovllm.distributed.life_signs import Peer
 from nanovllm.engine import group as engine_group
-from nanovllm.engine.data_rank import DataRank
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.group import DataParallelCore
 from nanovllm.engine.process import Command, EngineLoop
 from nanovllm.executor.base import Executor, ExecutorError
@@ -35,6 +35,7 @@ from nanovllm.features.data_parallel.lock_step import LOCK_STEP
 from nanovllm.features.data_parallel.ranks import engine_grid, rank_config, trace_path
 from nanovllm.features.data_parallel.router import MAX_IMBALANCE, EngineRouter, load_score
 from nanovllm.features.data_parallel.waves import Waves
+from nanovllm.processes.supervisor import Child
 from nanovllm.text.detokenizer import continues_prompt
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.trace.trace import Trace
@@ -270,12 +271,13 @@ class Everyone(dict[str, Any]):
         return None
 
 
-class ThreadRank(DataRank):
+class ThreadRank(EngineClient):
     """An engine in a thread."""
 
     def __init__(self, config: EngineConfig, environment: Any) -> None:
         self.rank = config.data_parallel_rank or 0
-        Peer.__init__(self, f"data rank {self.rank}", "thread")
+        ours, self._theirs = Pipe()
+        Child.__init__(self, f"data rank {self.rank}", "thread", ours)
         self.folder = ""
         addresses = [f"inproc://{kind} {id(self)}" for kind in ("commands", "reports")]
         self._bind(*addresses)
@@ -302,26 +304,26 @@ class ThreadRank(DataRank):
         self.sent.append(command)
         super().send(command)
 
-    def drain(self) -> None:
+    def receive(self) -> None:
+        super().receive()
         self.heard = time.monotonic()
+
+    def how_it_ended(self) -> str:
         error, self.error = self.error, None
         if error is not None:
             raise error
-
-    def end(self) -> str:
         return "" if self._thread.is_alive() else "ended with exit code 0"
 
+    def close(self) -> None:
+        """Nothing: the thread still has to hear that it is "killed"."""
+
     def kill(self) -> None:
-        if not self.commands.closed:
-            super().send(Command(order="shutdown"))
+        super().send(Command(order="shutdown"))
 
     def wait(self) -> None:
         self._thread.join(30)
         assert not self._thread.is_alive()
-
-    def close(self) -> None:
-        self.commands.close()
-        self.reports.close()
+        super().close()
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +341,7 @@ def engines(
     def make(size: int = 2, waits_at_launch: bool = True, **options: Any) -> DataParallelCore:
         meeting = Meeting(size)
         set_executor(monkeypatch, lambda *_: LockStepExecutor(meeting, waits_at_launch))
-        monkeypatch.setattr(engine_group, "DataRank", ThreadRank)
+        monkeypatch.setattr(engine_group, "EngineClient", ThreadRank)
         options = {
             "enable_expert_parallel": True,
             "max_num_batched_tokens": 16,
@@ -708,7 +710,7 @@ def test_an_engine_that_dies_or_hangs(
 ) -> None:
     if isinstance(fault, str):
         monkeypatch.setenv("RANK_FAULT", fault)
-        set_program(monkeypatch, DataRank, rank_faults.DATA_RANK)
+        set_program(monkeypatch, EngineClient, rank_faults.DATA_RANK)
     many = llm(mixtral, enable_expert_parallel=shared, data_parallel_size=2)
     core = coordinator(many)
     for i in range(4):
@@ -739,7 +741,7 @@ def test_an_engine_that_leaves_the_others_waiting(
     llm: Callable[..., LLM], mixtral: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK_FAULT", "1 wave skip")
-    set_program(monkeypatch, DataRank, rank_faults.DATA_RANK)
+    set_program(monkeypatch, EngineClient, rank_faults.DATA_RANK)
     many = llm(mixtral, enable_expert_parallel=True, data_parallel_size=2)
     words = (
         r"data rank 1, process \d+, hangs: for 4 seconds it has been idle while data rank 0,"

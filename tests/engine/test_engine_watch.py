@@ -14,10 +14,11 @@ import pytest
 import zmq
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed import life_signs
-from nanovllm.distributed.activity import in_step
-from nanovllm.distributed.life_signs import is_debugged_or_dumps_core
-from nanovllm.engine.data_rank import DataRank
+from nanovllm.engine.client import EngineClient
+from nanovllm.processes import hang, supervisor
+from nanovllm.processes.activity import in_step
+from nanovllm.processes.channel import Failure
+from nanovllm.processes.supervisor import is_debugged_or_dumps_core
 from tests.server_process import wait_until
 from tests.stand_ins import set_constants, set_program
 
@@ -51,7 +52,7 @@ PROGRAM = (
 
 def compute_for_long(*arguments: Any) -> None:
     """An engine with a step that takes longer than a hang."""
-    life_signs.SILENCE_SECONDS = SILENCE / 4
+    hang.SILENCE_SECONDS = SILENCE / 4
     end = time.thread_time() + SILENCE
     with in_step():
         while time.thread_time() < end:
@@ -65,26 +66,26 @@ def rest_until_told(config: EngineConfig, command_address: str, *arguments: Any)
     commands.recv()
 
 
-def started(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., None]) -> DataRank:
-    set_program(monkeypatch, DataRank, PROGRAM.format(engine.__name__))
-    return DataRank(EngineConfig(), {})
+def started(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., None]) -> EngineClient:
+    set_program(monkeypatch, EngineClient, PROGRAM.format(engine.__name__))
+    return EngineClient(EngineConfig(), {})
 
 
 def test_a_step_of_an_engine_may_compute_for_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     client = started(monkeypatch, compute_for_long)
     client.expect_heartbeats()
     try:
-        reasons: list[str] = []
+        reasons: list[Failure | None] = []
         wait_until(lambda: reasons.append(client.poll()) or reasons[-1])
-        assert reasons[-1].endswith("ended with exit code 0")
+        assert str(reasons[-1]).endswith("ended with exit code 0")
     finally:
-        client.close()
+        client.shutdown(0)
 
 
 def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=SILENCE)
+    set_constants(monkeypatch, supervisor, SILENCE_SECONDS=SILENCE)
     client = started(monkeypatch, rest_until_told)
     born = client.heard
     try:
@@ -107,7 +108,7 @@ def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
         client.shutdown(30)
         assert client.process.returncode == 0
     finally:
-        client.close()
+        client.shutdown(0)
 
 
 @pytest.mark.parametrize(

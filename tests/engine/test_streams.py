@@ -19,7 +19,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestFailedError, RequestOutput
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine import data_rank
+from nanovllm.engine import client
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
@@ -241,7 +241,6 @@ class Client:
     """An engine without a process, which reports what it is told to."""
 
     is_ready = True
-    last_words = None
     num_in_flight = 0
     stats = EngineStats()
     limits = EngineLimits(max_model_len=99, max_request_tokens=99, vocab_size=260)
@@ -260,10 +259,9 @@ class Client:
         news, self.news = self.news, []
         return news
 
-    def poll(self) -> str:
+    def poll(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.file)
-        return ""
 
     def send(self, command: Command) -> None:
         self.sent.append(command)
@@ -291,7 +289,7 @@ async def front_end(
 ) -> AsyncIterator[Front]:
     """A front end with requests a and b, and its engine."""
     made: list[Client] = []
-    monkeypatch.setattr(data_rank, "DataRank", lambda *_: made.append(Client()) or made[-1])
+    monkeypatch.setattr(client, "EngineClient", lambda *_: made.append(Client()) or made[-1])
     front = await AsyncEngine.start(EngineConfig(str(tiny_model)))
     params = SamplingParams(stop="END")
     streams = {name: await front.add_request(name, "p", params) for name in "ab"}

@@ -22,11 +22,11 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.processes import uninterrupted
 from nanovllm.executor import base, multiprocess
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.grid import check_grid
 from nanovllm.models.config import ModelConfig
+from nanovllm.processes.start import uninterrupted
 from tests.examples import examples
 from tests.oracle import greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK

@@ -13,45 +13,55 @@ import pytest
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.groups import Grid
-from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.distributed.shared_memory import Segment
 from nanovllm.executor import remote
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.kv_transfer.aggregator import OutputAggregator
+from nanovllm.processes.channel import TRANSFER_ENDED
+from nanovllm.processes.supervisor import Supervisor
 from tests.stand_ins import set_constants
 
 
-class Orders(RemoteExecutor):
-    """Two stages of two ranks; what a test puts into `coming` arrives, one message each time that
-    the executor listens."""
+class Mail(Supervisor[RemoteRank]):
+    """What a test puts into `coming` arrives, one message each time that the executor listens.
 
-    def __init__(self) -> None:
-        self._reason, self._num_orders, self.sent = "", 0, list[bytes]()
-        self.grid = Grid(1, 2, 2)
-        self.ranks = [RemoteRank(number, self.grid) for number in range(4)]
+    Attributes:
+        is_silent: nothing arrives.
+    """
+
+    is_silent = False
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(error)
         self.coming: list[tuple[int, Any]] = []
 
-    def _send(self, order: bytes) -> None:
-        self.sent.append(order)
-
-    def _hear(self, timeout: float) -> None:
+    def hear(self, timeout: float = 0.0) -> None:
         assert timeout <= 1, "a rank that dies has to be noticed soon, so no long sleep"
+        if self.is_silent:
+            return
         assert self.coming, "all answers have come: this waits for one that no rank will send"
         rank, message = self.coming.pop(0)
         if isinstance(message, str):
-            self._fail(message)
-        self.ranks[rank].take(message)
+            self.fail(message)
+        self.children[rank].take(message)
 
-    def _end(self, reason: str) -> None:
-        self._reason = reason
+    def end(self, reason: str) -> None:
+        self.reason = reason
 
 
-class Silent(Orders):
-    """Nothing arrives."""
+class Orders(RemoteExecutor):
+    """Two stages of two ranks."""
 
-    def _hear(self, timeout: float) -> None:
-        pass
+    def __init__(self) -> None:
+        self._num_orders, self.sent = 0, list[bytes]()
+        self.grid = Grid(1, 2, 2)
+        self.supervisor = self.mail = Mail(ExecutorError)
+        self.ranks = self.mail.children
+        self.ranks += [RemoteRank(number, self.grid) for number in range(4)]
+
+    def _send(self, order: bytes) -> None:
+        self.sent.append(order)
 
 
 def test_an_answer_is_waited_for_and_older_ones_are_dropped() -> None:
@@ -59,7 +69,7 @@ def test_an_answer_is_waited_for_and_older_ones_are_dropped() -> None:
     rank = executor.ranks[2]  # which answers for all
     rank.answers = {0: "old", 2: "next", TRANSFER_ENDED: None}
     first, second = executor.launch(SchedulerOutput()), executor.launch(SchedulerOutput())
-    executor.coming = [(0, (1, "of another rank")), (2, (3, "after it")), (2, (1, "this one"))]
+    executor.mail.coming = [(0, (1, "of another rank")), (2, (3, "after it")), (2, (1, "this one"))]
     assert first() == "this one"
     assert {2: "next", 3: "after it"}.items() <= rank.answers.items(), (
         "later orders' answers are still to be fetched"
@@ -67,14 +77,14 @@ def test_an_answer_is_waited_for_and_older_ones_are_dropped() -> None:
     assert not {0, 1} & rank.answers.keys(), (
         "an answer that has been fetched, and older ones, must not pile up"
     )
-    assert second() == "next" and not executor.coming
+    assert second() == "next" and not executor.mail.coming
     rank.answers[3] = None
     assert executor.launch(SchedulerOutput())() is None, "None is an answer, too"
 
 
 def test_a_rank_that_fails_ends_the_wait() -> None:
     executor = Orders()
-    executor.coming = [(0, "rank 3, process 7, has died")]
+    executor.mail.coming = [(0, "rank 3, process 7, has died")]
     result = executor.launch(SchedulerOutput())
     with pytest.raises(ExecutorError, match="has died"):
         result()
@@ -88,7 +98,8 @@ def test_a_rank_that_never_answers_is_named(
     monkeypatch: pytest.MonkeyPatch, is_ready: bool, what: str
 ) -> None:
     set_constants(monkeypatch, remote, **{"ORDER_SECONDS" if is_ready else "START_SECONDS": 0.01})
-    executor = Silent()
+    executor = Orders()
+    executor.mail.is_silent = True
     executor.ranks[2].is_ready = is_ready
     result = executor.launch(SchedulerOutput())
     with pytest.raises(
@@ -105,7 +116,7 @@ def test_the_first_rank_of_the_last_stage_answers() -> None:
         "both steps are with the ranks before either result is waited for"
     )
     results = [ModelRunnerOutput(), ModelRunnerOutput()]
-    executor.coming = [(2, (1, results[0])), (2, (2, results[1]))]
+    executor.mail.coming = [(2, (1, results[0])), (2, (2, results[1]))]
     assert first() is results[0], "the result of the step that was launched first, from rank 2"
     assert second() is results[1]
 
@@ -118,7 +129,7 @@ def test_all_ranks_report_on_a_step_that_says_so() -> None:
     assert not executor.transfer_has_ended, (
         "this step asks every rank what has ended: the notifications are old"
     )
-    executor.coming = [
+    executor.mail.coming = [
         (rank, (1, ModelRunnerOutput({"x": rank}, extras={"told": rank})))  # type: ignore[dict-item]
         for rank in range(4)
     ]

@@ -22,7 +22,6 @@ import pytest
 from nanovllm.assembly.engine import Engine
 from nanovllm.core.runner import ModelRunner
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.aggregator import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import (
@@ -39,6 +38,7 @@ from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerL
 from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.local import LocalLink
 from nanovllm.kv_transfer.transport.rank import Rank
+from nanovllm.processes.activity import waiting_for_others
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import in_turn

@@ -20,13 +20,13 @@ from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv_transfer import peers
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
+from nanovllm.processes.channel import TRANSFER_ENDED
 from tests.kv_engines import Fleet, ask, decode_first, make_engine, worker_connector
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.server_process import wait_until
@@ -189,17 +189,16 @@ class TalkingRanks(RemoteExecutor):
         super().__init__(EngineConfig(model="none"), None, None, None)  # type: ignore[arg-type]
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
-        connection, self._other_end = Pipe()
-        self.ranks.append(RemoteRank(0, self.grid, connection=connection))
-        self.ranks[0].answers[1] = (1, 1, False)
+        connection, other_end = Pipe()
+        self.supervisor.add(RemoteRank(0, self.grid, connection=connection))
+        other_end.send((1, (1, 1, False)))
+        self._other_end = other_end
 
     def _send(self, order: bytes) -> None:
-        pass
-
-    def _listen(self, timeout: float) -> None:
-        answer = ModelRunnerOutput(extras={"told": "r is sent"})
-        self.ranks[0].take((TRANSFER_ENDED, None))
-        self.ranks[0].take((self._num_orders, answer))
+        if self._num_orders > 1:
+            self._other_end.send((TRANSFER_ENDED, None))
+            answer = ModelRunnerOutput(extras={"told": "r is sent"})
+            self._other_end.send((self._num_orders, answer))
 
 
 def test_a_notification_that_comes_with_the_answer_can_be_forgotten() -> None:

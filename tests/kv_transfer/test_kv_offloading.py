@@ -16,7 +16,6 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker, sealed
 from nanovllm.kv_transfer.stores.offloading import (
@@ -28,6 +27,7 @@ from nanovllm.kv_transfer.stores.offloading import (
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from nanovllm.processes.activity import waiting_for_others
 from tests.kv_engines import worker_connector
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint

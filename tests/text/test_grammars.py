@@ -22,7 +22,7 @@ from tokenizers.normalizers import NFC, Lowercase, Prepend, Replace, Sequence
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsParams
-from nanovllm.distributed.processes import start_process
+from nanovllm.processes.start import start_process
 from nanovllm.text import chat_template
 from nanovllm.text.chat_template import HelperProcessError
 from nanovllm.text.forms import Forms

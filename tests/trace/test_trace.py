@@ -28,9 +28,9 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states
+from nanovllm.processes.activity import waiting_for_others
 from nanovllm.trace.format import (
     HIDDEN_TOKEN,
     MIN_KNOWN,

@@ -19,13 +19,13 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.distributed.mailbox import Mailbox
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.pd.plan import TransferMetadata
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect, secret
+from nanovllm.processes.activity import waiting_for_others
+from nanovllm.processes.channel import PeerLost
 
 logger = logging.getLogger(__name__)
 

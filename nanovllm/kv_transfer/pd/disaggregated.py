@@ -27,7 +27,6 @@ from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import ConnectorInformation
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.connector import KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.pd.consumer import TRANSFER_TIMEOUT, ConsumerSide
@@ -38,6 +37,7 @@ from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.handshake import secret
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.kv_transfer.transport.nixl import NixlTransport
+from nanovllm.processes.activity import waiting_for_others
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.connector import KVConnectorScheduler, Tables
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from nanovllm.processes.activity import waiting_for_others
 
 _BYTE = memoryview(b"\0")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.connector import KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, RankStore, share_key
 from nanovllm.kv_transfer.stores.store import KVStore
+from nanovllm.processes.activity import waiting_for_others
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import time
 
 import xxhash
 
-from nanovllm.distributed.life_signs import PeerLost
+from nanovllm.processes.channel import PeerLost
 
 MAX_MESSAGE = 16 << 20  # bytes
 _MAGIC = b"nvkv"

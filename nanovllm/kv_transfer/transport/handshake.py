@@ -25,9 +25,9 @@ from pathlib import Path
 import msgspec
 
 from nanovllm.data.disk import HOME_REMEDY
-from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.pieces import check_same
+from nanovllm.processes.channel import PeerLost
 
 logger = logging.getLogger(__name__)
 

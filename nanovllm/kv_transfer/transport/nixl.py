@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 import torch
 
-from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.connection import CorruptFrame
 from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece
+from nanovllm.processes.channel import PeerLost
 
 logger = logging.getLogger(__name__)
 

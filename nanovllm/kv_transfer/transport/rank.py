@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.handshake import connect
 from nanovllm.kv_transfer.transport.link import Link
 from nanovllm.kv_transfer.transport.pieces import Piece
+from nanovllm.processes.channel import PeerLost
 
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.transport.base import Transport

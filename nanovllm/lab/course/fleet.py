@@ -6,6 +6,7 @@ with the times at which they were sampled."""
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,17 +16,16 @@ import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.distributed.processes import end_processes
-from nanovllm.engine.client import main
-from nanovllm.engine.data_rank import DataRank
+from nanovllm.engine.client import EngineClient, main
 from nanovllm.engine.process import Command
+from nanovllm.processes.start import end_processes
 from nanovllm.trace.record import StepRecord
 from nanovllm.trace.trace import Trace
 
 _START_SECONDS = 120.0
 
 
-class EngineProcess(DataRank):
+class EngineProcess(EngineClient):
     """An engine in a process of its own, with a given number of threads.
 
     Args:
@@ -49,7 +49,8 @@ class EngineProcess(DataRank):
         log: IO[bytes] | IO[str] | None = None,
     ) -> None:
         super().__init__(config, {"OMP_NUM_THREADS": str(threads)}, wrapper, log)
-        weakref.finalize(self, end_processes, [self.process], self.folder)
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        weakref.finalize(self, end_processes, [self.process])
         self.trace = Trace()
         self.began = float("inf")
         self._record = record
@@ -86,19 +87,17 @@ class EngineProcess(DataRank):
         Raises:
             RuntimeError: the engine has failed, or refuses a request.
         """
-        self.receive()
+        failure = self.poll()
         reports = self.take_reports()
         refused = [
             f"rejected request {key}: {why}"
             for report in reports
             for key, why in report.refused.items()
         ]
-        if (
-            trouble := (self.complaint and f"fails: {self.complaint.text}")
-            or self.end()
-            or ", ".join(refused)
-        ):
-            raise RuntimeError(f"{self.name} {trouble}")
+        if failure is not None:
+            raise RuntimeError(str(failure))
+        if refused:
+            raise RuntimeError(f"{self.name} {', '.join(refused)}")
         return [(report.time, output) for report in reports for output in report.outputs]
 
 

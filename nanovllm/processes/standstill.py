@@ -3,7 +3,7 @@ different collective.
 
 Each rank counts the collectives that it calls in each group, and its heartbeats carry the counts.
 The process that watches the ranks compares them. A rank that computes may still come:
-`life_signs.HangDetector` watches it."""
+`HangDetector` watches it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.distributed.activity import Block
+from nanovllm.processes.activity import Block
 
 # Both ends of a transfer count it as one call; each has its own name for it.
 TRANSFER = {"send", "receive"}

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanovllm.distributed.activity import LOOK_SECONDS
+from nanovllm.processes.activity import LOOK_SECONDS
 
 # A thread that waits for a lock or for an event wakes often, for some microseconds each time, and
 # waits for a processor each time. It is not starved: it has run more often than this, ...

@@ -6,16 +6,17 @@ import time
 
 import pytest
 
-from nanovllm.distributed import life_signs
-from nanovllm.distributed.life_signs import Peer, Watch
-from nanovllm.distributed.standstill import (
+from nanovllm.processes import supervisor
+from nanovllm.processes.standstill import (
     Activity,
     Call,
     CallCounter,
     explain_standstill,
     latest_calls,
 )
+from nanovllm.processes.supervisor import Child
 from tests.stand_ins import set_constants
+from tests.supervision.supervised import Supervised
 
 SECONDS = 4.0
 NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
@@ -115,14 +116,14 @@ def test_who_may_still_move(activities: list[Activity]) -> None:
 
 
 def test_only_fresh_news_of_both_count() -> None:
-    peers = [Peer("rank 0", "process 5"), Peer("rank 1", "process 6")]
-    watch = Watch(peers)
+    children = [Child("rank 0", "process 5"), Child("rank 1", "process 6")]
+    watch = Supervised(children)
 
     def compare(number: int, *heard: int) -> str:
-        peers[0].activities = {0: busy(call(number, "all_reduce", True, "tp", 0, 1))}
-        peers[1].activities = {1: idle()}
-        for peer, second in zip(peers, heard, strict=True):
-            peer.heard = float(second)
+        children[0].activities = {0: busy(call(number, "all_reduce", True, "tp", 0, 1))}
+        children[1].activities = {1: idle()}
+        for child, second in zip(children, heard, strict=True):
+            child.heard = float(second)
         verdict = watch._compare(0.0)
         return verdict.text if verdict is not None else ""
 
@@ -136,18 +137,18 @@ def test_only_fresh_news_of_both_count() -> None:
         )
 
 
-def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=0.2)
-    peers = [Peer("data rank 0", "process 5"), Peer("data rank 1", "process 6")]
-    watch, found = Watch(peers), None
+def test_a_watch_names_the_ranks_of_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_constants(monkeypatch, supervisor, SILENCE_SECONDS=0.2)
+    children = [Child("data rank 0", "process 5"), Child("data rank 1", "process 6")]
+    watch, found = Supervised(children), None
     for _ in range(200):
 
         def listen(timeout: float) -> None:
             ranks = (0, 1, 2)
-            peers[0].take({0: busy(Call("ep", ranks, 2, "all_to_all", True))})
-            peers[1].take({1: busy(Call("ep", ranks, 2, "all_to_all", True)), 2: idle()})
+            children[0].take({0: busy(Call("ep", ranks, 2, "all_to_all", True))})
+            children[1].take({1: busy(Call("ep", ranks, 2, "all_to_all", True)), 2: idle()})
 
-        found = found or watch.look(listen)
+        found = found or watch.look_with(listen)
         if found is None:
             time.sleep(0.01)
     assert (

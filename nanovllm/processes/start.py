@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -75,13 +74,12 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
     return f"ended with exit code {code}"
 
 
-def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
-    """Kill processes and remove a folder."""
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill processes, and wait for their end."""
     for process in processes:
         process.kill()
     for process in processes:
         process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_stopped(pid: int) -> bool:

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from nanovllm.distributed import life_signs, starvation
-from nanovllm.distributed.life_signs import Complaint, Peer, Watch
-from nanovllm.distributed.processes import start_process
-from nanovllm.distributed.standstill import Activity, Call
-from nanovllm.distributed.starvation import RunDelay, ThreadTimes, thread_times
-from tests.distributed.starved import (
+from nanovllm.processes import starvation, supervisor
+from nanovllm.processes.channel import Failure
+from nanovllm.processes.standstill import Activity, Call
+from nanovllm.processes.start import start_process
+from nanovllm.processes.starvation import RunDelay, ThreadTimes, thread_times
+from nanovllm.processes.supervisor import Child
+from tests.server_process import wait_until
+from tests.stand_ins import set_constants
+from tests.supervision.starved import (
     PROGRAM,
     beat,
     compute_in_a_step,
@@ -31,9 +34,8 @@ from tests.distributed.starved import (
     have_a_thread_compute_in_a_step,
     hold_the_lock,
 )
-from tests.distributed.starved import SILENCE_SECONDS as SILENCE
-from tests.server_process import wait_until
-from tests.stand_ins import set_constants
+from tests.supervision.starved import SILENCE_SECONDS as SILENCE
+from tests.supervision.supervised import Supervised
 
 pytestmark = pytest.mark.skipif(
     not thread_times(os.getpid()), reason="this kernel does not count run delay"
@@ -75,35 +77,35 @@ def core() -> Iterator[BusyCore]:
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=SILENCE, LOOK_SECONDS=0.1)
+    set_constants(monkeypatch, supervisor, SILENCE_SECONDS=SILENCE, LOOK_SECONDS=0.1)
 
 
 # ---------------------------------------------------------------- what their parent finds
 
 
 @pytest.fixture
-def begin(core: BusyCore) -> Iterator[Callable[[Callable[..., None]], Peer]]:
+def begin(core: BusyCore) -> Iterator[Callable[[Callable[..., None]], Child]]:
     """A function that starts a process, and occupies its core from its first heartbeat on."""
-    peers: list[Peer] = []
+    children: list[Child] = []
 
-    def begin(what: Callable[..., None]) -> Peer:
+    def begin(what: Callable[..., None]) -> Child:
         process, connection = start_process(["-c", PROGRAM.format(what.__name__)], {})
-        peer = Peer("rank 0", connection=connection, process=process)
-        peers.append(peer)
+        child = Child("rank 0", connection=connection, process=process)
+        children.append(child)
         connection.send(core.number)
         wait_until(lambda: connection.poll(0))
-        peer.drain()
+        child.receive()
         core.signal(signal.SIGCONT)
-        peer.expect_heartbeats()
-        return peer
+        child.expect_heartbeats()
+        return child
 
     yield begin
     core.signal(signal.SIGSTOP)
-    for peer in peers:
-        assert peer.process is not None
-        peer.process.kill()
-        peer.process.wait()
-        peer.connection.close()
+    for child in children:
+        assert child.process is not None
+        child.process.kill()
+        child.process.wait()
+        child.connection.close()
 
 
 class Listener:
@@ -114,21 +116,21 @@ class Listener:
         longest: the longest time without one, in seconds.
     """
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer, self._watch = peer, Watch([peer])
+    def __init__(self, child: Child) -> None:
+        self._child, self._watch = child, Supervised([child], self._listen)
         self.num_beats, self.longest = 0, 0.0
 
-    def verdict(self) -> Complaint | None:
+    def verdict(self) -> Failure | None:
         """What is wrong."""
-        return self._watch.look(self._listen, 0.05)
+        return self._watch.look(0.05)
 
     def _listen(self, timeout: float) -> None:
-        if self._peer.connection.poll(timeout):
-            self.longest = max(self.longest, time.monotonic() - self._peer.heard)
+        if self._child.connection.poll(timeout):
+            self.longest = max(self.longest, time.monotonic() - self._child.heard)
             self.num_beats += 1
-            self._peer.take(self._peer.connection.recv())
+            self._child.take(self._child.connection.recv())
 
-    def complaint(self) -> Complaint:
+    def failure(self) -> Failure:
         """Wait until something is wrong."""
         deadline = time.monotonic() + SOON
         while (verdict := self.verdict()) is None:
@@ -142,7 +144,7 @@ class Listener:
             assert verdict is None, verdict
 
 
-def test_a_process_that_gets_no_processor_does_not_hang(begin: Callable[..., Peer]) -> None:
+def test_a_process_that_gets_no_processor_does_not_hang(begin: Callable[..., Child]) -> None:
     listener = Listener(begin(beat))
     # When the kernel makes it wait is the kernel's choice.
     for count in range(NUM_BEATS, 20 * NUM_BEATS, NUM_BEATS):
@@ -154,31 +156,33 @@ def test_a_process_that_gets_no_processor_does_not_hang(begin: Callable[..., Pee
     )
 
 
-def test_a_process_without_a_processor_that_is_stopped_is_found(begin: Callable[..., Peer]) -> None:
-    peer = begin(beat)
-    listener = Listener(peer)
+def test_a_process_without_a_processor_that_is_stopped_is_found(
+    begin: Callable[..., Child],
+) -> None:
+    child = begin(beat)
+    listener = Listener(child)
     listener.until_beats(2)
-    assert peer.process is not None
-    peer.process.send_signal(signal.SIGSTOP)
-    assert "hangs: nothing was heard" in listener.complaint().text
+    assert child.process is not None
+    child.process.send_signal(signal.SIGSTOP)
+    assert "hangs: nothing was heard" in str(listener.failure())
 
 
 def test_a_library_that_keeps_the_interpreters_lock_on_a_busy_core_is_found(
-    begin: Callable[..., Peer],
+    begin: Callable[..., Child],
 ) -> None:
     """The other threads wait for the lock: they wake every 5 ms, and wait for their processor each
     time."""
-    peer = begin(hold_the_lock)
-    listener = Listener(peer)
-    peer.connection.send("now")
-    assert "hangs: nothing was heard" in listener.complaint().text
+    child = begin(hold_the_lock)
+    listener = Listener(child)
+    child.connection.send("now")
+    assert "hangs: nothing was heard" in str(listener.failure())
 
 
 @pytest.mark.parametrize("what", [compute_in_a_step, have_a_thread_compute_in_a_step])
 def test_a_step_that_gets_no_processor_does_not_hang(
-    begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, what: Callable[..., None]
+    begin: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, what: Callable[..., None]
 ) -> None:
-    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=60.0)  # what it says itself matters
+    set_constants(monkeypatch, supervisor, SILENCE_SECONDS=60.0)  # what it says itself matters
     listener = Listener(begin(what))
     listener.until_beats(NUM_BEATS)
 
@@ -186,11 +190,11 @@ def test_a_step_that_gets_no_processor_does_not_hang(
 # a forked program has a helper process, just older than its step: it would wait for that one
 @pytest.mark.started
 def test_a_step_that_hangs_on_a_busy_core_is_found(
-    begin: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+    begin: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, life_signs, SILENCE_SECONDS=60.0)
+    set_constants(monkeypatch, supervisor, SILENCE_SECONDS=60.0)
     listener = Listener(begin(hang_in_a_step))
-    assert "hangs: for 0.6 seconds it has been at " in listener.complaint().text
+    assert "hangs: for 0.6 seconds it has been at " in str(listener.failure())
 
 
 # ---------------------------------------------------------------- the rules, without processes
@@ -290,31 +294,31 @@ def test_a_rank_that_gets_no_processor_to_take_its_order_is_not_idle(
         def look(self) -> float:
             return delays[self.pid] - self.before
 
-    monkeypatch.setattr(life_signs, "RunDelay", Delay)
-    set_constants(monkeypatch, life_signs, LOOK_SECONDS=0.0)
-    peers = [Peer("rank 0"), Peer("rank 1")]
+    monkeypatch.setattr(supervisor, "RunDelay", Delay)
+    set_constants(monkeypatch, supervisor, LOOK_SECONDS=0.0)
+    children = [Child("rank 0"), Child("rank 1")]
     now = time.monotonic()
     call = Call("world", (0, 1), 3, "all_reduce", True)
-    for pid, peer in enumerate(peers, start=5):
-        peer.pid, peer.is_ready = pid, True
+    for pid, child in enumerate(children, start=5):
+        child.pid, child.is_ready = pid, True
     activities = (
         {0: Activity(False, 1.0, (call,))},
         {1: Activity(True, 1.0, (call._replace(number=2, is_inside=False),))},
     )
-    watch = Watch(peers)
+    watch = Supervised(children)
 
-    def verdict(seconds: float) -> Complaint | None:
+    def verdict(seconds: float) -> Failure | None:
         def listen(timeout: float) -> None:
-            for peer, activity in zip(peers, activities, strict=True):
-                peer.take(activity)
-                peer.heard = now + seconds
+            for child, activity in zip(children, activities, strict=True):
+                child.take(activity)
+                child.heard = now + seconds
 
-        return watch.look(listen)
+        return watch.look_with(listen)
 
     assert verdict(0.0) is None
     assert verdict(SILENCE / 2) is None
     delays[6] = 3 * SILENCE
     assert verdict(2 * SILENCE) is None
     assert verdict(3.9 * SILENCE) is None
-    complaint = verdict(4.1 * SILENCE)
-    assert complaint is not None and "been idle while rank 0" in complaint.text
+    failure = verdict(4.1 * SILENCE)
+    assert failure is not None and "been idle while rank 0" in failure.text

@@ -10,19 +10,19 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from nanovllm.distributed import life_signs
-from nanovllm.distributed.activity import in_step
-from nanovllm.distributed.life_signs import Mouth
+from nanovllm.processes import channel, hang
+from nanovllm.processes.activity import in_step
+from nanovllm.processes.channel import Channel
 
 # Shorter than the time between two of a thread's slices of a busy core.
 SILENCE_SECONDS = 0.6
 LOWEST_PRIORITY = 19
-PROGRAM = "from tests.distributed.starved import start; start('{}')"
+PROGRAM = "from tests.supervision.starved import start; start('{}')"
 
 
 def start(what: str) -> None:
     """What a process does: it gets the number of a core, and sends heartbeats."""
-    life_signs.SILENCE_SECONDS = SILENCE_SECONDS
+    hang.SILENCE_SECONDS = channel.SILENCE_SECONDS = SILENCE_SECONDS
     connection = Connection(int(sys.argv[1]))
     globals()[what](connection, connection.recv())
 
@@ -40,8 +40,8 @@ def compute() -> None:
 
 def beat_often(connection: Connection) -> None:
     """Send heartbeats more often than SILENCE_SECONDS."""
-    life_signs.LOOK_SECONDS = life_signs.HEARTBEAT_SECONDS = SILENCE_SECONDS / 4
-    Mouth(connection.send)
+    channel.LOOK_SECONDS = channel.HEARTBEAT_SECONDS = SILENCE_SECONDS / 4
+    Channel(connection)
 
 
 def beat(connection: Connection, core: int) -> None:
@@ -61,7 +61,7 @@ def hold_the_lock(connection: Connection, core: int) -> None:
 
 def compute_in_a_step(connection: Connection, core: int) -> None:
     """The thread of the heartbeats has its usual priority, here and below."""
-    Mouth(connection.send)
+    Channel(connection)
     lower(core)
     with in_step():
         compute()
@@ -69,7 +69,7 @@ def compute_in_a_step(connection: Connection, core: int) -> None:
 
 def have_a_thread_compute_in_a_step(connection: Connection, core: int) -> None:
     """A step that waits for a thread."""
-    Mouth(connection.send)
+    Channel(connection)
 
     def help_out() -> None:
         lower(core)
@@ -83,7 +83,7 @@ def have_a_thread_compute_in_a_step(connection: Connection, core: int) -> None:
 
 def hang_in_a_step(connection: Connection, core: int) -> None:
     """A step that waits for ever."""
-    Mouth(connection.send)
+    Channel(connection)
     lower(core)
     with in_step():
         threading.Event().wait()

@@ -1,11 +1,16 @@
 """What a thread does: it must make progress in a step, waits for other processes, or rests.
-`life_signs` watches this."""
+`HangDetector` watches this, and heartbeats tell it to the parent."""
 
 import threading
 import time
 
 # Time between two looks at what other threads and processes do.
 LOOK_SECONDS = 0.25
+# Time between two heartbeats.
+HEARTBEAT_SECONDS = 1.0
+# A process hangs that has sent nothing for this long, or whose thread has used no processor time in
+# a step for this long.
+SILENCE_SECONDS = 4.0
 # How long a rank without a batch waits for a KV transfer to end before it reports that none has.
 IDLE_SECONDS = 0.001
 
