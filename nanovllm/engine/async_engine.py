@@ -263,14 +263,7 @@ class AsyncEngine:
         try:
             while True:
                 for report in await self._reports.next():
-                    for sequence_id, moment in report.first_scheduled.items():
-                        stream = self.output_processor.owner(sequence_id)
-                        if stream is not None and stream.times.scheduled is None:
-                            stream.times.scheduled = moment
-                    for output in early_portions(report.outputs):
-                        self._deliver([output], report.time)
-                        await asyncio.sleep(0)
-                    self._take(report)
+                    await self._take_report(report)
                     await asyncio.sleep(0)  # many reports at once must not delay the readers
         except EngineDeadError as error:
             self._die(str(error))
@@ -278,11 +271,19 @@ class AsyncEngine:
             logger.exception("the engine's reports cannot be read")
             self._die(f"{type(error).__name__}: {error}")
 
-    def _take(self, report: Report) -> None:
+    async def _take_report(self, report: Report) -> None:
+        find = self.output_processor.owner
+        for sequence_id, moment in report.first_scheduled.items():
+            stream = find(sequence_id)
+            if stream is not None and stream.times.scheduled is None:
+                stream.times.scheduled = moment
         for sequence_id, reason in report.refused.items():
-            stream = self.output_processor.owner(sequence_id)
+            stream = find(sequence_id)
             if stream is not None:
                 stream.fail(RequestRefusedError(reason))
+        for output in early_portions(report.outputs):
+            self._deliver([output], report.time)
+            await asyncio.sleep(0)
         self._deliver(report.outputs, report.time)
         self.watching.put(report.steps)
 

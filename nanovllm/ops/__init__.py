@@ -230,7 +230,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The index of the largest value of each row; of several equal ones, the first.
+    """The index of the largest value of each row; of several equal ones, the first. NaN is larger
+    than any number.
 
     Args:
         x: `[rows, columns]`.
