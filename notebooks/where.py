@@ -23,7 +23,8 @@ FLOORS = """
     features kv_transfer
     core
     text layers attention models
-    ops distributed
+    distributed
+    ops processes
     data checkpoint
 """
 # The calls between an HTTP request and its answer: indented below the function that calls them,

@@ -12,7 +12,7 @@ from nanovllm.cli.doors import COMMANDS, load_command
 from nanovllm.data.disk import REMEDIES
 from nanovllm.data.errors import ServerError, UsageError
 from nanovllm.data.parts import MissingPartError
-from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
+from nanovllm.engine.errors import EngineDeadError, EngineStartError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,15 +24,10 @@ from nanovllm.data.outputs import EngineStats, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.engine.errors import EngineDeadError, EngineStartError, RequestRefusedError
 from nanovllm.engine.process import Command, Report
 from nanovllm.engine.report_reader import ReportReader
-from nanovllm.engine.request_stream import (
-    EngineDeadError,
-    EngineObserver,
-    EngineStartError,
-    RequestRefusedError,
-    RequestStream,
-)
+from nanovllm.engine.request_stream import EngineObserver, RequestStream
 from nanovllm.engine.watching import Watching
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
@@ -56,19 +51,6 @@ END_SECONDS = 5.0
 class AsyncEngine:
     """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
 
-    A program that streams:
-
-        import asyncio
-        from nanovllm import AsyncEngine, EngineConfig, SamplingParams
-
-        async def main():
-            engine = await AsyncEngine.start(EngineConfig("smollm2-135m"))
-            async for output in engine.generate("Paris is", SamplingParams(temperature=0), "1"):
-                print(output.outputs[0].text, end="", flush=True)
-            await engine.shutdown()
-
-        asyncio.run(main())
-
     Args:
         client: the engine's process, which is ready.
         reports: what it reports.
@@ -81,6 +63,19 @@ class AsyncEngine:
         error: why the engine ended; None while it lives.
         died: set when it has ended without an order to end.
         observer: is told about steps, tokens and finished requests.
+
+    A program that streams:
+
+        import asyncio
+        from nanovllm import AsyncEngine, EngineConfig, SamplingParams
+
+        async def main():
+            engine = await AsyncEngine.start(EngineConfig("smollm2-135m"))
+            async for output in engine.generate("Paris is", SamplingParams(temperature=0), "1"):
+                print(output.outputs[0].text, end="", flush=True)
+            await engine.shutdown()
+
+        asyncio.run(main())
     """
 
     def __init__(

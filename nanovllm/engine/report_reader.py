@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.errors import EngineDeadError, EngineStartError
 from nanovllm.engine.process import Report
-from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
 from nanovllm.processes.activity import LOOK_SECONDS
 
 if TYPE_CHECKING:

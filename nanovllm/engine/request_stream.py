@@ -17,18 +17,6 @@ from nanovllm.text.processor import RequestState
 from nanovllm.text.tokenizer import Tokenizer
 
 
-class EngineDeadError(RuntimeError):
-    """The engine's process has ended; nothing can be generated any more."""
-
-
-class EngineStartError(ValueError):
-    """The engine cannot start with these settings; the message says why."""
-
-
-class RequestRefusedError(ValueError):
-    """The engine could not take a request that had passed the front end's checks."""
-
-
 @dataclass
 class RequestTimes:
     """The times of a request's events, in seconds of the monotonic clock.

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from nanovllm.data.outputs import RequestFailedError
 from nanovllm.data.structured_outputs import GrammarError
-from nanovllm.engine.request_stream import EngineDeadError, RequestRefusedError
+from nanovllm.engine.errors import EngineDeadError, RequestRefusedError
 from nanovllm.text.chat_template import HelperProcessError
 from nanovllm.text.prompts import TooManyTokensError
 

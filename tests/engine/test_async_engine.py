@@ -28,7 +28,7 @@ from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.client import EngineClient
-from nanovllm.engine.request_stream import EngineDeadError, EngineStartError, RequestRefusedError
+from nanovllm.engine.errors import EngineDeadError, EngineStartError, RequestRefusedError
 from nanovllm.processes import supervisor
 from nanovllm.server.admission import Admission
 from nanovllm.text import portions

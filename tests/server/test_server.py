@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families as metric_fa
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.request_stream import EngineDeadError, RequestTimes
+from nanovllm.engine.errors import EngineDeadError
+from nanovllm.engine.request_stream import RequestTimes
 from nanovllm.server.admission import Admission
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.chat import ChatGeneration

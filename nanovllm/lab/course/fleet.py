@@ -95,7 +95,7 @@ class EngineProcess(EngineClient):
             for key, why in report.refused.items()
         ]
         if failure is not None:
-            raise RuntimeError(str(failure))
+            raise RuntimeError(f"{self.name} fails: {failure.text}")
         if refused:
             raise RuntimeError(f"{self.name} {', '.join(refused)}")
         return [(report.time, output) for report in reports for output in report.outputs]

@@ -39,9 +39,17 @@ OPERATORS_AND_SERVER = [
 ]
 OPERATORS_AND_SERVER += [
     f"engine/{name}"
-    for name in ("async_engine", "front_end", "process", "client", "request_stream")
+    for name in (
+        "async_engine",
+        "client",
+        "errors",
+        "process",
+        "report_reader",
+        "request_stream",
+        "watching",
+    )
 ]
-STAGE_18 = 6_300  # code lines of the rest, of 100 columns, at most
+STAGE_18 = 6_600  # code lines of the rest, of 100 columns, at most
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
