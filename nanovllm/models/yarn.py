@@ -21,9 +21,8 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
     factor is interpolated linearly by number. With `truncate: false`, the two are fractions."""
     scaling = config.rope_scaling
     dim = config.head_dim
-    frequencies: Tensor = config.rope_theta ** -(
-        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    )
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    periods: Tensor = config.rope_theta**exponents
 
     def pair_that_turns(times: float) -> float:
         context = scaling["original_max_position_embeddings"]
@@ -36,9 +35,10 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
         slow = math.ceil(slow)
     first = max(fast, 0)
     last = min(slow, dim - 1)
-    slowed = ((torch.arange(dim // 2, device="cpu") - first) / max(last - first, 0.001)).clamp(0, 1)
+    ramp = (torch.arange(dim // 2, device="cpu") - first) / max(last - first, 0.001)
+    keep: Tensor = 1 - ramp.clamp(0, 1)
     factor: float = scaling["factor"]
-    return frequencies * (1 - slowed) + frequencies / factor * slowed
+    return 1.0 / periods * keep + 1.0 / (factor * periods) * (1 - keep)
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
