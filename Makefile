@@ -116,8 +116,8 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 # All workers need them at once: else each compiles its own.
 KERNELS := $(BIN)/python -c "from nanovllm.ops import native; native.is_available()"
-QUICK := $(addprefix tests/,test_house.py test_reading_order.py english test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
-	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
+QUICK := $(addprefix tests/,test_house.py test_reading_order.py english test_project.py test_pairwise.py text checkpoint/test_model_files.py core \
+	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py supervision/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
 
 # Two lectures at a time, the long ones first: times are compared within a lecture, and what must hold holds on a busy machine, too.
@@ -143,7 +143,7 @@ test: browser servers
 	@paths="$$($(BIN)/python -m tests.selection packages $(PACKAGE))" || exit; \
 	echo "Tests in $$paths"; $(TESTS) $$paths
 else
-test: browser servers  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="kv core": tests of these and what uses them)
+test: browser servers  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="core server": tests of these and what uses them)
 	$(MAKE) -j 2 --output-sync=target lint compiled
 	$(KERNELS)
 	$(TESTS) tests --deselect tests/test_project.py::test_no_phrase_occurs_more_often_than_stored

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -293,3 +294,20 @@ def test_readme_shows_the_weakest_ratio(engine: str) -> None:
         "measured, and not rounded up"
     )
     assert min(shown) == min(measured)
+
+
+def test_the_paths_of_make_quick_exist() -> None:
+    # Without what a make that runs these tests tells its children.
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    printed = subprocess.run(
+        ["make", "--dry-run", "--always-make", "quick"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    [command] = [line for line in printed.stdout.splitlines() if "not slow and not nightly" in line]
+    paths = [word for word in command.split() if word.startswith("tests/")]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
