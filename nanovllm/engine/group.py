@@ -137,9 +137,9 @@ class DataParallelCore:
         return bool(self.rank_of)
 
     @property
-    def sources(self) -> Sequence[zmq.Socket[bytes]]:
-        """Sockets on which reports arrive, for `step` to take in."""
-        return [rank.reports for rank in self.ranks]
+    def sources(self) -> Sequence[int | zmq.Socket[bytes]]:
+        """What becomes readable when an engine has sent something, for `step` to take in."""
+        return [source for rank in self.ranks for source in rank.sources]
 
     def add_request(self, source: EngineRequest) -> None:
         """Hand a sequence to one of the engines. If the engine refuses it, `step` returns its

@@ -24,7 +24,11 @@ class ReportReader:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._arrival = asyncio.Event()
-        asyncio.get_running_loop().add_reader(client.reports.fileno(), self._arrival.set)
+        self._files = [
+            source if isinstance(source, int) else source.fileno() for source in client.sources
+        ]
+        for file in self._files:
+            asyncio.get_running_loop().add_reader(file, self._arrival.set)
 
     async def next(self) -> list[Report]:
         """Wait for the next reports.
@@ -39,6 +43,7 @@ class ReportReader:
             if reports := self._client.take_reports():
                 return reports
             if failure is not None:
+                self.close()  # a closed connection stays readable
                 raise (EngineStartError if failure.is_users else EngineDeadError)(str(failure))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -46,4 +51,6 @@ class ReportReader:
 
     def close(self) -> None:
         """Listen no more."""
-        asyncio.get_running_loop().remove_reader(self._client.reports.fileno())
+        for file in self._files:
+            asyncio.get_running_loop().remove_reader(file)
+        self._files = []

@@ -35,6 +35,7 @@ from nanovllm.features.data_parallel.lock_step import LOCK_STEP
 from nanovllm.features.data_parallel.ranks import engine_grid, rank_config, trace_path
 from nanovllm.features.data_parallel.router import MAX_IMBALANCE, EngineRouter, load_score
 from nanovllm.features.data_parallel.waves import Waves
+from nanovllm.processes.channel import Failure
 from nanovllm.processes.supervisor import Child
 from nanovllm.text.detokenizer import continues_prompt
 from nanovllm.text.tokenizer import Tokenizer
@@ -276,7 +277,7 @@ class ThreadRank(EngineClient):
 
     def __init__(self, config: EngineConfig, environment: Any) -> None:
         self.rank = config.data_parallel_rank or 0
-        ours, self._theirs = Pipe()
+        ours, self.theirs = Pipe()
         Child.__init__(self, f"data rank {self.rank}", "thread", ours)
         self.folder = ""
         addresses = [f"inproc://{kind} {id(self)}" for kind in ("commands", "reports")]
@@ -362,6 +363,22 @@ def engines(
     yield make
     for core in made:
         core.close()
+
+
+def test_a_failure_wakes_who_polls_the_coordinator(
+    engines: Callable[..., DataParallelCore],
+) -> None:
+    core = engines(1)
+    poller = zmq.Poller()
+    for source in core.sources:
+        poller.register(source, zmq.POLLIN)
+    core.step()
+    assert poller.poll(0) == [], "all that was sent has been taken in"
+    rank: Any = core.ranks[0]
+    rank.theirs.send(Failure(False, "no luck"))
+    assert poller.poll(1000), "it sleeps although an engine has failed"
+    with pytest.raises(ExecutorError, match="data rank 0, thread, failed: no luck"):
+        core.step()
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:

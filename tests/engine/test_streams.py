@@ -21,8 +21,11 @@ from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine import client
 from nanovllm.engine.async_engine import AsyncEngine
+from nanovllm.engine.errors import EngineDeadError
 from nanovllm.engine.process import Command, EngineLoop, Report
+from nanovllm.engine.report_reader import ReportReader
 from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
+from nanovllm.processes.channel import Failure
 from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer
 from tests.oracle import make_tokenizer
@@ -249,7 +252,8 @@ class Client:
         self.news = [Report()]  # it is ready
         self.sent: list[Command] = []
         self.file = os.eventfd(1, os.EFD_NONBLOCK)
-        self.reports = SimpleNamespace(fileno=lambda: self.file)
+        self.sources = [self.file]
+        self.failure: Failure | None = None
 
     def report(self, outputs: list[EngineOutput], time: float = 0.0) -> None:
         self.news.append(Report(outputs, time=time))
@@ -259,15 +263,37 @@ class Client:
         news, self.news = self.news, []
         return news
 
-    def poll(self) -> None:
+    def poll(self) -> Failure | None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.file)
+        return self.failure
 
     def send(self, command: Command) -> None:
         self.sent.append(command)
 
     def shutdown(self, seconds: float) -> None:
         os.close(self.file)
+
+
+async def test_whatever_comes_from_an_engine_wakes_who_waits_for_reports() -> None:
+    engine: Any = Client()
+    connection = os.eventfd(0, os.EFD_NONBLOCK)  # stays readable, as a closed connection does
+    engine.sources.append(connection)
+    reader = ReportReader(engine)
+    assert await reader.next() == [Report()]
+    waits = asyncio.create_task(reader.next())
+    await asyncio.sleep(0)
+    engine.failure = Failure(False, "no luck")
+    os.eventfd_write(connection, 1)
+    for _ in range(9):  # the loop looks at the files each time, and waits for nothing
+        await asyncio.sleep(0)
+    assert waits.done(), "it has not heard of the failure"
+    with pytest.raises(EngineDeadError, match="no luck"):
+        await waits
+    assert not asyncio.get_running_loop().remove_reader(connection), "it would be called for ever"
+    reader.close()
+    os.close(connection)
+    engine.shutdown(0)
 
 
 class Observer(EngineObserver):
