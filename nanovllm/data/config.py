@@ -74,7 +74,7 @@ class EngineConfig(Keywords):
     Each attribute that is described here is a command-line flag, and the description is its help.
 
     Attributes:
-        model: course model, local folder in Hugging Face format, or hub id
+        model: course model, local folder in Hugging Face format, GGUF file, or hub id
         tokenizer: folder or hub id of the tokenizer, if it is not the model's
         served_model_name: one or more names of the model in the API, the first of which answers and
             metrics show (default: as given by --model)

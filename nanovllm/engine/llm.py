@@ -96,7 +96,7 @@ class LLM:
     compute for rank 0, and exit with 0 when it ends.
 
     Args:
-        model: course model, local folder, or hub id.
+        model: course model, local folder, GGUF file, or hub id.
         trace: True keeps a record of every step in `self.trace`; a path writes it to a file. With
             `data_parallel_size`, `self.trace` has the first engine's steps, and each engine writes
             its own file, see `trace_path`.

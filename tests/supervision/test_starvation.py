@@ -77,8 +77,8 @@ def core() -> Iterator[BusyCore]:
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A quarter of the silence, as in earnest: a parent that was itself kept from listening for twice
-    # as long does not count that time.
+    # A quarter of the silence, as in earnest: a parent that was itself kept from listening for
+    # twice as long does not count that time.
     set_constants(
         monkeypatch,
         supervisor,

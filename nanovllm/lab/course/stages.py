@@ -51,7 +51,12 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "layers in one call": (40, ["models/fused.py"]),
     "GGUF files": (
         10,
-        ["checkpoint/gguf.py", "checkpoint/course_model.py", "checkpoint/pip_run.py"],
+        [
+            "checkpoint/conversion.py",
+            "checkpoint/course_model.py",
+            "checkpoint/gguf*.py",
+            "checkpoint/pip_run.py",
+        ],
     ),
     "quantization": (
         41,
