@@ -32,7 +32,6 @@ class Executor:
             yet.
     """
 
-    config: EngineConfig
     on_gpu: bool
     num_blocks: int
     bytes_per_block: int

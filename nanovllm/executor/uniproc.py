@@ -110,7 +110,6 @@ class InProcessExecutor(Executor):
         folder: pathlib.Path,
         create_worker: CreateWorker,
     ) -> None:
-        self.config = config
         # "" unless in lock-step
         rank = config.data_parallel_rank or 0
         address = config.data_parallel_address
