@@ -32,7 +32,7 @@ from nanovllm.engine.watching import Watching
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import InputProcessor, OutputProcessor
-from nanovllm.text.prompts import Prompt
+from nanovllm.text.prompts import Prompt, unpack_prompt
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -194,14 +194,10 @@ class AsyncEngine:
         """
         arrival = time.monotonic()
         process = self.input_processor.process
-        content = (
-            prompt.get("prompt_token_ids") or prompt.get("prompt")
-            if isinstance(prompt, dict)
-            else prompt
-        )
+        content, _ = unpack_prompt(prompt)
         # A grammar's check may take long, and so may the tokens of many bad words.
         takes_long = params.structured_outputs is not None or params.bad_words
-        if len(content or ()) <= LONG_PROMPT and not takes_long:
+        if len(content) <= LONG_PROMPT and not takes_long:
             text, requests = process(request_id, prompt, params, priority)
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)

@@ -94,20 +94,34 @@ class EngineLimits:
             )
 
 
-def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], JsonObject]:
-    """The prompt's text, if it came as text; its token ids; and what else came with it.
+NO_PROMPT = 'a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"'
+
+
+def unpack_prompt(prompt: Prompt) -> tuple[str | Sequence[int], JsonObject]:
+    """The text or the token ids of a prompt, and the dictionary with what else came with it. Of a
+    dictionary with both, the token ids count, as in vLLM.
 
     Raises:
         ValueError: it is no prompt.
     """
     fields: JsonObject = prompt if isinstance(prompt, dict) else {"prompt": prompt}
     content = fields.get("prompt_token_ids", fields.get("prompt"))
+    if not isinstance(content, Sequence):
+        raise ValueError(NO_PROMPT)
+    return content, fields
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], JsonObject]:
+    """The prompt's text, if it came as text; its token ids; and what else came with it.
+
+    Raises:
+        ValueError: it is no prompt.
+    """
+    content, fields = unpack_prompt(prompt)
     text = content if isinstance(content, str) else None
-    token_ids = tokenizer.encode(text) if text is not None else content
-    if not isinstance(token_ids, Sequence) or not all(type(token) is int for token in token_ids):
-        raise ValueError(
-            'a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"'
-        )
+    token_ids = tokenizer.encode(content) if isinstance(content, str) else content
+    if not all(type(token) is int for token in token_ids):
+        raise ValueError(NO_PROMPT)
     return text, list(token_ids), fields
 
 

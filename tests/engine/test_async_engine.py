@@ -247,6 +247,13 @@ async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine)
     for prompt, words in (
         ([], "empty"),
         ([9999], "vocabulary"),
+        ({"prompt": "", "cache_salt": "salt"}, "empty"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [], "prompt": "long " * 10_000}, "empty"),
+        ({"prompt_token_ids": None, "prompt": "abc"}, "must be text, token ids"),
+        ({"prompt_token_ids": 7}, "must be text, token ids"),
+        ({"text": "abc"}, "must be text, token ids"),
+        (7, "must be text, token ids"),
         ("x" * 300, "context length is 256 tokens.*leaves no room"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -260,6 +267,14 @@ async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine)
     with pytest.raises(ValueError, match="priority must be 0"):
         await engine.add_request("urgent", "abc", SHORT, priority=2**70)
     await until(lambda: is_empty(engine))
+
+
+async def test_of_token_ids_and_text_the_ids_are_the_prompt(engine: AsyncEngine) -> None:
+    both = {"prompt_token_ids": [5, 6, 7], "prompt": "long " * 10_000}
+    output = await collect(engine, both, SHORT, "both")
+    alone = await collect(engine, [5, 6, 7], SHORT, "alone")
+    assert output.prompt_token_ids == [5, 6, 7] and output.prompt is None
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 async def test_long_prompts_are_tokenized_in_a_thread(

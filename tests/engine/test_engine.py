@@ -85,7 +85,8 @@ def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 def test_a_prompt_may_be_text_ids_or_a_dictionary(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("hello")
-    for form in ("hello", ids, tuple(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}):
+    both = {"prompt": "the ids count", "prompt_token_ids": ids}
+    for form in ("hello", ids, tuple(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}, both):
         (output,) = ask(llm, form)
         assert output.prompt_token_ids == ids
         assert output.outputs[0].token_ids == ask(llm, ["hello"])[0].outputs[0].token_ids
@@ -103,7 +104,11 @@ def test_a_prompt_may_be_text_ids_or_a_dictionary(llm: LLM) -> None:
         ([3.0], "must be text, token ids"),
         ([True], "must be text, token ids"),
         ({"text": "hello"}, "prompt_token_ids"),
+        ({"prompt": "", "cache_salt": "salt"}, "empty"),
+        ({"prompt_token_ids": [], "prompt": "hello"}, "empty"),
+        ({"prompt_token_ids": None, "prompt": "hello"}, "must be text, token ids"),
         ({"prompt_token_ids": 7}, "must be text, token ids"),
+        (7, "must be text, token ids"),
         ([3] * 128, "context length is 128 tokens.*leaves no room"),
         ("half of a pair: \ud83d", "Unicode"),
     ],
