@@ -174,6 +174,8 @@ def spread(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return row and column of each entry of some runs, packed one run after another: run i has
     `counts[i]` entries of row `rows[i]`, and begins at column `starts[i]`."""
+    if (counts == 1).all():
+        return rows, starts  # as in a step in which all requests decode
     ends = np.cumsum(counts)
     columns = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
     return np.repeat(rows, counts), columns
@@ -249,6 +251,7 @@ class Batch:
     Attributes:
         rows, num_scheduled: `[num_seqs]`, each request's row, and its number of tokens in the step.
         due: `[num_due]`, for each token to sample, the number of its request in the batch.
+        due_ids: for each token to sample, the id of its request.
         input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `StepBuffers.pad`)
             are at the end.
         last_rows: `[num_due]` int64, for each token to sample, the position in the batch of the
@@ -259,6 +262,7 @@ class Batch:
     rows: np.ndarray
     num_scheduled: np.ndarray
     due: np.ndarray
+    due_ids: list[str]
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
@@ -300,6 +304,7 @@ class StepBuffers:
         )
         self.newest = torch.zeros(seqs, dtype=torch.int64, device=device)
         self.picks = buffer((4, settings.max_num_samples), torch.int64)
+        self._due = self.picks.device[0], self.picks.device[1]
         self.uploaded = torch.cuda.Event() if device.type == "cuda" else None
 
     def pad(self, first: int, end: int) -> None:
@@ -353,5 +358,6 @@ class StepBuffers:
             self.input_ids.device.index_copy_(0, places, self.newest.index_select(0, sources))
         if self.uploaded is not None:
             self.uploaded.record()
-        last_rows, due_rows = picks[:2, :num_due]
-        return last_rows, due_rows
+        if len(self._due[0]) != num_due:
+            self._due = picks[0, :num_due], picks[1, :num_due]
+        return self._due

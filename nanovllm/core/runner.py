@@ -167,7 +167,10 @@ class ModelRunner:
         seq_rows, seq_counts = self.forward.sequences(rows, counts)
         num_seqs = len(seq_rows)
         seq_ends = np.cumsum(seq_counts)
-        pending = np.flatnonzero([scheduled.last_is_pending for scheduled in plan.requests])
+        pending = np.array(
+            [i for i, scheduled in enumerate(plan.requests) if scheduled.last_is_pending],
+            dtype=np.int64,
+        )
 
         buffers = self.buffers
         buffers.wait()
@@ -192,6 +195,7 @@ class ModelRunner:
             rows=rows,
             num_scheduled=counts,
             due=due,
+            due_ids=[plan.requests[i].request_id for i in due.tolist()],
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             metadata=inputs.metadata,
@@ -269,11 +273,10 @@ class ModelRunner:
             errors |= logits_ready(logits, rows)
         tokens, arrive = self.sampler.start(logits, rows)
         self.buffers.newest.index_copy_(0, batch.due_rows, tokens)
-        request_ids = [row.request_id for row in rows]
 
         def wait() -> dict[str, list[SampledToken]]:
-            sampled: dict[str, list[SampledToken]] = {name: [] for name in request_ids}
-            for name, token_id, logprobs in zip(request_ids, *arrive(), strict=True):
+            sampled: dict[str, list[SampledToken]] = {name: [] for name in batch.due_ids}
+            for name, token_id, logprobs in zip(batch.due_ids, *arrive(), strict=True):
                 sampled[name].append(SampledToken(token_id, logprobs, errors.get(name, "")))
             return sampled
 

@@ -72,9 +72,9 @@ class IncrementalDetokenizer:
                 self._drop_prompt()
             self._prompt = ()
         if self._tokens_are_bytes:
-            token_bytes = self._tokenizer.token_bytes
-            skipped = self._skipped
-            spelled = b"".join([token_bytes(index) for index in token_ids if index not in skipped])
+            if not self._skipped.isdisjoint(token_ids):
+                token_ids = [index for index in token_ids if index not in self._skipped]
+            spelled = b"".join(map(self._tokenizer.token_bytes, token_ids))
             if spelled.isascii() and not self._begun:
                 return spelled.decode("ascii")  # the same, in less time
             return self._decode_bytes(spelled)

@@ -157,8 +157,8 @@ class CompletionState:
         The new tokens pass through `detokenizer`, and their text through `_search` if there are
         stop strings. With "stop" as finish reason, the last token has no text, unless
         `params.include_stop_str_in_output`. When the engine reports an end, the detokenizer is
-        flushed. The new part has all new tokens in `token_ids`, and as `engine` the largest number
-        so far: an output that aborts the request has 0 there.
+        flushed. The new part has all new tokens in `token_ids`, and as `engine` the latest number
+        that is not 0: an output that aborts the request has 0 there.
 
         A stop string ends the completion with finish reason "stop" and the string as stop reason,
         even if the engine reports no end or another one; the caller then tells the engine.
@@ -169,7 +169,7 @@ class CompletionState:
         finish_reason = output.finish_reason
         stop_reason: int | str | None = output.stop_reason
         # The first output names the engine; one that aborts the request does not.
-        self.engine = max(self.engine, output.engine)
+        self.engine = output.engine or self.engine
         self.num_tokens += len(output.new_token_ids)
         # A stop token is not part of the text. If the length ran out, the last token is.
         visible = output.new_token_ids
@@ -242,18 +242,18 @@ class RequestState:
         """True once every completion has ended."""
         return self.num_unfinished == 0
 
-    def update(self, output: EngineOutput) -> RequestOutput:
-        """Take one output; returns a `RequestOutput` with the new part of that completion only."""
+    def update(self, completion: CompletionState, output: EngineOutput) -> RequestOutput:
+        """Take an output of one completion; returns a `RequestOutput` with its new part only."""
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
             # Each of the n sequences reports the prompt, a preempted one twice: only the first
             # report of a position counts.
             known = len(self.prompt_logprobs) - output.prompt_logprobs_start
             new = output.prompt_logprobs[max(0, known) :]
             self.prompt_logprobs += [logprob_dictionary(entry, self.tokenizer) for entry in new]
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        delta = self.completions[output.request_id].update(output)
-        if delta.finish_reason is not None:
-            self.num_unfinished -= 1
+        if output.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        delta = completion.update(output)
+        self.num_unfinished -= completion.finished
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -294,7 +294,8 @@ class OutputProcessor(Generic[R]):
         self.tokenizer = tokenizer
         self.create = create
         self.requests: dict[str, R] = {}
-        self._owners: dict[str, R] = {}  # by the ids of sequences
+        # By the id of a sequence: its request, and its own state there.
+        self._owners: dict[str, tuple[R, CompletionState]] = {}
         # Id of a sequence that got another one -> the one that it was given.
         self._given: dict[str, str] = {}
         # Given id -> how many sequences of that id the front end has ended, the latest ids last.
@@ -314,7 +315,7 @@ class OutputProcessor(Generic[R]):
             request.request_id = self._unused_id(request.request_id)
         state = self.create(request_id, prompt, requests, self.tokenizer)
         self.requests[request_id] = state
-        self._owners.update(dict.fromkeys(state.completions, state))
+        self._owners |= {key: (state, own) for key, own in state.completions.items()}
         return state
 
     def _unused_id(self, sequence_id: str) -> str:
@@ -353,7 +354,7 @@ class OutputProcessor(Generic[R]):
 
     def owner(self, sequence_id: str) -> R | None:
         """Return the request that a sequence belongs to; None if it has ended or was removed."""
-        return self._owners.get(sequence_id)
+        return self._owners.get(sequence_id, (None, None))[0]
 
     def process(
         self, outputs: list[EngineOutput]
@@ -370,15 +371,17 @@ class OutputProcessor(Generic[R]):
         news = []
         stopped = []
         for output in outputs:
-            state = self.owner(output.request_id)
-            if state is None or state.completions[output.request_id].finished:
+            found = self._owners.get(output.request_id)
+            if found is None or found[1].finished:
                 continue  # aborted, or ended by a stop string, while the engine was computing
-            news.append((state, state.update(output)))
-            if output.finish_reason is None and state.completions[output.request_id].finished:
-                stopped.append(output.request_id)
-                self._note_early_end(output.request_id)
-            elif output.finish_reason == "abort":  # by the front end, before the engine heard of it
-                self._note_early_end(output.request_id)
-            if state.finished:
-                self.remove(state.request_id)
+            state, completion = found
+            news.append((state, state.update(completion, output)))
+            if completion.finished:
+                if output.finish_reason is None:
+                    stopped.append(output.request_id)
+                if output.finish_reason in (None, "abort"):
+                    # The front end has ended it, and the engine may still compute it.
+                    self._note_early_end(output.request_id)
+                if state.finished:
+                    self.remove(state.request_id)
         return news, stopped

@@ -108,6 +108,7 @@ class LockStepRunner(RunnerHooks):
             rows=nothing,
             num_scheduled=nothing,
             due=nothing,
+            due_ids=[],
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             metadata=inputs.metadata,
