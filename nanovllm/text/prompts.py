@@ -98,8 +98,8 @@ NO_PROMPT = 'a prompt must be text, token ids, or a dictionary with "prompt" or 
 
 
 def unpack_prompt(prompt: Prompt) -> tuple[str | Sequence[int], JsonObject]:
-    """The text or the token ids of a prompt, and the dictionary with what else came with it. Of a
-    dictionary with both, the token ids count, as in vLLM.
+    """The text or the token ids of a prompt, and the dictionary with what else came with it. As in
+    vLLM, the token ids count if there are both.
 
     Raises:
         ValueError: it is no prompt.
