@@ -74,7 +74,7 @@ class RequestStream(RequestState):
         self._unread: OutputCollector | None = None
         self._error: Exception | None = None
         self._ended = False
-        self._news = asyncio.Event()
+        self._arrival = asyncio.Event()
 
     @property
     def is_waiting(self) -> bool:
@@ -88,12 +88,12 @@ class RequestStream(RequestState):
             return
         self._unread = self._unread or OutputCollector()
         self._unread.add(output)
-        self._news.set()
+        self._arrival.set()
 
     def fail(self, error: Exception) -> None:
         """End with an error, after the outputs so far."""
         self._error = error
-        self._news.set()
+        self._arrival.set()
 
     def note_times(self, output: RequestOutput, now: float, observer: EngineObserver) -> None:
         """Note when an output came, and tell the observer."""
@@ -118,17 +118,17 @@ class RequestStream(RequestState):
 
         The stream has ended (`_ended`) with an output that is `finished`, after an error was
         raised, or when it was closed; then this raises StopAsyncIteration, without waiting. An
-        error (`fail`) is raised by the call after the one that returns the last outputs. So `_news`
-        stays set while an output or an error is left, and is cleared when neither is."""
+        error (`fail`) is raised by the call after the one that returns the last outputs. So
+        `_arrival` stays set while an output or an error is left, and is cleared when neither is."""
         if self._ended:
             raise StopAsyncIteration
-        await self._news.wait()
+        await self._arrival.wait()
         if self._unread is not None:
             output = self._unread.result()
             self._unread = None
             self._ended = output.finished
             if self._error is None:
-                self._news.clear()
+                self._arrival.clear()
             return output
         self._ended = True
         assert self._error is not None

@@ -47,7 +47,7 @@ class ChatEndpoint(Endpoint):
                 token_ids = await self.encode_chat(body)
                 self.engine.limits.check_length(len(token_ids), max_tokens, name)
                 chat = ChatGeneration(self.engine, body, [token_ids], params, create_reader)
-                await self.submit(chat)
+                await self.queue(chat)
                 streams += chat.streams
             return chat
 

@@ -68,7 +68,7 @@ class CompletionEndpoint(Endpoint):
                     prompts.append(source)
                     await asyncio.sleep(0)  # a thousand prompts must not block the event loop
                 completion = CompletionGeneration(self.engine, body, prompts, params)
-                await self.submit(completion)
+                await self.queue(completion)
                 streams += completion.streams
             return completion
 

@@ -269,7 +269,7 @@ class Endpoint:
             )
         self.parts.check_transfer(kv_transfer_params, roles[0])
 
-    async def submit(self, generation: Generation) -> None:
+    async def queue(self, generation: Generation) -> None:
         """Queue all prompts, or none of them.
 
         Raises:

@@ -144,15 +144,15 @@ class CompletionState:
         """Take the engine's next output, token by token where a stop string may be between them;
         returns the new part of the completion."""
         if not self.has_stops or len(output.new_token_ids) <= 1:
-            return self._take(output)
+            return self._append_tokens(output)
         pieces: list[CompletionOutput] = []
         for part in output.by_token():
             if not self.finished:
-                pieces.append(self._take(part))
+                pieces.append(self._append_tokens(part))
         return join_pieces(pieces)
 
-    def _take(self, output: EngineOutput) -> CompletionOutput:
-        """Take an output with one token, or one whose tokens need not be told apart.
+    def _append_tokens(self, output: EngineOutput) -> CompletionOutput:
+        """Append the tokens of an output to the completion, all at once; returns the new part.
 
         The new tokens pass through `detokenizer`, and their text through `_search` if there are
         stop strings. With "stop" as finish reason, the last token has no text, unless

@@ -47,8 +47,8 @@ class StepStream:
         self._size = 0  # bytes of these lines, without the first one, which has the snapshot
         self._has_start = False
         self._ended = False
-        self._news = asyncio.Event()
-        self._news.set()  # the header
+        self._arrival = asyncio.Event()
+        self._arrival.set()  # the header
         self._next_chunk = 0.0  # not before this time of the event loop
 
     def put(self, record: StepRecord, start: StepRecord | None) -> bool:
@@ -74,19 +74,19 @@ class StepStream:
                 return False
             self._lines = [self._encoder.encode(start)]
             self._has_start = True
-        self._news.set()
+        self._arrival.set()
         return True
 
     def end(self) -> None:
         """End the stream after the lines that it has."""
         self._ended = True
-        self._news.set()
+        self._arrival.set()
 
     def __aiter__(self) -> StepStream:
         return self
 
     async def __anext__(self) -> bytes:
-        await self._news.wait()
+        await self._arrival.wait()
         loop = asyncio.get_running_loop()
         if not self._ended:
             await asyncio.sleep(self._next_chunk - loop.time())
@@ -96,7 +96,7 @@ class StepStream:
         self._lines = []
         self._size = 0
         if not self._ended:
-            self._news.clear()
+            self._arrival.clear()
         elif not chunk:
             raise StopAsyncIteration
         return chunk
