@@ -27,7 +27,7 @@ from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.engine.errors import EngineDeadError, EngineStartError, RequestRefusedError
 from nanovllm.engine.process import Command, Report
 from nanovllm.engine.report_reader import ReportReader
-from nanovllm.engine.request_stream import EngineObserver, RequestStream
+from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
 from nanovllm.engine.watching import Watching
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
@@ -203,7 +203,7 @@ class AsyncEngine:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
         self.check_alive()
         stream = self.output_processor.add(request_id, text, requests)
-        stream.times.arrival = arrival
+        stream.times = RequestTimes(arrival, len(stream.prompt_token_ids))
         try:
             self.client.send(Command(add=requests))
         except (OverflowError, UnicodeEncodeError) as error:

@@ -7,7 +7,6 @@ Built by notebooks/91_llama_server.ipynb: edit it there.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ class RequestTimes:
     """The times of a request's events, in seconds of the monotonic clock.
 
     Attributes:
+        arrival: when it came to the front end, which had not yet tokenized its prompt.
         scheduled: when the engine first computed a part of the prompt.
         last_token, num_tokens: of each completion, by its index.
     """
@@ -57,8 +57,11 @@ class RequestStream(RequestState):
         on_close: called when the reader wants no more.
 
     Attributes:
-        times: of the request's events.
+        times: of the request's events; set by `AsyncEngine.add_request`, which knows when the
+            request arrived.
     """
+
+    times: RequestTimes
 
     def __init__(
         self,
@@ -69,7 +72,6 @@ class RequestStream(RequestState):
         on_close: Callable[[RequestStream], None],
     ) -> None:
         super().__init__(request_id, text, requests, tokenizer)
-        self.times = RequestTimes(time.monotonic(), len(self.prompt_token_ids))
         self._on_close = on_close
         self._unread: OutputCollector | None = None
         self._error: Exception | None = None
