@@ -98,6 +98,7 @@ _GROUPS = (
     "final_logit_softcapping",
     "leading_dense_block_count",
     "logit_scale",
+    "pooling_type",
     "residual_scale",
     "rope.",
     "use_parallel_residual",

@@ -42,7 +42,8 @@ def convert_once(file: Path, stop: threading.Event | None = None) -> Path:
         ModelNotFoundError: the file cannot be used, the folder cannot be written, the disk is full,
             or `stop` was set.
     """
-    file = file.resolve()
+    # A link keeps its own name: those in Hugging Face's cache lead to files named by hashes.
+    file = Path(os.path.abspath(file))
     digest = hashlib.sha256(os.fsencode(file)).hexdigest()[:12]
     name = os.fsencode(file.stem)[:_NAME_BYTES].decode(errors="ignore")
     target = nanovllm_home() / "models" / "gguf" / f"{name}-{digest}"

@@ -20,6 +20,8 @@ _IGNORED_FILES = [
     "adapter_model.safetensors",
 ]
 ADAPTER_FILE = "adapter_config.json"  # of a LoRA adapter
+# Suffix of GGUF files, in small or capital letters.
+_GGUF = ".gguf"
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 
 
@@ -53,7 +55,8 @@ def resolve_model(
             f"model {name!r} is a file; give the folder that holds config.json and the weights, or "
             "a GGUF file"
         )
-    if name.startswith(("~", ".")) or folder.is_absolute() or name.count("/") > 1:
+    looks_like_path = name.startswith(("~", ".")) or folder.is_absolute() or name.count("/") > 1
+    if looks_like_path or folder.suffix.lower() == _GGUF:
         raise ModelNotFoundError(
             f"there is no folder or file {name!r}; check the path to the model"
         )
@@ -61,7 +64,7 @@ def resolve_model(
 
 
 def _is_gguf(file: Path) -> bool:
-    return file.suffix.lower() == ".gguf" and file.is_file()
+    return file.suffix.lower() == _GGUF and file.is_file()
 
 
 def _only_gguf_file(folder: Path) -> Path | None:

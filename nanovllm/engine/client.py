@@ -94,7 +94,7 @@ class EngineClient(Child):
             socket.bind(address)
         self.stats = EngineStats()
         self.reported = 0.0
-        self._news: list[Report] = []
+        self._unread: list[Report] = []
         self._num_sent = self._num_taken = 0
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._sink: Callable[[msgspec.Raw], None] = lambda encoded: None
@@ -149,30 +149,28 @@ class EngineClient(Child):
         super().receive()
         with contextlib.suppress(zmq.Again):  # all have been taken in
             while True:
-                self._take_report(self._decoder.decode(self.reports.recv(zmq.NOBLOCK)))
-
-    def _take_report(self, report: Report) -> None:
-        if report.limits is not None:
-            self.limits = report.limits
-            self.trace_settings = report.trace_settings[0]
-            self.expect_heartbeats()
-            # Both sides are connected, so the sockets' names can go. Nothing is left behind even if
-            # this process is killed.
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.stats = report.stats
-        self.reported = report.time
-        self._num_taken = report.num_taken
-        for encoded in report.steps.get(0, ()):
-            self._sink(encoded)
-        self._news.append(report)
+                report = self._decoder.decode(self.reports.recv(zmq.NOBLOCK))
+                if report.limits is not None:
+                    self.limits = report.limits
+                    self.trace_settings = report.trace_settings[0]
+                    self.expect_heartbeats()
+                    # Both sides are connected, so the sockets' names can go. Nothing is left behind
+                    # even if this process is killed.
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                self.stats = report.stats
+                self.reported = report.time
+                self._num_taken = report.num_taken
+                for encoded in report.steps.get(0, ()):
+                    self._sink(encoded)
+                self._unread.append(report)
 
     def take_reports(self) -> list[Report]:
         """The reports that have arrived since the last call."""
-        news = self._news
-        self._news = []
-        return news
+        reports = self._unread
+        self._unread = []
+        return reports
 
-    def poll(self) -> Failure | None:
+    def look(self) -> Failure | None:
         """Take in its reports. Returns why it has ended, or must be ended; None while it works. An
         exception needs no name: this is the only engine."""
         failure = self._supervisor.look()

@@ -39,7 +39,7 @@ class ReportReader:
         """
         while True:
             self._arrival.clear()
-            failure = self._client.poll()
+            failure = self._client.look()
             if reports := self._client.take_reports():
                 return reports
             if failure is not None:

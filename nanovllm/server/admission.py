@@ -1,5 +1,5 @@
-"""Decides which requests come in: how many may wait for the engine, how many of them may have the
-same API key, and how many chats may wait for the chat template."""
+"""Decides which requests come in: how many may wait for the engine, or for the work that prepares
+them for it, and how many of them may have the same API key."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
-
-from nanovllm.data.json import JsonObject
 from nanovllm.server.errors import APIError
 
 if TYPE_CHECKING:
@@ -22,10 +17,6 @@ if TYPE_CHECKING:
 
 # Which API key the current request has: a digest; empty without keys.
 current_key: ContextVar[bytes] = ContextVar("current_key", default=b"")
-
-# At most one thread at a time, so that chats wait for one another, and other requests do not wait
-# for them.
-RENDERING = CapacityLimiter(1)
 
 
 class Admission:
@@ -92,24 +83,6 @@ class Admission:
             self._num_preparing[key] -= num_sequences
             if self.num_keys > 1:
                 self._waiting[key] += streams
-
-    async def render_chat(self, arguments: JsonObject) -> str:
-        """The text of a chat. A template is a program that may take seconds.
-
-        Args:
-            arguments: those of `Tokenizer.apply_chat_template`.
-
-        Raises:
-            APIError: too many chats are already waiting (429).
-            ValueError: as `Tokenizer.apply_chat_template`.
-        """
-        chats = RENDERING.statistics()
-        if chats.borrowed_tokens + chats.tasks_waiting > self.engine.config.max_num_waiting:
-            # One is rendered, the rest wait.
-            raise self._too_many("chats are already waiting for the chat template")
-        return await run_sync(
-            partial(self.engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING
-        )
 
     def _too_many(self, what: str, more: str = "") -> APIError:
         return APIError(

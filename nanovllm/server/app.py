@@ -107,7 +107,8 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
                     body.prompt, body.add_special_tokens is not False
                 )
             else:
-                token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
+                with endpoint.admission.place(1):
+                    token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
         convert = tokenizer.convert_ids_to_tokens
         longest = limits.max_request_tokens
         strings = await asyncio.to_thread(convert, token_ids) if body.return_token_strs else None

@@ -6,9 +6,12 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
@@ -30,6 +33,9 @@ logger = logging.getLogger("nanovllm.server")
 
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 SMALLEST_LOGPROB = -9999.0
+# Chat templates run in one thread at a time, so that chats wait for one another, and other requests
+# do not wait for them.
+RENDERING = CapacityLimiter(1)
 
 Result = TypeVar("Result")
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
@@ -219,7 +225,14 @@ class Endpoint:
         body.check_unknown_fields(self.strict)
 
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a chat. The template writes the special tokens itself."""
+        """The token ids of a chat. The template writes the special tokens itself. It is a program
+        that may take seconds, so the caller holds a place (`Admission.place`), which bounds how
+        many chats wait for it.
+
+        Raises:
+            APIError: the model has no such template.
+            ValueError: as `Tokenizer.apply_chat_template` and `AsyncEngine.encode`.
+        """
         arguments = body.template_arguments()
         templates = self.engine.tokenizer.chat_templates
         if body.chat_template is not None and body.chat_template not in templates:
@@ -232,7 +245,8 @@ class Endpoint:
             )
         if body.mentions_tools:
             arguments |= self.parts.tools.described(arguments["messages"], body, templates)
-        text = await self.admission.render_chat(arguments)
+        render = partial(self.engine.tokenizer.apply_chat_template, **arguments)
+        text = await run_sync(render, limiter=RENDERING)
         return await self.engine.encode(text, add_special_tokens)
 
     def check_transfer(self, kv_transfer_params: JsonObject, num_sequences: int) -> None:

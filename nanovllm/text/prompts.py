@@ -69,7 +69,8 @@ class EngineLimits:
     def check_length(
         self, num_prompt_tokens: int, max_tokens: int | None = None, field: str = "max_tokens"
     ) -> None:
-        """Judge the length of a request: it needs room for its prompt and for the output.
+        """Judge the length of a request: it needs room for its prompt and for the output. All front
+        ends ask here; `Scheduler.add_request` checks what reaches the core by another way.
 
         Args:
             max_tokens: output tokens that must fit, too; None: one.

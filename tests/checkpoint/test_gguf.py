@@ -138,9 +138,15 @@ def test_a_name_may_have_any_characters(tmp_path: Path, monkeypatch: pytest.Monk
         resolve_model(str(path))
     write_model(path)
     folder = resolve_model(str(path))
+    link = tmp_path / "link.gguf"
+    link.symlink_to(path)
+    assert resolve_model(str(link)).name.startswith("link-")
     folder.rename(folder.with_name(f".{folder.name}-left"))  # by a process that was killed
     assert resolve_model(str(path)) == folder
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == 3
+    for missing in ("missing.gguf", "folder/missing.GGUF"):
+        with pytest.raises(ModelNotFoundError, match="there is no folder or file"):
+            resolve_model(missing)
     with pytest.raises(ModelNotFoundError, match=r"of 'a\{}\{0}' .*exit code 3") as caught:
         make_in_child(
             (sys.executable, "-c", "raise SystemExit(3)"),
@@ -493,6 +499,7 @@ def test_a_value_that_changes_nothing_is_accepted(fields: dict[str, Any], tmp_pa
         ({"llama.expert_weights_scale": 2.5}, {}, "expert_weights_scale is not supported"),
         ({"llama.attention.causal": False}, {}, "attention.causal is not supported"),
         ({"llama.residual_scale": 0.5}, {}, "residual_scale is not supported"),
+        ({"llama.pooling_type": 3}, {}, "pooling_type is not supported"),
         ({"llama.rope.scaling.yarn_ext_factor": 0.5}, {}, "yarn_ext_factor is not supported"),
         ({"split.count": 3, "split.no": 1}, {}, r"file 2 of the 3 .*llama-gguf-split --merge"),
         ({"general.type": "adapter"}, {}, "'adapter', and no model"),

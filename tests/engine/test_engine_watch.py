@@ -76,7 +76,7 @@ def test_a_step_of_an_engine_may_compute_for_any_time(monkeypatch: pytest.Monkey
     client.expect_heartbeats()
     try:
         reasons: list[Failure | None] = []
-        wait_until(lambda: reasons.append(client.poll()) or reasons[-1])
+        wait_until(lambda: reasons.append(client.look()) or reasons[-1])
         assert str(reasons[-1]).endswith("ended with exit code 0")
     finally:
         client.shutdown(0)
@@ -89,7 +89,7 @@ def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
     client = started(monkeypatch, rest_until_told)
     born = client.heard
     try:
-        wait_until(lambda: client.poll() or client.heard > born)  # its heart beats
+        wait_until(lambda: client.look() or client.heard > born)  # its heart beats
         client.expect_heartbeats()
         command = [sys.executable, "-c", DEBUGGER, str(client.pid)]
         with subprocess.Popen(
@@ -100,11 +100,11 @@ def test_an_engine_that_a_debugger_holds_goes_on_afterwards(
                 pytest.skip("a process may not trace another one here")
             held = time.monotonic()
             # Nothing is sent now. What was sent before has been taken in a second later.
-            wait_until(lambda: client.poll() or client.heard > held + 1)
+            wait_until(lambda: client.look() or client.heard > held + 1)
             debugger.communicate("\n")
         resumed = client.heard
-        wait_until(lambda: client.poll() or client.heard > resumed)
-        assert not client.poll()
+        wait_until(lambda: client.look() or client.heard > resumed)
+        assert not client.look()
         client.shutdown(30)
         assert client.process.returncode == 0
     finally:

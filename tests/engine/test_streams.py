@@ -263,7 +263,7 @@ class Client:
         news, self.news = self.news, []
         return news
 
-    def poll(self) -> Failure | None:
+    def look(self) -> Failure | None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.file)
         return self.failure

@@ -29,8 +29,6 @@ from nanovllm.server.admission import Admission
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.chat import ChatGeneration
 from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration, name_of_bytes
-from nanovllm.server.errors import APIError
-from nanovllm.server.generation import Endpoint
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatCompletionRequest, CompletionRequest
 from nanovllm.text.prompts import EngineLimits
@@ -687,41 +685,6 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
         await endpoint.submit_request(CompletionRequest(prompt=["a"] * 5))
     other.cancel()
     assert turns.count("prompt") == 5 and turns.count("other") >= 4
-
-
-async def test_a_slow_template_holds_up_only_chats() -> None:
-    """While many chats wait, the threads that prepare long prompts are free; more chats than may
-    wait are refused."""
-    go_on = threading.Event()
-    names: list[str] = []
-
-    def render(**arguments: Any) -> str:
-        names.append(threading.current_thread().name)
-        assert go_on.wait(120)
-        return "text"
-
-    async def encode(text: str, add_special_tokens: bool) -> list[int]:
-        return [3]
-
-    tokenizer = SimpleNamespace(apply_chat_template=render, chat_templates={})
-    limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
-    engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
-    engine.config = SimpleNamespace(max_num_waiting=49)
-    endpoint, body = Endpoint(Admission(engine)), ChatCompletionRequest(messages=HELLO)
-    chats = [asyncio.create_task(endpoint.encode_chat(body)) for _ in range(50)]
-    try:
-        for _ in range(9):  # until each has begun
-            await asyncio.sleep(0)
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 30) == "free"
-        with pytest.raises(
-            APIError, match=r"too many chats are already waiting .*--max-num-waiting 49"
-        ) as caught:
-            await asyncio.wait_for(endpoint.encode_chat(body), 30)
-        assert caught.value.status_code == 429
-    finally:
-        go_on.set()
-    assert await asyncio.gather(*chats) == [[3]] * 50 and len(set(names)) == 1
-    assert await endpoint.encode_chat(body) == [3]
 
 
 def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None:

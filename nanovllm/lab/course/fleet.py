@@ -87,7 +87,7 @@ class EngineProcess(EngineClient):
         Raises:
             RuntimeError: the engine has failed, or refuses a request.
         """
-        failure = self.poll()
+        failure = self.look()
         reports = self.take_reports()
         refused = [
             f"rejected request {key}: {why}"
