@@ -88,7 +88,7 @@ def _is_made(folder: Path, origin: dict[str, object]) -> bool:
     except ModelFileError:
         return False
     sizes: dict[str, int] = found.pop("files", {})
-    return found == origin and sizes.items() <= _sizes(folder).items()
+    return found == origin and bool(sizes) and sizes.items() <= _sizes(folder).items()
 
 
 def _not_written(file: Path, error: Exception) -> str:

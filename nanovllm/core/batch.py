@@ -55,8 +55,8 @@ class RequestRows:
         self.eos_token_ids = list(eos_token_ids)
         self.row_of: dict[str, int] = {}
         self.sampling: dict[int, SamplingRow] = {}
-        self._due_rows = np.empty(0, dtype=np.int64)
-        self._sampling_rows: list[SamplingRow] = []  # for `_due_rows`
+        self._due_ids: list[str] = []
+        self._sampling_rows: list[SamplingRow] = []  # for `_due_ids`
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def remove(self, request_id: str) -> None:
@@ -64,7 +64,7 @@ class RequestRows:
         row = self.row_of.pop(request_id)
         del self.sampling[row]
         self._free_rows.append(row)
-        self._due_rows = np.empty(0, dtype=np.int64)
+        self._due_ids = []
         self._sampling_rows = []
 
     def update(self, schedule: SchedulerOutput) -> np.ndarray:
@@ -128,24 +128,23 @@ class RequestRows:
             for scheduled in schedule.requests
         ]
 
-    def sampling_rows(self, due_rows: np.ndarray) -> list[SamplingRow]:
+    def sampling_rows(self, due_ids: list[str]) -> list[SamplingRow]:
         """Return the sampler's input for each token that a step samples. As long as no request
         comes or goes, steps get the same objects.
 
         Args:
-            due_rows: each token's row. A request with n extra tokens is there n + 1 times: its last
-                token has seen all of them, the one before all but the last, and so on.
+            due_ids: each token's request. A request with n extra tokens is there n + 1 times: its
+                last token has seen all of them, the one before all but the last, and so on.
         """
-        if not np.array_equal(due_rows, self._due_rows):
-            self._due_rows = due_rows
-            rows = due_rows.tolist()
-            num_later = Counter(rows)
+        if due_ids != self._due_ids:
+            self._due_ids = due_ids
+            num_later = Counter(due_ids)
             self._sampling_rows = []
-            for row in rows:
-                num_later[row] -= 1
-                sampling_row = self.sampling[row]
-                if num_later[row]:
-                    sampling_row = replace(sampling_row, num_unseen=num_later[row])
+            for request_id in due_ids:
+                num_later[request_id] -= 1
+                sampling_row = self.sampling[self.row_of[request_id]]
+                if num_later[request_id]:
+                    sampling_row = replace(sampling_row, num_unseen=num_later[request_id])
                 self._sampling_rows.append(sampling_row)
         return list(self._sampling_rows)
 
@@ -250,18 +249,16 @@ class Batch:
 
     Attributes:
         rows, num_scheduled: `[num_seqs]`, each request's row, and its number of tokens in the step.
-        due: `[num_due]`, for each token to sample, the number of its request in the batch.
         due_ids: for each token to sample, the id of its request.
         input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `StepBuffers.pad`)
             are at the end.
         last_rows: `[num_due]` int64, for each token to sample, the position in the batch of the
             token before it.
-        due_rows: `[num_due]` int64, `rows[due]`, on the device.
+        due_rows: `[num_due]` int64, on the device: for each token to sample, its request's row.
     """
 
     rows: np.ndarray
     num_scheduled: np.ndarray
-    due: np.ndarray
     due_ids: list[str]
     input_ids: Tensor
     positions: Tensor

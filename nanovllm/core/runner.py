@@ -194,7 +194,6 @@ class ModelRunner:
         return Batch(
             rows=rows,
             num_scheduled=counts,
-            due=due,
             due_ids=[plan.requests[i].request_id for i in due.tolist()],
             input_ids=inputs.input_ids,
             positions=inputs.positions,
@@ -253,7 +252,7 @@ class ModelRunner:
 
     def _sampling_rows(self, batch: Batch) -> list[SamplingRow]:
         """Return the sampler's input for each token that this step samples."""
-        return self.rows.sampling_rows(batch.rows[batch.due]) if self.forward.samples else []
+        return self.rows.sampling_rows(batch.due_ids) if self.forward.samples else []
 
     def _sample(
         self, batch: Batch, hidden: Tensor, rows: list[SamplingRow]

@@ -1,5 +1,6 @@
 """Damaged GGUF files, and those from untrusted sources: each gives a message or a model."""
 
+import os
 import random
 import resource
 import shutil
@@ -52,6 +53,14 @@ def test_counts_and_lengths_beyond_the_file_are_refused(small: bytes, tmp_path: 
     assert "is not all there" in refused(small[:sizes] + huge + small[sizes + 8 :], tmp_path)
     offset = sizes + 2 * 8 + 4
     assert "is not all there" in refused(small[:offset] + huge + small[offset + 8 :], tmp_path)
+
+
+def test_a_header_that_would_fill_the_memory_is_refused(small: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(small[:24] + struct.pack("<Q", 200 << 20) + small[32:])
+    os.truncate(path, 300 << 20)  # takes no disk space
+    with pytest.raises(ModelFileError, match=r"bad\.gguf': its metadata has more than 100 MiB"):
+        GgufFile(path)
 
 
 def test_changed_bytes_give_a_message_or_a_model(small: bytes, tmp_path: Path) -> None:

@@ -361,14 +361,14 @@ def check_sampling_rows(
 ) -> None:
     """Each due token has seen what comes before it, and no more."""
     due = [
-        (scheduled.request_id, number, num_later)
+        (scheduled.request_id, num_later)
         for scheduled, number in zip(plan.requests, found.tolist(), strict=True)
         if scheduled.start + scheduled.num_tokens == rows.num_tokens[number]
         for num_later in range(len(scheduled.extra_token_ids), -1, -1)
     ]
-    due_rows = np.array([number for _, number, _ in due], dtype=np.int64)
-    sampling_rows = rows.sampling_rows(due_rows)
-    for row, (name, _, num_later) in zip(sampling_rows, due, strict=True):
+    due_ids = [name for name, _ in due]
+    sampling_rows = rows.sampling_rows(list(due_ids))
+    for row, (name, num_later) in zip(sampling_rows, due, strict=True):
         tokens = plain[name].tokens
         num_seen = len(tokens) - num_later
         assert row.request_id == name and list(row.token_ids) == tokens[:num_seen]
@@ -376,8 +376,8 @@ def check_sampling_rows(
         assert row.stop_ids == [plain[name].num_prompt_tokens, 7]
     for i in range(len(sampling_rows)):
         sampling_rows[i] = dataclasses.replace(sampling_rows[i], request_id="a feature's")
-    again = rows.sampling_rows(due_rows)
-    assert [row.request_id for row in again] == [name for name, *_ in due], "a feature's list"
+    again = rows.sampling_rows(due_ids)
+    assert [row.request_id for row in again] == due_ids, "a feature's list"
 
 
 def test_admitted_twice() -> None:

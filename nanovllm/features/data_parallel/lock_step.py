@@ -107,7 +107,6 @@ class LockStepRunner(RunnerHooks):
         return Batch(
             rows=nothing,
             num_scheduled=nothing,
-            due=nothing,
             due_ids=[],
             input_ids=inputs.input_ids,
             positions=inputs.positions,
