@@ -152,7 +152,7 @@ class CompletionState:
         return join_pieces(pieces)
 
     def _append_tokens(self, output: EngineOutput) -> CompletionOutput:
-        """Append the tokens of an output, without dividing it; returns the new part of the completion.
+        """Append the tokens of an output, undivided; returns the new part of the completion.
 
         The new tokens pass through `detokenizer`, and their text through `_search` if there are
         stop strings. With "stop" as finish reason, the last token has no text, unless
