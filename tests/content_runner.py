@@ -53,16 +53,16 @@ class ContentRunner:
         self.drafts: dict[str, list[int]] = {}  # request id -> those of the step
         self.random = random.Random(0)  # draws which drafts are right
 
-    def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Move blocks, write what is new, check everything that is read, sample."""
-        self._copy(schedule.swap_out, self.device, self.host)
-        self._copy(schedule.swap_in, self.host, self.device)
-        for request_id in schedule.removed_ids:
+        self._copy(plan.swap_out, self.device, self.host)
+        self._copy(plan.swap_in, self.host, self.device)
+        for request_id in plan.removed_ids:
             del self.tokens[request_id], self.tables[request_id]
             self.drafts.pop(request_id, None)
             self.ahead.discard(request_id)
         written: set[tuple[int, int]] = set()
-        for scheduled in schedule.requests:
+        for scheduled in plan.requests:
             if scheduled.sampling_params is not None:
                 assert scheduled.request_id not in self.tokens, "admitted twice"
                 self.tokens[scheduled.request_id], self.tables[scheduled.request_id] = [], []
@@ -82,7 +82,7 @@ class ContentRunner:
                 written.add(slot)
                 self.device[slot] = self._content(scheduled.request_id, position)
         sampled: dict[str, list[SampledToken]] = {}
-        for scheduled in schedule.requests:
+        for scheduled in plan.requests:
             name, drafts = scheduled.request_id, self.drafts[scheduled.request_id]
             tokens, end = self.tokens[name], scheduled.start + scheduled.num_tokens
             for position in range(end):
@@ -94,11 +94,11 @@ class ContentRunner:
             for place in range(scheduled.samples):
                 self.sampled[name] = next_token([*tokens, *drafts[:place]])
                 sampled.setdefault(name, []).append(SampledToken(self.sampled[name]))
-        result = ModelRunnerOutput(keep_accepted(schedule, sampled))
-        wanted = num_drafts_wanted(schedule)
+        result = ModelRunnerOutput(keep_accepted(plan, sampled))
+        wanted = num_drafts_wanted(plan)
         result.extras[DRAFTS] = {
             scheduled.request_id: self._draft(scheduled, wanted[scheduled.request_id], result)
-            for scheduled in schedule.requests
+            for scheduled in plan.requests
             if scheduled.request_id in wanted
         }
         return result

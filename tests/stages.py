@@ -80,8 +80,8 @@ class StagedExecutor(Executor):
         for stage in self._in_turn():
             yield self.workers[stage]
 
-    def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        waits = [worker.launch(schedule) for worker in self._each()]
+    def _launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        waits = [worker.launch(plan) for worker in self._each()]
         for wait in waits[:-1]:
             assert wait() == ModelRunnerOutput(), "only the last stage samples"
         return waits[-1]

@@ -24,7 +24,7 @@ from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.core.runner import ModelRunner
-    from nanovllm.executor.uniproc import InProcessExecutor
+    from nanovllm.executor.uniproc import UniProcExecutor
     from nanovllm.kv_transfer.connector import KVConnectorScheduler
     from nanovllm.trace.trace import Trace
 
@@ -127,7 +127,7 @@ class Engine(EngineCore):
         Raises:
             AttributeError: the ranks are in other processes.
         """
-        return cast("InProcessExecutor", self.executor).runner
+        return cast("UniProcExecutor", self.executor).runner
 
 
 def _resolve(config: EngineConfig, model_config: ModelConfig, executor: Executor) -> ResolvedConfig:

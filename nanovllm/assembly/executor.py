@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SEVERAL = "an engine of several processes"
 # What `choose_backend` returns -> module and class.
 EXECUTORS = {
-    "uni": "nanovllm.executor.uniproc:InProcessExecutor",
+    "uni": "nanovllm.executor.uniproc:UniProcExecutor",
     "mp": "nanovllm.executor.multiprocess:MultiprocessExecutor",
     "external_launcher": "nanovllm.executor.torchrun:TorchrunExecutor",
     "ray": "nanovllm.executor.ray:RayExecutor",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class RequestRows:
     """The runner's state of the running requests: one row per request in a few persistent arrays.
 
-    A schedule contains only new tokens and blocks; `update` appends them to the requests' rows.
+    A plan contains only new tokens and blocks; `update` appends them to the requests' rows.
 
     Attributes:
         token_ids: `[max_num_seqs, max_tokens]` int32, prompt and output of each request.
@@ -67,7 +67,7 @@ class RequestRows:
         self._due_ids = []
         self._sampling_rows = []
 
-    def update(self, schedule: SchedulerOutput) -> np.ndarray:
+    def update(self, plan: SchedulerOutput) -> np.ndarray:
         """Add the new tokens and blocks of a step's requests to their rows; returns the rows,
         `[num_requests]`.
 
@@ -79,14 +79,14 @@ class RequestRows:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to
                 token 4, 3 are known", if the step computes tokens that the row does not have.
         """
-        requests = schedule.requests
+        requests = plan.requests
         for scheduled in requests:
             if scheduled.sampling_params is not None:
                 self._admit(scheduled, scheduled.sampling_params)
         rows = np.array([self.row_of[scheduled.request_id] for scheduled in requests])
         new_tokens = [scheduled.new_token_ids for scheduled in requests]
         num_known = append(self.token_ids, rows, self.num_known[rows], new_tokens)
-        num_tokens = append(self.token_ids, rows, num_known, self._unknown(schedule))
+        num_tokens = append(self.token_ids, rows, num_known, self._unknown(plan))
         ends = np.array([scheduled.start + scheduled.num_tokens for scheduled in requests])
         if (ends > num_tokens).any():
             i = int(np.argmax(ends > num_tokens))
@@ -118,14 +118,14 @@ class RequestRows:
             length=self.num_tokens[row : row + 1],
         )
 
-    def _unknown(self, schedule: SchedulerOutput) -> list[Sequence[int]]:
+    def _unknown(self, plan: SchedulerOutput) -> list[Sequence[int]]:
         """Return the tokens of each share that are not known: a 0 for a pending token, and the
         extra tokens."""
         return [
             [0, *scheduled.extra_token_ids]
             if scheduled.last_is_pending
             else scheduled.extra_token_ids
-            for scheduled in schedule.requests
+            for scheduled in plan.requests
         ]
 
     def sampling_rows(self, due_ids: list[str]) -> list[SamplingRow]:
@@ -150,19 +150,17 @@ class RequestRows:
 
     @staticmethod
     def due(
-        schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
+        plan: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions to sample, as two arrays: the number of the request in the schedule,
+        """Return the positions to sample, as two arrays: the number of the request in the plan,
         and the token's position in the batch.
 
         A request that has caught up samples after its last token, at `ends[i] - 1`; with n extra
         tokens, it samples n + 1 times, after each of its last n + 1 tokens."""
         due = np.flatnonzero(caught_up)
-        if not any([scheduled.extra_token_ids for scheduled in schedule.requests]):
+        if not any([scheduled.extra_token_ids for scheduled in plan.requests]):
             return due, ends[due] - 1
-        num_extra = np.array(
-            [len(schedule.requests[i].extra_token_ids) for i in due], dtype=np.int64
-        )
+        num_extra = np.array([len(plan.requests[i].extra_token_ids) for i in due], dtype=np.int64)
         num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_extra] or [num_extra])
         due = due.repeat(num_extra + 1)
         return due, ends[due] - 1 - num_behind

@@ -20,7 +20,7 @@ LOGPROB_ROWS = 256
 
 def start_prompt_logprobs(
     rows: RequestRows,
-    schedule: SchedulerOutput,
+    plan: SchedulerOutput,
     batch: Batch,
     hidden: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
@@ -34,15 +34,15 @@ def start_prompt_logprobs(
     Returns:
         A function that waits for the log-probabilities, by request.
     """
-    if schedule.num_prefill_tokens == 0:
+    if plan.num_prefill_tokens == 0:
         return dict
     arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
-    starts = np.array([scheduled.start for scheduled in schedule.requests])
+    starts = np.array([scheduled.start for scheduled in plan.requests])
     firsts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     # The hidden state at position p predicts position p + 1, which must be in the prompt.
     lasts = np.minimum(starts + batch.num_scheduled, rows.num_prompt_tokens[batch.rows] - 1)
     for place in np.flatnonzero(lasts > starts):
-        request_id = schedule.requests[place].request_id
+        request_id = plan.requests[place].request_id
         count = rows.sampling[int(batch.rows[place])].params.prompt_logprobs
         if count is None:
             continue

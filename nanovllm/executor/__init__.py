@@ -1,2 +1,2 @@
-"""Carries a schedule to the ranks: in this process, in others, under torchrun or on Ray (lecture
+"""Carries a plan to the ranks: in this process, in others, under torchrun or on Ray (lecture
 20)."""

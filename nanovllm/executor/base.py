@@ -61,7 +61,7 @@ class Executor:
         """Have every rank allocate its caches and buffers."""
         self.collective_rpc("allocate", settings, num_blocks, num_host_blocks)
 
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step; returns a function that waits for its result. Steps run in the order of the
         calls, and their results must be fetched in that order.
 

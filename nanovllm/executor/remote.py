@@ -135,7 +135,7 @@ class RemoteExecutor(Executor):
         number = self._order(method, *arguments)
         return [self._answer(rank, number) for rank in self.ranks]
 
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Order a step from every rank, without waiting for it: the order is called "launch".
 
         Returns:
@@ -146,12 +146,12 @@ class RemoteExecutor(Executor):
             of the ranks (`forget_ends`) before the order, since each rank will report.
         """
         output_rank = self.ranks[-self.grid.tensor]
-        if schedule.all_report:
+        if plan.all_report:
             self.forget_ends()
-        number = self._order("launch", schedule)
+        number = self._order("launch", plan)
 
         def gather() -> ModelRunnerOutput:
-            if not schedule.all_report:
+            if not plan.all_report:
                 return cast(ModelRunnerOutput, self._answer(output_rank, number))
             results = [cast(ModelRunnerOutput, self._answer(rank, number)) for rank in self.ranks]
             result = results.pop(-self.grid.tensor)

@@ -85,9 +85,9 @@ class Worker:
         """Allocate caches and buffers."""
         self.runner.allocate(settings, num_blocks, num_host_blocks)
 
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`; every rank computes its part."""
-        return self.runner.launch(schedule)
+        return self.runner.launch(plan)
 
     def forget_requests(self) -> None:
         """See `ModelRunner.forget_requests`."""
@@ -99,7 +99,7 @@ class Worker:
         self._leave()
 
 
-class InProcessExecutor(Executor):
+class UniProcExecutor(Executor):
     """One rank, in this process. In lock-step, it is one rank of several, each of which has an
     engine of its own."""
 
@@ -127,10 +127,10 @@ class InProcessExecutor(Executor):
         """See `Executor`."""
         return [self.worker.call(method, *arguments)]
 
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `Executor`."""
         self.forget_ends()  # before the runner asks: a later end notifies again
-        return self.worker.launch(schedule)
+        return self.worker.launch(plan)
 
     def forget_ends(self) -> None:
         """See `Executor`."""

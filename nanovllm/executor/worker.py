@@ -88,14 +88,14 @@ def _orders(
         yield name, arguments
 
 
-def _launch(worker: Worker, schedule: SchedulerOutput, number: int, channel: Channel) -> None:
+def _launch(worker: Worker, plan: SchedulerOutput, number: int, channel: Channel) -> None:
     """Start a step. The output rank reports the sampled tokens, every other rank only what its
     features have to tell, and only if all ranks report."""
     with in_step():
-        wait = worker.launch(schedule)
+        wait = worker.launch(plan)
     if get_pp_group().is_last and get_tp_group().is_first:
         channel.answer(number, wait)
-    elif schedule.all_report:
+    elif plan.all_report:
         channel.answer(number, lambda: ModelRunnerOutput(extras=wait().extras))
 
 

@@ -130,7 +130,7 @@ class KVConnectorScheduler:
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> object:
+    def build_connector_meta(self, plan: SchedulerOutput, tables: Tables) -> object:
         """Return instructions for the ranks, which must be picklable; None if there are none and no
         transfer is in flight.
 

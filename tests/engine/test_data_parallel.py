@@ -257,11 +257,11 @@ class LockStepExecutor(Executor):
     def forget_requests(self) -> None:
         pass
 
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         step = len(self.kinds)
-        self.kinds.append("dummy" if schedule.empty else "real")
-        result = self.runner.execute_model(schedule)
-        self.meeting.vote(step, bool(schedule.extras.get(LOCK_STEP, True)))
+        self.kinds.append("dummy" if plan.empty else "real")
+        result = self.runner.execute_model(plan)
+        self.meeting.vote(step, bool(plan.extras.get(LOCK_STEP, True)))
         if self.waits_at_launch:  # as collectives on a CPU do; a GPU's are only enqueued
             self.meeting.result(step)
         return lambda: dataclasses.replace(result, extras={LOCK_STEP: self.meeting.result(step)})

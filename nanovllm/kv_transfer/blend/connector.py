@@ -190,14 +190,12 @@ class BlendScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(
-        self, schedule: SchedulerOutput, tables: Tables
-    ) -> BlendMetadata | None:
+    def build_connector_meta(self, plan: SchedulerOutput, tables: Tables) -> BlendMetadata | None:
         """One blend per step, and the parts that are complete after the step."""
         metadata = BlendMetadata(
             blend=self._jobs.pop(next(iter(self._jobs))) if self._jobs else None
         )
-        for scheduled in schedule.requests:
+        for scheduled in plan.requests:
             for part in self._prompts.get(scheduled.request_id, ()):
                 if part.may_be_saved and part.end <= scheduled.start + scheduled.num_tokens:
                     part.may_be_saved = False

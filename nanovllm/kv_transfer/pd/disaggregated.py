@@ -69,12 +69,12 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
             self._decline(request)
 
     def build_connector_meta(
-        self, schedule: SchedulerOutput, tables: Tables
+        self, plan: SchedulerOutput, tables: Tables
     ) -> TransferMetadata | None:
         """Return the transfers to begin. While a transfer is in flight, this is never None, so that
         the ranks report when it has ended."""
-        self.push(schedule, tables)
-        self._resolve_deadlock(schedule.empty)
+        self.push(plan, tables)
+        self._resolve_deadlock(plan.empty)
         metadata = self.metadata
         self.metadata = TransferMetadata()
         return metadata if self._in_flight or metadata != TransferMetadata() else None

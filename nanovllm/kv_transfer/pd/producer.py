@@ -115,9 +115,9 @@ class ProducerSide(Side):
             Prefilled(request.request_id, error=f"it rejected the prompt: {reason}")
         )
 
-    def push(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
+    def push(self, plan: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
         """Push the KV that a step computes for consumers."""
-        for share in schedule.requests:
+        for share in plan.requests:
             if (order := self.orders.get(share.request_id)) is not None:
                 self._push(order, share, tables[share.request_id])
 

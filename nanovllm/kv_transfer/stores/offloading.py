@@ -189,12 +189,12 @@ class OffloadingScheduler(KVConnectorScheduler):
     # ---------------------------------------------------------------- a request's KV is kept
 
     def build_connector_meta(
-        self, schedule: SchedulerOutput, tables: Tables
+        self, plan: SchedulerOutput, tables: Tables
     ) -> OffloadingMetadata | None:
         """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this
         step, and those to be loaded."""
         saves: dict[bytes, int] = {}
-        for scheduled in schedule.requests if self.kv_transfer.is_producer else ():
+        for scheduled in plan.requests if self.kv_transfer.is_producer else ():
             if scheduled.request_id in self._saved:
                 saves |= self._new_blocks(scheduled.request_id, tables[scheduled.request_id])
         if self.host.num_slots:
