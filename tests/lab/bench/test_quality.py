@@ -153,7 +153,7 @@ def test_from_the_command_line_to_the_file(
         (["-tp", "2"], "do not set -tp, -pp and -dp"),
         (["--samples", "0"], "--samples: must be 1 or more"),
         (["--quantization", "awq"], "does not fit this checkpoint, which is not quantized"),
-        (["--baseline", "/nowhere"], "there is no folder '/nowhere'"),
+        (["--baseline", "/nowhere"], "there is no folder or file '/nowhere'"),
     ],
 )
 def test_mistakes(

@@ -49,7 +49,8 @@ OPERATORS_AND_SERVER += [
         "watching",
     )
 ]
-STAGE_18 = 6_600  # code lines of the rest, of 100 columns, at most
+# Code lines of the rest, of 100 columns, at most. Some 800 of them read GGUF files.
+STAGE_18 = 7_400
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
