@@ -154,13 +154,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def randomize(model: torch.nn.Module, embedding_deviation: float = 1.0) -> None:
+    """Give a model random weights with which its text depends on all of the prompt, so that an
+    error anywhere changes the output: those of the usual size give nearly the same token for
+    ever."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 0.25 if "embed" not in name else embedding_deviation)
+
+
 def make_checkpoint(
     folder: pathlib.Path, variant: str = "llama", shards: int = 1, seed: int = 0
 ) -> pathlib.Path:
-    """Save a tiny random checkpoint, with a byte-level tokenizer, and return its folder.
-
-    Random weights of the usual size give nearly the same token for ever; larger ones make the text
-    depend on all of the prompt, so that an error anywhere changes the output."""
+    """Save a tiny random checkpoint, with a byte-level tokenizer, and return its folder."""
     import transformers
 
     config_class, changes = VARIANTS[variant]
@@ -170,14 +181,8 @@ def make_checkpoint(
     # Gemma multiplies embeddings with sqrt(hidden_size). With large ones, its tied head would
     # repeat the last token.
     embedding_deviation = config.hidden_size**-0.5 if config.model_type == "gemma2" else 1.0
+    randomize(model, embedding_deviation)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.normal_(0, 0.25 if "embed" not in name else embedding_deviation)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)

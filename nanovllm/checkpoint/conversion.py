@@ -50,7 +50,7 @@ def make_folder(
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / f".{target.name}.lock", stop, what):
-        if is_made(target):  # another process has made it meanwhile
+        if is_made(target):  # another process has made it while this one waited
             return
         # Under the lock, these can only be left over from a process that was killed.
         for leftover in target.parent.glob(f".{glob.escape(target.name)}-*"):

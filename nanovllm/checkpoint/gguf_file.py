@@ -10,7 +10,7 @@ import reprlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 from gguf import quants
@@ -41,6 +41,7 @@ _NUMBERS = {
     GGUFValueType.FLOAT64: "<d",
     GGUFValueType.BOOL: "<?",
 }
+T = TypeVar("T")
 # What metadata consists of: lists are not nested.
 Scalar = int | float | str
 Value = Scalar | list[Scalar]
@@ -88,7 +89,7 @@ class GgufFile:
             self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._size = len(self._data)
         self._position = len(_MAGIC)
-        version = self._number("<I")
+        version = self._integer("<I")
         if version not in _VERSIONS:
             raise self.error(f"its version is {version}; supported are 2 and 3, little-endian")
         num_tensors = self._count("tensors")
@@ -103,7 +104,7 @@ class GgufFile:
         message = f"cannot use the GGUF file '{self.path}': {reason}"
         return ModelFileError("".join(char if char.isprintable() else " " for char in message))
 
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
         """A value of the metadata.
 
         Args:
@@ -114,14 +115,14 @@ class GgufFile:
         Raises:
             ModelFileError: the value is missing, or of another type.
         """
-        found = self.metadata.get(name, default)
+        found: object = self.metadata.get(name, default)
         if found is None:
             raise self.error(f"{name} is missing")
         kinds = (int, float) if kind is float else kind
         is_flag = isinstance(found, bool) and kind is not bool
         if not isinstance(found, kinds) or is_flag:
             raise self.error(f"{name} must be {_WORDS[kind]}, got {reprlib.repr(found)}")
-        return found
+        return cast(T, found)
 
     def check_type(self, name: str) -> None:
         """Refuse a tensor of a type that the library cannot dequantize.
@@ -164,20 +165,23 @@ class GgufFile:
             raise self.error(f"its metadata has more than {LARGEST_FILE >> 20} MiB")
         return start
 
-    def _number(self, kind: str) -> Any:
+    def _number(self, kind: str) -> float:
         """The next number. A float32 becomes the shortest decimal that rounds to it: 1e-05 instead
         of 9.99999974e-06."""
         (number,) = struct.unpack_from(kind, self._data, self._take(struct.calcsize(kind)))
         return float(str(np.float32(number))) if kind == "<f" else number
 
+    def _integer(self, kind: str) -> int:
+        return int(self._number(kind))
+
     def _count(self, what: str) -> int:
-        count: int = self._number("<Q")
+        count: int = self._integer("<Q")
         if count > _MOST_ENTRIES:
             raise self.error(f"it claims to have {count} {what}; at most are {_MOST_ENTRIES}")
         return count
 
     def _text(self) -> str:
-        length = self._number("<Q")
+        length = self._integer("<Q")
         start = self._take(length)
         try:
             return self._data[start : start + length].decode()
@@ -189,10 +193,9 @@ class GgufFile:
         if kind == GGUFValueType.STRING:
             return self._text()
         if kind != GGUFValueType.ARRAY:
-            number: Scalar = self._number(_NUMBERS[kind])
-            return number
+            return self._number(_NUMBERS[kind])
         element = self._value_type()
-        count = self._number("<Q")
+        count = self._integer("<Q")
         if element == GGUFValueType.ARRAY:
             raise self.error("it has lists of lists")
         if count > _MOST_ELEMENTS:
@@ -206,7 +209,7 @@ class GgufFile:
         return [number for (number,) in found]
 
     def _value_type(self) -> GGUFValueType:
-        number = self._number("<I")
+        number = self._integer("<I")
         try:
             return GGUFValueType(number)
         except ValueError as error:
@@ -246,13 +249,13 @@ class GgufFile:
 
     def _read_tensor(self, name: str) -> GgufTensor:
         """Read where a tensor is; the offset counts from the first tensor."""
-        num_dimensions = self._number("<I")
+        num_dimensions = self._integer("<I")
         if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
             raise self.error(f"the tensor {reprlib.repr(name)} has {num_dimensions} dimensions")
-        sizes = [self._number("<Q") for _ in range(num_dimensions)]
+        sizes = [self._integer("<Q") for _ in range(num_dimensions)]
         shape = tuple(reversed(sizes))
-        number = self._number("<I")
-        offset = self._number("<Q")
+        number = self._integer("<I")
+        offset = self._integer("<Q")
         try:
             kind = GGMLQuantizationType(number)
         except ValueError as error:

@@ -6,8 +6,6 @@ is built here as the tokenizer.json of the models with that name has it.
 Reference: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from typing import Any
-
 from gguf import TokenType
 from tokenizers import (
     AddedToken,
@@ -196,8 +194,12 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Token
             byte_fallback=True,
         )
     )
-    steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    back: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    back: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if file.get(f"{_FIELD}add_space_prefix", bool, True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         back.append(decoders.Strip(content=" ", left=1))

@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nanovllm.checkpoint.gguf import convert
+from tests.oracle import randomize
 
 Kind = gguf.GGMLQuantizationType
 HIDDEN, WIDE, LAYERS, HEADS, KV_HEADS = 256, 512, 2, 4, 2
@@ -160,14 +161,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.normal_(0, 1.0 if "embed" in name else 0.25)
+    randomize(model)
     return model.eval()
 
 
@@ -191,22 +185,27 @@ def as_llama_cpp(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_transformers_model(path: Path, model: PreTrainedModel, fields: dict[str, Any]) -> Path:
-    """Write a model of transformers as llama.cpp's converter does, in float32. `fields` are added
-    after the architecture's name."""
-    config = model.config
-    arch = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, arch)
+def add_sizes(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    """Add what any architecture has."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def write_transformers_model(path: Path, model: PreTrainedModel, fields: dict[str, Any]) -> Path:
+    """Write a model of transformers as llama.cpp's converter does, in float32. `fields` are added
+    after the architecture's name."""
+    config = model.config
+    arch = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, arch)
+    add_sizes(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for name, value in fields.items():
         add_field(writer, f"{arch}.{name}", value)
     add_byte_level(writer, "smollm", ["1 2"])

@@ -37,16 +37,10 @@ from nanovllm.checkpoint import gguf as gguf_convert
 from nanovllm.checkpoint.course_model import fetch_course_model
 from nanovllm.checkpoint.home import ModelNotFoundError
 from nanovllm.checkpoint.hub import resolve_model
+from tests.checkpoint.gguf_models import add_sizes, as_llama_cpp, finish
 from tests.stand_ins import set_failure, set_hub, set_installed
 
 # --- A small GGUF file, as llama.cpp's converter would make it of a small Llama -------------------
-
-
-def permute_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to query and key rows: interleave the halves of each head."""
-    head_dim = weight.shape[0] // num_heads
-    order = np.arange(head_dim).reshape(2, head_dim // 2).T.ravel()
-    return weight.reshape(num_heads, head_dim, -1)[:, order].reshape(weight.shape)
 
 
 def small_llama(tied: bool) -> LlamaForCausalLM:
@@ -75,15 +69,9 @@ def write_gguf(
 ) -> None:
     writer = gguf.GGUFWriter(path, arch)
     config = model.config
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    add_sizes(writer, config)
     writer.add_rope_freq_base(5e4)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "12"]
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
@@ -104,12 +92,9 @@ def write_gguf(
             continue
         array, gguf_name = weight.numpy(), names.get_name(name, (".weight",))
         if (part := gguf_name.split(".")[-2]) in heads:
-            array = permute_rotary_rows(array, heads[part])
+            array = as_llama_cpp(array, heads[part])
         writer.add_tensor(gguf_name, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("tied", [True, False])
