@@ -798,15 +798,15 @@ def test_prefix_hits_are_those_that_the_engine_counts(tiny_model: pathlib.Path) 
 
 MISTAKES = [
     (["trace", "{folder}/none.jsonl"], r"none.jsonl: No such file"),
-    (["replay", "{folder}/none.jsonl"], r"none.jsonl: No such file"),
+    (["replay", "{folder}/none.jsonl", "--port", "0"], r"none.jsonl: No such file"),
     (["trace", "{folder}"], "Is a directory"),
     (["trace", "{foreign}"], "not a nanovllm trace"),
-    (["replay", "{foreign}"], "not a nanovllm trace"),
+    (["replay", "{foreign}", "--port", "0"], "not a nanovllm trace"),
     (["trace", "{cut}"], r"cut.jsonl, line \d+: .*cut off after \d+ complete steps.*--partial"),
-    (["replay", "{cut}"], r"cut.jsonl, line \d+: .*cut off"),
-    (["replay", "{damaged}"], r"damaged.jsonl, line 2: not a step record"),
+    (["replay", "{cut}", "--port", "0"], r"cut.jsonl, line \d+: .*cut off"),
+    (["replay", "{damaged}", "--port", "0"], r"damaged.jsonl, line 2: not a step record"),
     (
-        ["replay", "{sizeless}"],
+        ["replay", "{sizeless}", "--port", "0"],
         r"sizeless.jsonl cannot be drawn: its first line does not say block_size",
     ),
     (["trace", "{sizeless}", "--gif", "{folder}/a.gif"], r"sizeless.jsonl cannot be drawn"),
