@@ -39,6 +39,7 @@ ROOMS = [
     "offline",
     "server",
     "router",
+    "simulate",
     "lab",
     "cli",
 ]

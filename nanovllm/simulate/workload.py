@@ -1,0 +1,48 @@
+"""Requests of a workload, as all inputs give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+# The virtual clock counts whole picoseconds: sums are exact, in whatever order they are added.
+SECOND = 10**12
+
+
+class WorkloadRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A request of a workload.
+
+    Attributes:
+        arrival: when it arrives, in picoseconds since the workload began.
+        num_prompt_tokens, num_output_tokens: its lengths.
+        prefix_ids: a number for each started block of `Workload.prefix_block_size` prompt tokens.
+            Two prompts have the same beginning as far as their numbers are equal. Empty: the
+            prompt shares nothing with others.
+        priority: smaller runs earlier, with `scheduling_policy="priority"`.
+        abort: when its client disconnects; None: it does not.
+    """
+
+    request_id: str
+    arrival: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prefix_ids: Sequence[int] = ()
+    priority: int = 0
+    abort: int | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order of their arrivals, which are read while they are needed.
+
+    Attributes:
+        name: for reports.
+        requests: can be iterated once.
+        prefix_block_size: prompt tokens per number in `WorkloadRequest.prefix_ids`.
+    """
+
+    name: str
+    requests: Iterable[WorkloadRequest]
+    prefix_block_size: int = 512
