@@ -3,7 +3,8 @@
 
 config        how it routes, and its flags
 command       the command `nanovllm router`
-policies      which server gets a request
+policies      which server gets a request, as functions of plain state
+pool          the servers of one role, and what the policies are told about them
 backends      the servers: what they are asked, how they are
 call          a client's request, and what becomes of it
 app           the routes, metrics, and how a request is taken from prefill to decode

@@ -29,7 +29,7 @@ import nanovllm
 from nanovllm.data.json import JsonObject
 from nanovllm.router.backends import FAILURES, Backend, describe
 from nanovllm.router.call import OF_CONNECTION, Call
-from nanovllm.router.policies import choose
+from nanovllm.router.pool import BackendPool
 from nanovllm.server.access import Access
 from nanovllm.server.errors import APIError, install_error_handlers
 from nanovllm.server.generation import Result, unless_disconnected
@@ -151,9 +151,10 @@ class RouterApp:
     def __init__(self, servers: Sequence[Backend], metrics_prefix: Prefix = "vllm") -> None:
         self.config = servers[0].config
         self.metrics = Metrics(servers, metrics_prefix)
-        self.prefill = [server for server in servers if server.role == "prefill"]
+        policy = self.config.policy
+        self.prefill = BackendPool([s for s in servers if s.role == "prefill"], policy)
         # The servers that answer clients.
-        self.decode = [server for server in servers if server.role != "prefill"]
+        self.decode = BackendPool([s for s in servers if s.role != "prefill"], policy)
         self.is_decode_first = self.config.kv_order == "decode_first"
 
     # ---------------------------------------------------------------- generation
@@ -177,7 +178,7 @@ class RouterApp:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)
         return response
 
-    async def _first_of(self, servers: Sequence[Backend], call: Call, ask: Ask[Result]) -> Result:
+    async def _first_of(self, pool: BackendPool, call: Call, ask: Ask[Result]) -> Result:
         """Try up to `MAX_ATTEMPTS` servers one after another, and return the first answer with a
         status below 500. If there is none, return the last answer.
 
@@ -190,8 +191,7 @@ class RouterApp:
         """
         tried: list[Backend] = []
         result = None
-        while len(tried) < MAX_ATTEMPTS and (candidates := healthy(servers, tried)):
-            server = choose(self.config.policy, candidates, call.body)
+        while len(tried) < MAX_ATTEMPTS and (server := pool.choose(call.body, tried)):
             self.metrics.retries.inc(bool(tried))
             tried.append(server)
             try:
@@ -202,7 +202,7 @@ class RouterApp:
             except FAILURES as error:
                 server.note_failure(error)
         if result is None:
-            raise unavailable(servers)
+            raise unavailable(pool.servers)
         return result
 
     async def _decode(self, call: Call, server: Backend) -> tuple[int, Response]:
@@ -243,7 +243,11 @@ class RouterApp:
 
     async def _transfer(self, call: Call) -> Transfer | Response:
         """Return the parameters for a decode server, or a prefill server's error."""
-        if not self.prefill or not call.body or not (self.is_decode_first or call.is_one_sequence):
+        if (
+            not self.prefill.servers
+            or not call.body
+            or not (self.is_decode_first or call.is_one_sequence)
+        ):
             return Transfer()
         ask: Ask[Transfer | Response] = self._address if self.is_decode_first else self._prefill
         try:
@@ -286,20 +290,15 @@ class RouterApp:
     async def overview(self, request: Request) -> Response:
         """GET /: a page with links to the servers' own pages."""
         page = jinja2.Template(OVERVIEW.read_text(), autoescape=True)
-        return HTMLResponse(page.render(servers=[*self.prefill, *self.decode]))
+        return HTMLResponse(page.render(servers=[*self.prefill.servers, *self.decode.servers]))
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
-        needs_prefill = self.prefill and self.config.kv_load_failure_policy == "fail"
-        for servers in (self.decode, self.prefill) if needs_prefill else (self.decode,):
-            if not healthy(servers):
-                raise unavailable(servers)
+        needs_prefill = self.prefill.servers and self.config.kv_load_failure_policy == "fail"
+        for pool in (self.decode, self.prefill) if needs_prefill else (self.decode,):
+            if not pool.is_healthy:
+                raise unavailable(pool.servers)
         return PlainTextResponse("")
-
-
-def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
-    """Return the healthy servers that were not tried yet."""
-    return [server for server in servers if server.is_healthy and server not in tried]
 
 
 def unavailable(servers: Sequence[Backend]) -> APIError:

@@ -6,7 +6,6 @@ half a millisecond less per request."""
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
@@ -67,8 +66,7 @@ class Backend:
             requests.
         problem: why it gets no requests; "" if it does.
         kv_addresses: the addresses of its engines for decode servers that fetch KV.
-        turn: the number of the last request for which it was chosen.
-        sent: hashes of the pieces of text that it has received since its start, latest last.
+        on_change: called when its `problem` changes: it may have restarted with an empty cache.
         on_silence: called with the number of consecutive health checks without an answer, once it
             reaches `MAX_SILENT_CHECKS`.
 
@@ -101,10 +99,8 @@ class Backend:
         )
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
-        self.num_running = self.num_answered = self.num_failures = self.silent_checks = (
-            self.turn
-        ) = 0
-        self.sent: OrderedDict[bytes, None] = OrderedDict()
+        self.num_running = self.num_answered = self.num_failures = self.silent_checks = 0
+        self.on_change: Callable[[], None] = lambda: None
         self.on_silence: Callable[[int], None] = lambda num_checks: None
         self._look = asyncio.Event()
 
@@ -179,7 +175,7 @@ class Backend:
         if problem != self.problem:
             news = f"gets no requests for now: {problem}" if problem else "is ready"
             logger.log(logging.WARNING if problem else logging.INFO, "%s %s", self.name, news)
-            self.sent.clear()  # the server may have restarted with an empty cache
+            self.on_change()
         self.problem = problem
 
     async def look_after(self) -> None:

@@ -12,8 +12,9 @@ class RouterConfig(Keywords):
     """Routing settings: flags of `router` and of `serve --prefill N --decode M`.
 
     Attributes:
-        policy: how the router chooses a server: round robin, or the server that has already seen
-            the prompt's prefix
+        policy: how the router chooses a server: random, round_robin, load (the least busy one), or
+            prefix_aware (the one that was already sent the prompt's prefix; also called estimated);
+            precise would need to know what the servers have cached, which they do not report yet
         kv_order: prefill_first: a prefill server computes the prompt, then a decode server fetches
             its KV; decode_first: a decode server requests from a prefill server the blocks that are
             not in its own cache
@@ -27,10 +28,20 @@ class RouterConfig(Keywords):
         health_check_interval: seconds between health checks of a server
     """
 
-    policy: Literal["round_robin", "prefix_aware"] = "round_robin"
+    policy: Literal["random", "round_robin", "load", "prefix_aware", "estimated", "precise"] = (
+        "round_robin"
+    )
     kv_order: Literal["prefill_first", "decode_first"] = "prefill_first"
     kv_direction: Literal["push", "pull"] = "push"
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     prefill_timeout: Seconds = 600.0
     request_timeout: Seconds = 1800.0
     health_check_interval: Seconds = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy == "precise":
+            raise ValueError(
+                "policy precise needs events from the servers about what they have cached, which "
+                "the router does not receive: use prefix_aware, or precise in nanovllm simulate"
+            )

@@ -1,4 +1,4 @@
-"""What a model of step times has to answer."""
+"""Interface of a model of step times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """What a step computes.
+    """Work of one step.
 
     Attributes:
         num_decodes: requests that compute a single token.

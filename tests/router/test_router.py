@@ -9,12 +9,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import httpx
 import pytest
@@ -22,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as metric_families
 
-from nanovllm.router import backends, policies
+from nanovllm.router import backends
 from nanovllm.router.backends import Backend
 from nanovllm.router.config import RouterConfig
-from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_names
+from nanovllm.router.policies import MAX_IMBALANCE
+from nanovllm.router.pool import PIECE_BYTES, BackendPool, prefix_names
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access, bind
 from tests.stand_ins import set_constants
@@ -810,21 +808,24 @@ async def test_a_server_that_has_been_away_has_forgotten() -> None:
         assert (await fleet.complete(prompt=LONG)).text == "1"
 
 
-def candidates(loads: list[int]) -> list[Any]:
-    return [
-        SimpleNamespace(index=i, num_running=load, turn=0, sent=OrderedDict())
-        for i, load in enumerate(loads)
-    ]
+def pool_of(loads: list[int], policy: str, capacity: int = 10) -> BackendPool:
+    urls = [f"http://127.0.0.1:{8000 + i}" for i in range(len(loads))]
+    servers = backends_of({"regular": urls}, RouterConfig())
+    for server, load in zip(servers, loads, strict=True):
+        server.problem = ""
+        server.num_running = load
+    return BackendPool(servers, policy, capacity)
 
 
 @given(st.integers(1, 8), st.data())
 def test_round_robin_is_fair(size: int, data: st.DataObject) -> None:
-    servers = candidates([0] * size)
+    pool = pool_of([0] * size, "round_robin")
     for _ in range(data.draw(st.integers(0, 5))):
-        there = data.draw(st.lists(st.sampled_from(servers), min_size=1, unique_by=id))
-        assert choose("round_robin", there, {}) in there
-    chosen = [choose("round_robin", servers, {}).index for _ in range(3 * size)]
-    assert all(chosen.count(i) == 3 for i in range(size))
+        away = data.draw(st.lists(st.sampled_from(pool.servers), max_size=size - 1, unique_by=id))
+        assert pool.choose({}, away) not in [None, *away]
+    chosen = [pool.choose({}) for _ in range(3 * size)]
+    assert all(chosen.count(server) == 3 for server in pool.servers)
+    assert pool.choose({}, pool.servers) is None
 
 
 @given(
@@ -832,17 +833,16 @@ def test_round_robin_is_fair(size: int, data: st.DataObject) -> None:
     st.lists(st.sampled_from("abc"), max_size=20),
 )
 def test_prefix_aware_weighs_prefixes_against_load(loads: list[int], stories: list[str]) -> None:
-    servers = candidates(loads)
+    pool = pool_of(loads, "prefix_aware")
     for story in stories:
         body = {"prompt": story * 4 * PIECE_BYTES}
-        with mock.patch.object(policies, "CAPACITY", 10):
-            chosen = choose("prefix_aware", servers, body)
-        assert chosen.num_running <= min(loads) + MAX_IMBALANCE
-        assert len(chosen.sent) <= 10
-        again = choose("prefix_aware", servers, {"prompt": body["prompt"] + " and more"})
+        chosen = pool.choose(body)
+        assert chosen and chosen.num_running <= min(loads) + MAX_IMBALANCE
+        assert len(pool.state.sent.where) <= 10 * len(loads)
+        again = pool.choose({"prompt": body["prompt"] + " and more"})
         assert again is chosen, "it has just seen the longest part of this"
-        short = choose("prefix_aware", servers, {"prompt": story})
-        assert short.num_running == min(loads), "without a prefix only the load counts"
+        short = pool.choose({"prompt": story})
+        assert short and short.num_running == min(loads), "without a prefix only the load counts"
 
 
 @given(
@@ -889,6 +889,7 @@ def test_long_prompts_are_looked_at_only_in_their_beginning() -> None:
             "prefill_timeout must be a finite number above 0",
         ),
         (["--worker-urls", "http://a:1", "--policy", "best"], "invalid choice"),
+        (["--worker-urls", "http://a:1", "--policy", "precise"], "use prefix_aware"),
     ],
 )
 def test_mistakes_on_the_command_line(
