@@ -1,0 +1,169 @@
+"""Several engines and their router, on one virtual clock."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from typing import Protocol
+
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.requests import RequestMaker, SimulatedRequest
+from nanovllm.simulate.results import FleetResult, ServedRequest, TokenGaps
+from nanovllm.simulate.workload import Workload, WorkloadRequest
+
+# Events at the same time: arrivals come first, then actions, then results of steps.
+_ACTION = 0
+_RESULT = 1
+
+
+class ReplicaRouter(Protocol):
+    """Chooses the engine for each request."""
+
+    def choose(self, request: WorkloadRequest) -> int:
+        """Return the number of an engine."""
+
+    def set_load(self, replica: int, num_waiting: int, num_running: int) -> None:
+        """The load of an engine may have changed."""
+
+
+class RoundRobin:
+    """Sends requests to the engines round robin."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self._next = -1
+
+    def choose(self, request: WorkloadRequest) -> int:
+        """Return the engine after the last one."""
+        self._next = (self._next + 1) % self.num_replicas
+        return self._next
+
+    def set_load(self, replica: int, num_waiting: int, num_running: int) -> None:
+        """Do nothing: loads do not matter."""
+
+
+class Fleet:
+    """Engines of one block size, and their router.
+
+    Args:
+        engines: idle, with the same `gaps`, which then count for the whole fleet.
+        router: by default, round robin.
+        by_priority: requests run in the order of their priorities.
+
+    Attributes:
+        now: the time of the last event, in picoseconds.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[SimulatedEngine],
+        router: ReplicaRouter | None = None,
+        by_priority: bool = False,
+    ) -> None:
+        self.engines = engines
+        self.router = router or RoundRobin(len(engines))
+        self.by_priority = by_priority
+        self.now = 0
+        self._served: list[ServedRequest] = []
+        # (time, kind, number of the action or engine, version of the engine's event)
+        self._events: list[tuple[int, int, int, int]] = []
+        self._versions = [0] * len(engines)
+        self._actions: dict[int, Callable[[], None]] = {}
+        self._num_actions = 0
+
+    def run(self, workload: Workload) -> FleetResult:
+        """Serve all requests of a workload. A fleet runs once."""
+        gaps = TokenGaps()
+        for engine in self.engines:
+            engine.gaps = gaps
+        size = self.engines[0].scheduler.manager.block_size
+        make = RequestMaker(size, workload.prefix_block_size, self.by_priority)
+        with _collecting_less():
+            self._run(iter(workload.requests), make)
+        return FleetResult(
+            requests=self._served,
+            replicas=[engine.counters for engine in self.engines],
+            gaps=gaps,
+            duration=self.now,
+        )
+
+    def at(self, time: int, action: Callable[[], None]) -> None:
+        """Call `action` when the clock reaches a time."""
+        self._num_actions += 1
+        self._actions[self._num_actions] = action
+        heappush(self._events, (time, _ACTION, self._num_actions, 0))
+
+    def _run(self, arrivals: Iterator[WorkloadRequest], make: RequestMaker) -> None:
+        events = self._events
+        request = next(arrivals, None)
+        while request is not None or events:
+            if request is not None and (not events or request.arrival <= events[0][0]):
+                self.now = request.arrival
+                self._arrive(request, make)
+                request = next(arrivals, None)
+                continue
+            time, kind, number, version = heappop(events)
+            if kind == _ACTION:
+                self.now = time
+                self._actions.pop(number)()
+            elif version == self._versions[number]:
+                self.now = time
+                self._advance(number)
+
+    def _arrive(self, source: WorkloadRequest, make: RequestMaker) -> None:
+        request = make(source)
+        replica = request.replica = self.router.choose(source)
+        engine = self.engines[replica]
+        try:
+            has_changed = engine.arrive(request, self.now)
+        except ValueError:
+            request.finish_reason = "rejected"
+            request.replica = -1
+            self._end(request)
+            return
+        if has_changed:
+            self._await(replica)
+        if source.abort is not None:
+            self.at(source.abort, lambda: self._abort(request))
+        self.router.set_load(replica, engine.num_waiting, engine.num_running)
+
+    def _abort(self, request: SimulatedRequest) -> None:
+        replica = request.replica
+        if self.engines[replica].abort(request.request_id, self.now):
+            self._await(replica)
+
+    def _advance(self, replica: int) -> None:
+        engine = self.engines[replica]
+        for request in engine.finish():
+            self._end(request)
+        if engine.begin(self.now):
+            self._await(replica)
+        self.router.set_load(replica, engine.num_waiting, engine.num_running)
+
+    def _await(self, replica: int) -> None:
+        """Put the engine's next result into the heap; one that is there already is void."""
+        version = self._versions[replica] = self._versions[replica] + 1
+        end = self.engines[replica].end
+        assert end is not None
+        heappush(self._events, (end, _RESULT, replica, version))
+
+    def _end(self, request: SimulatedRequest) -> None:
+        self._served.append(request.served())
+
+
+@contextmanager
+def _collecting_less() -> Iterator[None]:
+    """Keep Python's garbage collector away from what a simulation has created: it creates no cycles
+    that are worth a visit to millions of objects."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,113 @@
+"""Requests without token ids: they have lengths, and names for their blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from nanovllm.core.request import Request
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.simulate.results import ServedRequest
+from nanovllm.simulate.workload import WorkloadRequest
+
+
+class SimulatedRequest(Request):
+    """A request on its way through a simulated engine. Each of its tokens is a byte, and its
+    blocks have numbers instead of hashes.
+
+    Attributes:
+        arrival: when it arrived, in picoseconds, like all times here.
+        first_token, last_token: when these were sampled; None: not yet.
+        replica: the engine that serves it.
+    """
+
+    def __init__(self, source: WorkloadRequest, names: list[int], order: tuple[int, int]) -> None:
+        super().__init__(_source(source.num_output_tokens))
+        self.request_id = source.request_id
+        self.num_prompt_tokens = source.num_prompt_tokens
+        self.token_ids = bytearray(source.num_prompt_tokens)  # type: ignore[assignment]
+        self.block_hashes = names  # type: ignore[assignment]
+        self.order = order
+        self.arrival = source.arrival
+        self.first_token: int | None = None
+        self.last_token: int | None = None
+        self.replica = 0
+
+    def served(self) -> ServedRequest:
+        """Return what became of it."""
+        return ServedRequest(
+            request_id=self.request_id,
+            arrival=self.arrival,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
+            num_cached_tokens=max(0, self.num_cached_tokens),
+            first_token=self.first_token,
+            last_token=self.last_token,
+            replica=self.replica,
+            num_preemptions=self.num_preemptions,
+            outcome=self.finish_reason or "unfinished",
+        )
+
+
+class RequestMaker:
+    """Creates the requests of a workload.
+
+    Two requests share a block if their prompts are equal up to the block's last token. A number in
+    `WorkloadRequest.prefix_ids`, 0 or more, has to name the whole prefix, as in Mooncake's traces.
+    A block that contains output, or tokens that no number describes, belongs to its request alone.
+
+    Args:
+        block_size: tokens per block of the engines.
+        prefix_block_size: prompt tokens per number in `prefix_ids`.
+        by_priority: requests run in the order of their priorities.
+    """
+
+    def __init__(self, block_size: int, prefix_block_size: int, by_priority: bool = False) -> None:
+        self.block_size = block_size
+        self.prefix_block_size = prefix_block_size
+        self.by_priority = by_priority
+        # At most this number of blocks ends in the tokens that a number describes.
+        self._per_number = -(-prefix_block_size // block_size)
+        self._num_made = 0
+        self._own_name = -1
+
+    def __call__(self, source: WorkloadRequest) -> SimulatedRequest:
+        """Create a request."""
+        priority = source.priority if self.by_priority else 0
+        request = SimulatedRequest(source, self._names(source), (priority, self._num_made))
+        self._num_made += 1
+        return request
+
+    def _names(self, source: WorkloadRequest) -> list[int]:
+        """Name all blocks that the request may ever fill: by its prefixes, then numbers below 0
+        that no other request has."""
+        names = self.prompt_names(source.prefix_ids, source.num_prompt_tokens)
+        num_tokens = source.num_prompt_tokens + source.num_output_tokens
+        end = self._own_name - num_tokens // self.block_size + len(names)
+        names += range(self._own_name, end, -1)
+        self._own_name = end
+        return names
+
+    def prompt_names(self, prefix_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
+        """Name the full blocks of a prompt as far as its numbers describe them."""
+        size = self.block_size
+        per_number = self._per_number
+        covered = min(num_prompt_tokens, len(prefix_ids) * self.prefix_block_size)
+        count = covered // size
+        if size == self.prefix_block_size:
+            return list(prefix_ids[:count])
+        names: list[int] = []
+        end = 0
+        for prefix_id in prefix_ids:
+            # Blocks that end in this number's tokens.
+            first = end // size
+            end += self.prefix_block_size
+            names += range(prefix_id * per_number, prefix_id * per_number + end // size - first)
+        return names[:count]
+
+
+@functools.cache
+def _source(num_output_tokens: int) -> EngineRequest:
+    params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)
+    return EngineRequest("", [], params)

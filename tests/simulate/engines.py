@@ -1,0 +1,62 @@
+"""Simulated engines for tests: small ones, with the settings of `EngineConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.resolved_config import resolve
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.workload import Workload, WorkloadRequest
+
+
+class AffineCost:
+    """Steps take `base`, and more per token that they compute or attend to."""
+
+    def __init__(self, base: int = 1000, per_token: int = 100, per_context: int = 1) -> None:
+        self.base = base
+        self.per_token = per_token
+        self.per_context = per_context
+
+    def step(self, work: StepWork) -> int:
+        """Return the time of a step."""
+        base, per_context = self.decode(work.num_decodes)
+        context = work.decode_context + sum(start + count for start, count in work.prefills)
+        computed = sum(count for _, count in work.prefills)
+        return base + per_context * context + self.per_token * computed
+
+    def decode(self, num_decodes: int) -> tuple[int, int]:
+        """Return base and price per token of context."""
+        return self.base + self.per_token * num_decodes, self.per_context
+
+
+def engine_of(num_blocks: int = 100, model_max_len: int = 4096, **options: Any) -> SimulatedEngine:
+    """An engine with these settings; without `async_scheduling`, steps are synchronous."""
+    config = EngineConfig(num_kv_blocks=num_blocks, **options)
+    resolved = resolve(
+        config, model_max_len=model_max_len, num_kv_blocks=num_blocks, num_host_blocks=num_blocks
+    )
+    return SimulatedEngine(
+        create_scheduler(resolved, create_manager(resolved)),
+        AffineCost(),
+        steps_ahead=config.pipeline_parallel_size - 1 or int(resolved.async_scheduling),
+        num_stages=config.pipeline_parallel_size,
+    )
+
+
+def request_of(number: int, arrival: int, prompt: int, output: int, **more: Any) -> WorkloadRequest:
+    """The request `r<number>`."""
+    return WorkloadRequest(
+        request_id=f"r{number}",
+        arrival=arrival,
+        num_prompt_tokens=prompt,
+        num_output_tokens=output,
+        **more,
+    )
+
+
+def workload_of(*requests: WorkloadRequest, prefix_block_size: int = 512) -> Workload:
+    """A workload of these requests."""
+    return Workload("test", requests, prefix_block_size)
