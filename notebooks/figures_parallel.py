@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from nanovllm.distributed.cost_model import Link
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import Grid
-from nanovllm.lab.cost_model import Link
 from nanovllm.lab.viz.style import (
     BACKGROUND,
     FAINT,

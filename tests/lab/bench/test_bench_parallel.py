@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from nanovllm.cli.main import main
+from nanovllm.distributed.cost_model import Link
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import Grid, get_tp_group
 from nanovllm.lab.bench import steps
 from nanovllm.lab.bench.metrics import alternate, slowest
 from nanovllm.lab.bench.parallel import all_reduce, engines, pipeline, shuffle
 from nanovllm.lab.bench.report import number
-from nanovllm.lab.cost_model import Link
 from nanovllm.lab.processes import RankError, run_ranks
 from tests.compiled import needs_compiled
 from tests.lab.bench.rows import goals, measured, reached, rows_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from nanovllm.distributed.cost_model import fit, ring_all_gather, ring_all_reduce, wire_bytes
 from nanovllm.distributed.groups import Grid, get_tp_group
 from nanovllm.lab.bench.metrics import alternate, slowest, timed
 from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row
-from nanovllm.lab.cost_model import fit, ring_all_gather, ring_all_reduce, wire_bytes
 from nanovllm.lab.processes import run_ranks
 
 RANKS = 2

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.cost_model import fit
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.sealed import KEY_BYTES
 from nanovllm.kv_transfer.stores.store import KVStore
@@ -23,7 +24,6 @@ from nanovllm.lab.bench.kv.places import HOST, HOST_AND_DISK, Place, places
 from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
-from nanovllm.lab.cost_model import fit
 from nanovllm.processes.activity import IDLE_SECONDS
 
 POOL = "device pool"

@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
+from nanovllm.distributed.cost_model import fit, one_shot_all_reduce, ring_all_reduce
 from nanovllm.distributed.groups import Grid, get_tp_group
 from nanovllm.lab.bench.metrics import alternate, slowest, timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
-from nanovllm.lab.cost_model import fit, one_shot_all_reduce, ring_all_reduce
 from nanovllm.lab.processes import run_ranks
 
 Times = dict[str, dict[int, list[float]]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.lab import cost_model
+from nanovllm.distributed import cost_model
 
 
 @given(

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from operator import mul
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,13 @@ def fit(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
         sizes: in bytes; at least two different ones.
         seconds: the measured time of each size.
     """
-    times = np.asarray(seconds, dtype=float)
-    rows = np.stack((np.ones(len(times)), np.asarray(sizes, dtype=float)), axis=1) / times[:, None]
-    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0]
+    weights = [time**-2 for time in seconds]
+    # Of centred sizes and times, the least squares is a ratio of two sums.
+    mean_size = sum(map(mul, weights, sizes)) / sum(weights)
+    mean_time = sum(map(mul, weights, seconds)) / sum(weights)
+    centred = [size - mean_size for size in sizes]
+    spread = sum(w * x * x for w, x in zip(weights, centred, strict=True))
+    products = zip(weights, centred, seconds, strict=True)
+    per_byte = sum(w * x * (time - mean_time) for w, x, time in products) / spread
+    latency = mean_time - per_byte * mean_size
     return Link(name, max(latency, 0.0), 1 / per_byte if per_byte > 0 else math.inf, "measured")
