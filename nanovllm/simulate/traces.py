@@ -1,0 +1,273 @@
+"""Reads workloads from files: public traces, traces of `nanovllm serve`, and results of `vllm bench
+serve`. Each is recognised by its content; the rows are read while they are needed."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import re
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
+from nanovllm.trace.trace import GZIP_MAGIC, read_trace
+
+FORMATS = (
+    "name a file with Mooncake JSON lines (timestamp, input_length, output_length, hash_ids), Azure"
+    " CSV (TIMESTAMP, ContextTokens, GeneratedTokens), BurstGPT CSV (Timestamp, Request tokens, "
+    "Response tokens), or one from nanovllm serve --trace or vllm bench serve --save-detailed"
+)
+# No engine serves more: a larger number is a mistake in the file.
+Length = Annotated[int, Meta(ge=1, le=10**8)]
+OutputLength = Annotated[int, Meta(ge=0, le=10**8)]
+Seconds = Annotated[float, Meta(ge=0, le=1e10)]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+MOONCAKE_BLOCK_SIZE = 512
+# Columns of time and lengths in CSV files of Azure (AzurePublicDataset) and BurstGPT (arXiv
+# 2401.17644).
+CSV_COLUMNS = (
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("Timestamp", "Request tokens", "Response tokens"),
+)
+T = TypeVar("T")
+
+
+class MooncakeRow(msgspec.Struct, gc=False):
+    """A line of a trace of Mooncake's (FAST'25): times in ms, a number for each 512 tokens."""
+
+    timestamp: Annotated[float, Meta(ge=0, le=1e13)]
+    input_length: Length
+    output_length: OutputLength
+    hash_ids: list[int] = []
+
+
+class BenchResult(msgspec.Struct):
+    """A result of `vllm bench serve`: an entry per request, in which times are in seconds."""
+
+    start_times: list[Seconds]
+    input_lens: list[Length]
+    output_lens: list[OutputLength]
+
+
+def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = None) -> Workload:
+    """Read the requests of a file. The first one arrives at 0. Requests without output tokens,
+    which have failed, are skipped.
+
+    Args:
+        path: plain, or compressed with gzip.
+        speedup: divides all times.
+        limit: read this many rows.
+
+    Raises:
+        UsageError: no such file, or none of these formats. While requests are read: a damaged row,
+            or one that is earlier than the one before; the message has its row and column.
+    """
+    lines = _lines(path)
+    first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
+    keys = _keys(first)
+    whole = itertools.chain([first], lines)
+    if not first:
+        raise UsageError(f"{path} is empty: {FORMATS}")
+    if "nanovllm_trace" in keys:
+        requests = _traced_requests(path)
+    elif "request_throughput" in keys or first.strip() == b"{":
+        requests = _bench_requests(path, b"".join(whole))
+    elif "input_length" in keys or (first.startswith(b"{") and not keys):
+        decode = msgspec.json.Decoder(MooncakeRow).decode
+        rows = ((number, line) for number, line in enumerate(whole, start=1) if line.strip())
+        requests = _requests(path, rows, lambda line: _mooncake_request(decode(line)))
+    else:
+        requests = _csv_requests(path, whole)
+    requests = _scaled(path, itertools.islice(requests, limit), speedup)
+    return Workload(Path(path).name, requests, MOONCAKE_BLOCK_SIZE)
+
+
+def _lines(path: str | Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            is_compressed = file.peek(2)[:2] == GZIP_MAGIC
+            yield from gzip.GzipFile(fileobj=file) if is_compressed else file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: name a file") from error
+
+
+def _keys(line: bytes) -> set[str]:
+    """The keys of a line that is a JSON object; else none."""
+    try:
+        return set(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
+    except ValueError:
+        return set()
+
+
+def _mistake(path: str | Path, number: int | None, error: Exception) -> UsageError:
+    """An error of msgspec's, which ends with its place, as a line for the user.
+
+    Args:
+        number: of the row; None: the place is an index of a list.
+    """
+    text, _, place = str(error).replace("`", "").partition(" - at $.")
+    column, _, index = place.partition("[")
+    row = str(number) if number is not None else index.rstrip("]")
+    where = [f"{path}", f"row {row}" * bool(row), f"column {column}" * bool(column)]
+    return UsageError(f"{', '.join(filter(None, where))}: {text}")
+
+
+def _requests(
+    path: str | Path, rows: Iterable[tuple[int, T]], read: Callable[[T], WorkloadRequest]
+) -> Iterator[WorkloadRequest]:
+    """The requests of numbered rows, none of which may be earlier than the one before."""
+    before = 0
+    for number, row in rows:
+        try:
+            request = read(row)
+            if request.arrival < before:
+                raise ValueError("earlier than the row before: sort the rows by time")
+        except ValueError as error:
+            raise _mistake(path, number, error) from error
+        before = request.arrival
+        yield replace(request, request_id=str(number))
+
+
+def _mooncake_request(row: MooncakeRow) -> WorkloadRequest:
+    num_blocks = -(-row.input_length // MOONCAKE_BLOCK_SIZE)
+    if row.hash_ids and len(row.hash_ids) != num_blocks:
+        raise ValueError(f"Expected {num_blocks} numbers, got {len(row.hash_ids)} - at $.hash_ids")
+    return WorkloadRequest(
+        request_id="",
+        arrival=round(row.timestamp * (SECOND // 1000)),
+        num_prompt_tokens=row.input_length,
+        num_output_tokens=row.output_length,
+        prefix_ids=row.hash_ids,
+    )
+
+
+def _csv_requests(path: str | Path, lines: Iterable[bytes]) -> Iterator[WorkloadRequest]:
+    # A character that is not UTF-8 is shown as such in the message about its cell.
+    table = csv.reader(line.decode(errors="replace") for line in lines)
+    header = [name.strip() for name in next(table)]
+    columns = next((known for known in CSV_COLUMNS if {*known} <= {*header}), None)
+    if columns is None:
+        raise UsageError(f"{path} is no workload: {FORMATS}")
+    indices = [header.index(column) for column in columns]
+
+    def read(cells: list[str]) -> WorkloadRequest:
+        if len(cells) != len(header):
+            raise ValueError(f"Expected {len(header)} columns, got {len(cells)}")
+        values = []
+        for index, parse in zip(indices, (_clock, _length, _output_length), strict=True):
+            try:
+                values.append(parse(cells[index].strip()))
+            except ValueError as error:
+                place = f"{cells[index]!r} - at $.{header[index]}"
+                raise ValueError(f"{error}, got {place}") from error
+        arrival, num_prompt_tokens, num_output_tokens = values
+        return WorkloadRequest(
+            request_id="",
+            arrival=arrival,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+        )
+
+    rows = ((table.line_num, cells) for cells in table if cells)
+    try:
+        yield from _requests(path, rows, read)
+    except csv.Error as error:
+        raise _mistake(path, table.line_num, error) from error
+
+
+def _length(text: str) -> int:
+    return msgspec.convert(text, Length, strict=False)
+
+
+def _output_length(text: str) -> int:
+    return msgspec.convert(text, OutputLength, strict=False)
+
+
+def _clock(text: str) -> int:
+    """Picoseconds since any time, of a date or of a number of seconds."""
+    # `datetime` alone would cut off the seventh digit of the seconds.
+    date = re.fullmatch(r"(\d+-\d+-\d+ [\d:]+)(?:\.(\d{1,12}))?([+-][\d:]+)?", text)
+    if date is None:
+        return round(msgspec.convert(text, Seconds, strict=False) * SECOND)
+    elapsed = datetime.fromisoformat(date[1] + (date[3] or "+00:00")) - EPOCH
+    return elapsed // timedelta(seconds=1) * SECOND + int((date[2] or "").ljust(12, "0"))
+
+
+def _bench_requests(path: str | Path, text: bytes) -> Iterator[WorkloadRequest]:
+    """The requests of a result of `vllm bench serve`, in the order of their starts."""
+    try:
+        result = msgspec.json.decode(text, type=BenchResult)
+        rows = sorted(zip(result.start_times, result.input_lens, result.output_lens, strict=True))
+    except ValueError as error:
+        if "required field" in str(error):
+            error = ValueError(f"{error}: record it with --save-detailed")
+        raise _mistake(path, None, error) from error
+    for number, (start, num_prompt_tokens, num_output_tokens) in enumerate(rows, start=1):
+        yield WorkloadRequest(
+            request_id=str(number),
+            arrival=round(start * SECOND),
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+        )
+
+
+def _traced_requests(path: str | Path) -> Iterator[WorkloadRequest]:
+    """The requests of a trace in the order of their arrivals. Each is known when it has ended, or
+    when the trace has."""
+    queue: deque[WorkloadRequest] = deque()
+    lengths: Counter[str] = Counter()
+    ended: dict[str, int | None] = {}  # when they were aborted, if they were
+    for record in read_trace(path)[2]:
+        now = round(record.start * SECOND)
+        for request_id, length in record.arrived.items():
+            queue.append(
+                WorkloadRequest(
+                    request_id=request_id,
+                    arrival=now,
+                    num_prompt_tokens=length,
+                    num_output_tokens=0,
+                )
+            )
+        lengths.update({share.request_id: len(share.sampled) for share in record.requests})
+        ended |= {
+            request_id: now if reason == "abort" else None
+            for request_id, reason in record.finished.items()
+        }
+        while queue and (name := queue[0].request_id) in ended:
+            yield replace(
+                queue.popleft(), num_output_tokens=lengths.pop(name, 0), abort=ended.pop(name)
+            )
+    for request in queue:
+        yield replace(request, num_output_tokens=lengths[request.request_id])
+
+
+def _scaled(
+    path: str | Path, requests: Iterable[WorkloadRequest], speedup: float
+) -> Iterator[WorkloadRequest]:
+    """Requests with output, from time 0, at `speedup` times their speed."""
+    begin = None
+    for request in requests:
+        if request.num_output_tokens == 0:
+            continue
+        if begin is None:
+            begin = request.arrival
+        abort = request.abort
+        yield replace(
+            request,
+            arrival=round((request.arrival - begin) / speedup),
+            abort=None if abort is None else round((abort - begin) / speedup),
+        )
+    if begin is None:
+        raise UsageError(f"{path} has no request with output tokens: {FORMATS}")

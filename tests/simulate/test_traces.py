@@ -1,0 +1,177 @@
+"""Workload files: every format, compressed or not, and a line for every kind of damage."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovllm.data.errors import UsageError
+from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.simulate.traces import read_workload
+from nanovllm.simulate.workload import SECOND, WorkloadRequest
+from nanovllm.trace.trace import StepRecord, Trace, TracedRequest
+
+MOONCAKE = (
+    '{"timestamp": 3000, "input_length": 513, "output_length": 5, "hash_ids": [0, 7]}\n'
+    '{"timestamp": 4500, "input_length": 2, "output_length": 1, "hash_ids": [9]}\n'
+)
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 23:59:59.9799601,513,5\n"
+    "2023-11-17 00:00:01.4799602,2,1\n"
+)
+AZURE_2024 = AZURE.replace(",513", "+00:00,513").replace(",2,", "+00:00,2,")
+BURST_GPT = (
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "45,,1,ChatGPT,513,5,518,Conversation log\n"
+    "46,,1,GPT-4,70,0,70,API log\n"
+    "46.5,,1,GPT-4,2,1,3,API log\n"
+)
+BENCH = {
+    "date": "20261129",
+    "request_throughput": 1.5,
+    "input_lens": [2, 70, 513],
+    "output_lens": [1, 0, 5],
+    "start_times": [1001.5, 1000.5, 1000.0],
+}
+
+
+def read(path: Path, **options: float) -> list[WorkloadRequest]:
+    return list(read_workload(path, **options).requests)
+
+
+def write(folder: Path, text: str | bytes, name: str = "workload") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+FILES = {
+    "mooncake": MOONCAKE,
+    "azure": AZURE,
+    "azure 2024": AZURE_2024,
+    "windows": "\ufeff" + AZURE.replace("\n", "\r\n"),
+    "burst": BURST_GPT,
+    "bench": json.dumps(BENCH),
+    "bench, indented": json.dumps(BENCH, indent=1),
+}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("kind", FILES)
+def test_every_format_is_recognised_by_its_content(
+    tmp_path: Path, kind: str, compressed: bool
+) -> None:
+    content = FILES[kind].encode()
+    first, second = read(write(tmp_path, gzip.compress(content) if compressed else content))
+    assert (first.arrival, first.num_prompt_tokens, first.num_output_tokens) == (0, 513, 5)
+    assert (second.num_prompt_tokens, second.num_output_tokens) == (2, 1)
+    expected = 3 * SECOND // 2
+    if kind.startswith(("azure", "windows")):
+        expected += SECOND // 10**7  # whose files have seven digits
+    assert second.arrival == expected
+    assert first.prefix_ids == ([0, 7] if kind == "mooncake" else ())
+
+
+def test_a_trace_of_serve_is_a_workload(tmp_path: Path) -> None:
+    trace = Trace(settings=TraceSettings(block_size=16, num_blocks=9, token_budget=64))
+    share = TracedRequest("a", 0, 20, 20, [0, 1], [5])
+    more = TracedRequest("a", 20, 1, 20, [], [6])
+    other = TracedRequest("b", 0, 3, 3, [2], [5])
+    trace.record(StepRecord(0, 1.0, 0.5, 64, [share], arrived={"a": 20, "c": 9}))
+    trace.record(
+        StepRecord(1, 1.5, 0.5, 64, [more, other], arrived={"b": 3}, finished={"b": "length"})
+    )
+    trace.record(StepRecord(2, 2.0, 0.5, 64, [], finished={"c": "abort", "a": "abort"}))
+    path = tmp_path / "run.jsonl.gz"
+    trace.save(path)
+    a, b = read(path)  # c was aborted without output
+    assert (a.request_id, a.arrival, a.num_prompt_tokens, a.num_output_tokens) == ("a", 0, 20, 2)
+    assert a.abort == SECOND
+    assert (b.request_id, b.arrival, b.num_prompt_tokens, b.num_output_tokens) == (
+        "b",
+        SECOND // 2,
+        3,
+        1,
+    )
+    assert b.abort is None
+
+
+def test_a_workload_can_be_faster_and_shorter(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE)
+    assert [request.arrival for request in read(path, speedup=3.0)] == [0, SECOND // 2]
+    assert len(read(path, limit=1)) == 1
+
+
+def test_rows_are_read_while_they_are_needed(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE + "damaged\n")
+    requests = iter(read_workload(path).requests)
+    assert next(requests).num_prompt_tokens == 513
+    assert next(requests).num_prompt_tokens == 2
+    with pytest.raises(UsageError, match="row 3: JSON is malformed"):
+        next(requests)
+
+
+ROW = '{"timestamp": 3000, "input_length": 513, "output_length": 5, "hash_ids": [0, 7]}'
+DAMAGE = {
+    "row 1, column input_length: Expected int >= 1": ROW.replace("513", "-513"),
+    "row 2, column input_length: Expected int >= 1": f"{ROW}\n{ROW.replace('513', '0')}",
+    "row 1, column input_length: Expected int <= 100000000": ROW.replace("513", "9" * 40),
+    "row 1, column input_length: Expected int, got float": ROW.replace("513", "5.5"),
+    "row 1, column output_length: Expected int, got str": ROW.replace(" 5,", ' "5",'),
+    "row 1: JSON is malformed": ROW.replace("3000", "NaN"),
+    "row 1, column timestamp: Number out of range": ROW.replace("3000", "1e999"),
+    "row 1, column timestamp: Expected float <= 10": ROW.replace("3000", "1e99"),
+    "row 2: Object missing required field timestamp": f"{ROW}\n" + '{"input_length": 1}',
+    "row 1, column hash_ids: Expected 2 numbers, got 3": ROW.replace("7]", "7, 8]"),
+    "row 1, column hash_ids: Expected int, got str": ROW.replace("7]", '"7"]'),
+    "row 2: Input data was truncated": f"{ROW}\n{ROW[:30]}",
+    "row 3: earlier than the row before": f"{ROW}\n\n{ROW.replace('3000', '2999')}",
+    "row 2: Expected 3 columns, got 4": AZURE.replace("513", "5,13"),
+    "row 3: Expected 3 columns, got 2": AZURE.replace(",1\n", "\n"),
+    "row 3, column GeneratedTokens: Expected int, got str, got 'many'": AZURE.replace(
+        ",1\n", ",many\n"
+    ),
+    "row 2, column ContextTokens: Expected int >= 1, got '-513'": AZURE.replace("513", "-513"),
+    "row 2, column TIMESTAMP: .*, got 'noon'": AZURE.replace("2023-11-16 23:59:59.9799601", "noon"),
+    "row 2, column TIMESTAMP: .*, got '2023-13-16": AZURE.replace("2023-11-16", "2023-13-16"),
+    "row 3, column Timestamp: Expected float >= 0.0, got 'nan'": BURST_GPT.replace("46,", "nan,"),
+    "row 2, column Timestamp: Expected float <= .*, got 'inf'": BURST_GPT.replace("45,", "inf,"),
+    "row 4: earlier than the row before": BURST_GPT.replace("46.5", "45.5"),
+    "row 1, column input_lens: Expected int >= 1": json.dumps(BENCH | {"input_lens": [2, -1, 3]}),
+    "required field start_times: record it with --save-detailed": '{"request_throughput": 1}',
+    "zip.. argument 2 is shorter": json.dumps(BENCH | {"input_lens": [2]}),
+    "is empty": "",
+    "is no workload: name a file with Mooncake": "a,b\n1,2\n",
+    "has no request with output tokens": AZURE.split("\n")[0],
+    "Trace.*row|line 2: not a step record": '{"nanovllm_trace": 2}\n{"step": "x"}\n',
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_damage_is_reported_in_a_line(tmp_path: Path, message: str) -> None:
+    path = write(tmp_path, DAMAGE[message])
+    with pytest.raises(UsageError, match=message) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_text_is_reported_in_a_line(tmp_path: Path) -> None:
+    contents = {
+        "utf-16": MOONCAKE.encode("utf-16"),
+        "binary": bytes(range(256)) * 10,
+        "truncated": gzip.compress(MOONCAKE.encode() * 100)[:-20],
+        "not gzip": b"\x1f\x8b" + b"x" * 100,
+        "latin-1": AZURE.replace("5\n", "5é\n").encode("latin-1"),
+        "one byte": b"{",
+    }
+    for name, content in contents.items():
+        path = write(tmp_path, content, name)
+        with pytest.raises(UsageError, match=str(path)) as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UsageError, match="directory: name a file"):
+            read(path)
