@@ -16,9 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-import torch
-from torch import Tensor
-
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import SchedulerOutput
@@ -26,10 +23,12 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import ConnectorInformation, RemoteKV
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.ops.device import zeros
 from nanovllm.processes.activity import IDLE_SECONDS, waiting_for_others
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from nanovllm.attention.base import AttentionBackend
     from nanovllm.kv_transfer.layout import KVLayout
     from nanovllm.models.llama import LlamaForCausalLM
@@ -259,6 +258,9 @@ class KVConnectorWorker:
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return a layer's cache, all zeros, in memory that transfers can read and write."""
+        # The scheduler's half needs no torch, which takes seconds to import.
+        from nanovllm.ops.device import zeros
+
         return zeros(tuple(shape), dtype, device)
 
     def get_handshake_metadata(self) -> object:

@@ -21,10 +21,10 @@ _RESULT = 1
 class ReplicaRouter(Protocol):
     """Chooses the engine for each request."""
 
-    def choose(self, request: WorkloadRequest) -> int:
+    def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the number of an engine."""
 
-    def set_load(self, replica: int, num_waiting: int, num_running: int) -> None:
+    def set_load(self, replica: int, engine: SimulatedEngine, now: int) -> None:
         """The load of an engine may have changed."""
 
 
@@ -35,12 +35,12 @@ class RoundRobin:
         self.num_replicas = num_replicas
         self._next = -1
 
-    def choose(self, request: WorkloadRequest) -> int:
+    def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the engine after the last one."""
         self._next = (self._next + 1) % self.num_replicas
         return self._next
 
-    def set_load(self, replica: int, num_waiting: int, num_running: int) -> None:
+    def set_load(self, replica: int, engine: SimulatedEngine, now: int) -> None:
         """Do nothing: loads do not matter."""
 
 
@@ -114,7 +114,7 @@ class Fleet:
 
     def _arrive(self, source: WorkloadRequest, make: RequestMaker) -> None:
         request = make(source)
-        replica = request.replica = self.router.choose(source)
+        replica = request.replica = self.router.choose(source, self.now)
         engine = self.engines[replica]
         try:
             has_changed = engine.arrive(request, self.now)
@@ -127,7 +127,7 @@ class Fleet:
             self._await(replica)
         if source.abort is not None:
             self.at(source.abort, lambda: self._abort(request))
-        self.router.set_load(replica, engine.num_waiting, engine.num_running)
+        self.router.set_load(replica, engine, self.now)
 
     def _abort(self, request: SimulatedRequest) -> None:
         replica = request.replica
@@ -140,7 +140,7 @@ class Fleet:
             self._end(request)
         if engine.begin(self.now):
             self._await(replica)
-        self.router.set_load(replica, engine.num_waiting, engine.num_running)
+        self.router.set_load(replica, engine, self.now)
 
     def _await(self, replica: int) -> None:
         """Put the engine's next result into the heap; one that is there already is void."""

@@ -1,0 +1,109 @@
+"""The router's policies in front of simulated engines."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm.router.policies import POLICIES, Router, RouterState, Weights
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.fleet import Fleet
+from nanovllm.simulate.requests import RequestMaker
+from nanovllm.simulate.routers import PolicyRouter
+from nanovllm.simulate.workload import Workload
+from tests.simulate.engines import engine_of, request_of, workload_of
+
+
+def router_of(
+    policy: str, engines: list[SimulatedEngine], refresh: int = 0, weights: Weights | None = None
+) -> PolicyRouter:
+    router = Router(policy, RouterState(len(engines), capacity=100, weights=weights))
+    maker = RequestMaker(block_size=4, prefix_block_size=8)
+    by_policy = PolicyRouter(
+        router, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
+    )
+    if policy == "precise":
+        by_policy.watch(engines)
+    return by_policy
+
+
+def sessions(seed: int, count: int = 60) -> Workload:
+    """Requests of some sessions, each of which has a prefix of its own."""
+    rng = random.Random(seed)
+    requests = []
+    arrival = 0
+    for number in range(count):
+        arrival += rng.randrange(4000)
+        session = rng.randrange(9)
+        length = rng.randrange(1, 5)
+        ids = [10 * session + i for i in range(length)]
+        prompt = 8 * length + rng.randrange(8)
+        requests.append(request_of(number, arrival, prompt, rng.randrange(1, 9), prefix_ids=ids))
+    return workload_of(*requests, prefix_block_size=8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_a_workload_the_same_way_each_time(policy: str) -> None:
+    results = []
+    for _ in range(2):
+        engines = [engine_of(num_blocks=30, block_size=4) for _ in range(3)]
+        results.append(Fleet(engines, router_of(policy, engines)).run(sessions(1)))
+    assert results[0].requests == results[1].requests
+    assert {each.outcome for each in results[0].requests} == {"length"}
+    assert {each.replica for each in results[0].requests} == {0, 1, 2}
+
+
+def test_precise_knows_what_the_engines_have_cached() -> None:
+    engines = [engine_of(num_blocks=30, block_size=4) for _ in range(3)]
+    router = router_of("precise", engines)
+    result = Fleet(engines, router).run(sessions(2, count=200))
+    assert sum(each.num_evictions for each in result.replicas) > 100
+    where = router.router.state.cached.where
+    for replica, engine in enumerate(engines):
+        cached = {name for name, servers in where.items() if servers >> replica & 1}
+        assert cached == set(engine.scheduler.manager.pool.cached_blocks)
+
+
+def test_estimated_sends_a_session_to_one_engine() -> None:
+    engines = [engine_of() for _ in range(4)]
+    requests = [
+        request_of(i, 10**6 * i, prompt=40, output=2, prefix_ids=[i % 3, 100 + i, 200 + i])
+        for i in range(12)
+    ]
+    work = workload_of(*requests, prefix_block_size=8)
+    result = Fleet(engines, router_of("estimated", engines)).run(work)
+    assert {(int(r.request_id[1:]) % 3, r.replica) for r in result.requests} == {
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    }
+
+
+@pytest.mark.parametrize(("refresh", "last"), [(0, 1), (700, 1), (1000, 0)])
+def test_a_router_with_stale_metrics(refresh: int, last: int) -> None:
+    """Request r1 ends at 2210, so a router that knows its engines sends r2 to engine 1 at 2900. One
+    that looks every 1000 has seen equal loads at 2000, and takes its turn: engine 0."""
+    engines = [engine_of() for _ in range(2)]
+    requests = [
+        request_of(0, 100, prompt=10, output=9),
+        request_of(1, 200, prompt=10, output=1),
+        request_of(2, 2900, prompt=10, output=1),
+    ]
+    result = Fleet(engines, router_of("load", engines, refresh)).run(workload_of(*requests))
+    served = {each.request_id: each for each in result.requests}
+    assert served["r1"].last_token == 2210
+    assert [served[f"r{i}"].replica for i in range(3)] == [0, 1, last]
+
+
+def test_weights_look_at_waiting_requests_and_memory() -> None:
+    engines = [engine_of(num_blocks=30, block_size=4) for _ in range(2)]
+    router = router_of("load", engines, weights=Weights(prefix=0, kv=1, queue=1))
+    requests = [
+        request_of(0, 0, prompt=60, output=50),  # engine 0, half of whose memory it takes
+        request_of(1, 2000, prompt=10, output=50),
+        request_of(2, 4000, prompt=10, output=50),
+        request_of(3, 6000, prompt=10, output=50),
+    ]
+    result = Fleet(engines, router).run(workload_of(*requests))
+    assert [r.replica for r in sorted(result.requests, key=lambda r: r.request_id)] == [0, 1, 1, 1]
