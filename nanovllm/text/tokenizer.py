@@ -147,6 +147,12 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else self.token_decoder.token_bytes(token)
 
+    @functools.cache  # noqa: B019
+    def ascii_text(self, token_id: int) -> str | None:
+        """The text of a token whose bytes are ASCII characters; None for any other. Cached."""
+        spelled = self.token_bytes(token_id)
+        return spelled.decode("ascii") if spelled.isascii() else None
+
     @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a text; None if there is none. `generation_config.json` may
