@@ -1,0 +1,138 @@
+"""Many simulations: all combinations of settings, or the highest load that keeps objectives."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.report import Summary
+
+Settings = Mapping[str, object]
+# The times that the frontier compares.
+TTFT = "p99_ttft_ms"
+TPOT = "p99_tpot_ms"
+# Two rates of `highest_load` that differ by less are equal.
+PRECISION = 1.02
+MAX_FACTOR = 2.0**20
+
+
+def combinations(lists: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
+    """Return each combination of one value per name."""
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def run_all(
+    run: Callable[[Settings], Summary],
+    points: Sequence[Settings],
+    num_processes: int | None = None,
+    use_ray: bool = False,
+) -> list[Summary]:
+    """Return the summary of each point, on all cores, or on all nodes of a Ray cluster if there is
+    one. A point whose settings are impossible has an "error" instead.
+
+    Args:
+        run: a function of a module, which other processes can import.
+        num_processes: processes on this machine, at most (default: one per core).
+        use_ray: connect to a cluster, or start one; otherwise use it if this program has already.
+
+    Raises:
+        UsageError: Ray is wanted, and not installed; or all points are impossible.
+    """
+    jobs = [(run, point) for point in points]
+    num_processes = min(len(points), num_processes or _num_cores())
+    if use_ray or ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
+        summaries = _run_on_ray(jobs)
+    elif num_processes <= 1:
+        summaries = list(map(_run, jobs))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+            summaries = list(pool.map(_run, jobs))
+    if all("error" in summary for summary in summaries):
+        raise UsageError(str(summaries[0]["error"]))
+    return summaries
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _run(job: tuple[Callable[[Settings], Summary], Settings]) -> Summary:
+    run, point = job
+    try:
+        return run(point)
+    except UsageError as error:
+        return {"error": str(error)}
+
+
+def _run_on_ray(jobs: Sequence[tuple[Callable[[Settings], Summary], Settings]]) -> list[Summary]:
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise UsageError("--ray needs Ray: pip install 'nanovllm[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    remote = ray.remote(_run)
+    summaries: list[Summary] = ray.get([remote.remote(job) for job in jobs])
+    return summaries
+
+
+def mark_frontier(summaries: Sequence[Summary]) -> None:
+    """Set "on_frontier" in each summary: no other one has both a shorter P99 TTFT and a shorter P99
+    TPOT."""
+    best = float("inf")
+    for summary in summaries:
+        summary["on_frontier"] = False
+    done = [summary for summary in summaries if summary.get("completed")]
+    for summary in sorted(done, key=lambda each: (_number(each, TTFT), _number(each, TPOT))):
+        summary["on_frontier"] = _number(summary, TPOT) < best
+        best = min(best, _number(summary, TPOT))
+
+
+def _number(summary: Summary, name: str) -> float:
+    value = summary[name]
+    assert isinstance(value, int | float)
+    return value
+
+
+def highest_load(
+    run: Callable[[float], Summary], start: float, attainment: float
+) -> tuple[float, Summary]:
+    """Find the highest load at which the share of requests that meet all objectives is at least
+    `attainment`: to within 2 %, if a higher load never helps.
+
+    Args:
+        run: simulates a load.
+        start: the load to begin with.
+
+    Returns:
+        The load, and its summary.
+
+    Raises:
+        UsageError: no load keeps the objectives, or every load does.
+    """
+    kept: Summary = {}
+    low = high = 0.0
+    load = start
+    while not low or not high or high / low > PRECISION:
+        if not start / MAX_FACTOR < load < start * MAX_FACTOR:
+            raise UsageError(
+                f"the objectives of --goodput are {'always' if low else 'never'} kept, even at a "
+                f"load of {load:.3g}: change them"
+            )
+        summary = run(load)
+        if _number(summary, "slo_attainment") >= attainment:
+            low = load
+            kept = summary
+        else:
+            high = load
+        load = (low * high) ** 0.5 if low and high else low * 2 or high / 2
+    return low, kept

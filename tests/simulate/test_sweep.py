@@ -1,0 +1,67 @@
+"""Sweeps: combinations, processes, the frontier, and the highest load."""
+
+import pytest
+
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.report import Summary
+from nanovllm.simulate.sweep import (
+    TPOT,
+    TTFT,
+    Settings,
+    combinations,
+    highest_load,
+    mark_frontier,
+    run_all,
+)
+
+
+def product(point: Settings) -> Summary:
+    """A simulation for tests."""
+    if point["a"] == 13:
+        raise UsageError("13 is impossible")
+    return {"product": point["a"] * point["b"]}
+
+
+def test_all_combinations() -> None:
+    points = combinations({"a": [1, 2], "b": ["x", "y"]})
+    assert points == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")]
+    assert combinations({}) == [{}]
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_results_do_not_depend_on_the_number_of_processes(num_cores: int) -> None:
+    points = combinations({"a": [1, 13, 3], "b": [5, 7]})
+    impossible = {"error": "13 is impossible"}
+    expected = [{"product": 5}, {"product": 7}, impossible, impossible]
+    expected += [{"product": 15}, {"product": 21}]
+    assert run_all(product, points, num_processes=num_cores) == expected
+
+
+def test_a_sweep_of_impossible_points_is_an_error() -> None:
+    with pytest.raises(UsageError, match="13 is impossible"):
+        run_all(product, [{"a": 13, "b": 1}] * 2, num_processes=1)
+
+
+def test_the_frontier_has_the_points_that_no_other_one_beats() -> None:
+    times = [(1, 9), (2, 8), (2, 7), (3, 7), (4, 1), (5, 2), (1, 9.5)]
+    summaries: list[Summary] = [{"completed": 1, TTFT: x, TPOT: y} for x, y in times]
+    summaries.append({"error": "impossible"})
+    mark_frontier(summaries)
+    marks = [summary["on_frontier"] for summary in summaries]
+    assert marks == [True, False, True, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("limit", [0.037, 1.0, 1.5, 100.0])
+def test_the_highest_load_is_found_to_within_two_percent(limit: float) -> None:
+    def simulate(load: float) -> Summary:
+        return {"load": load, "slo_attainment": 0.95 if load <= limit else 0.5}
+
+    load, summary = highest_load(simulate, start=1.0, attainment=0.9)
+    assert summary["load"] == load
+    assert load <= limit < load * 1.02
+
+
+@pytest.mark.parametrize(("attainment", "answer"), [(0.1, "always"), (0.9, "never")])
+def test_objectives_that_no_load_decides_are_an_error(attainment: float, answer: str) -> None:
+    with pytest.raises(UsageError, match=f"are {answer} kept"):
+        highest_load(lambda load: {"slo_attainment": 0.5}, 1.0, attainment)
