@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -75,7 +74,7 @@ def _run(job: tuple[Callable[[Settings], Summary], Settings]) -> Summary:
 
 def _run_on_ray(jobs: Sequence[tuple[Callable[[Settings], Summary], Settings]]) -> list[Summary]:
     try:
-        ray = importlib.import_module("ray")
+        import ray
     except ImportError as error:
         raise UsageError("--ray needs Ray: pip install 'nanovllm[ray]'") from error
     if not ray.is_initialized():
