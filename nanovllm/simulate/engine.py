@@ -121,6 +121,16 @@ class SimulatedEngine:
             self._aborts.append(request_id)
         return False
 
+    def wake(self, now: int) -> bool:
+        """Plan again, since a KV transfer has ended, if the engine is idle. Returns whether `end`
+        has changed."""
+        return self.end is None and self.begin(now)
+
+    @property
+    def _awaits_transfers(self) -> bool:
+        """KV transfers fill or hold blocks, so more can be planned once they are complete."""
+        return bool(self.scheduler.queues.receiving or self.scheduler.manager.held)
+
     def _abort_requests(self) -> list[SimulatedRequest]:
         requests = self.scheduler.queues.requests
         found = [requests[name] for name in dict.fromkeys(self._aborts) if name in requests]
@@ -142,7 +152,7 @@ class SimulatedEngine:
             self._is_draining = False
             plan = scheduler.schedule()
             if plan.empty:
-                if not in_flight:
+                if not in_flight and not self._awaits_transfers:
                     raise InvariantError(f"requests wait, yet none runs: {plan.blocked_by}")
                 break
             self._launch(plan, now)

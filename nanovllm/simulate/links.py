@@ -1,0 +1,120 @@
+"""Links between engines, whose bandwidth simultaneous transfers share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanovllm.simulate.workload import SECOND
+
+
+@dataclass
+class Transfer:
+    """A transfer in flight.
+
+    Attributes:
+        source, target: the engines at its ends.
+        left: how long the rest would take with a link's whole bandwidth, in picoseconds.
+        arrived: called when all bytes have arrived.
+    """
+
+    source: int
+    target: int
+    left: int
+    arrived: Callable[[], None]
+
+
+class Links:
+    """One link per engine, for what it sends and receives; all have the same bandwidth.
+
+    A transfer of n bytes alone takes `latency + n / bandwidth`. The transfers at a link share its
+    bandwidth equally, and a transfer gets the smaller of its shares at its two ends: a link's
+    sending and its receiving half are independent.
+
+    Args:
+        bandwidth: bytes per second of each link.
+        latency: picoseconds before the first byte arrives.
+        at: calls a function at a time of the virtual clock.
+        now: returns the time of the virtual clock.
+
+    Attributes:
+        num_bytes: bytes that were sent.
+        num_transfers: how often.
+        time: the time of all transfers, in picoseconds.
+    """
+
+    def __init__(
+        self,
+        bandwidth: float,
+        latency: int,
+        at: Callable[[int, Callable[[], None]], None],
+        now: Callable[[], int],
+    ) -> None:
+        self.bandwidth = bandwidth
+        self.latency = latency
+        self.num_bytes = 0
+        self.num_transfers = 0
+        self.time = 0
+        self._at = at
+        self._now = now
+        self._moving: list[Transfer] = []
+        self._senders: Counter[int] = Counter()
+        self._receivers: Counter[int] = Counter()
+        # Transfers have progressed up to here.
+        self._time = 0
+        # The number of the event that ends the next transfer: earlier ones are void.
+        self._event = 0
+
+    def send(self, source: int, target: int, num_bytes: int, arrived: Callable[[], None]) -> None:
+        """Begin a transfer, and call `arrived` when it is complete."""
+        begin = self._now()
+
+        def count_and_tell() -> None:
+            self.time += self._now() - begin
+            arrived()
+
+        self.num_bytes += num_bytes
+        self.num_transfers += 1
+        left = round(num_bytes * SECOND / self.bandwidth)
+        transfer = Transfer(source, target, left, count_and_tell)
+        self._at(begin + self.latency, lambda: self._start(transfer))
+
+    def _start(self, transfer: Transfer) -> None:
+        self._progress()
+        self._moving.append(transfer)
+        self._senders[transfer.source] += 1
+        self._receivers[transfer.target] += 1
+        self._expect_next()
+
+    def _share(self, transfer: Transfer) -> int:
+        """Return how many transfers share the bandwidth that this one gets."""
+        return max(self._senders[transfer.source], self._receivers[transfer.target])
+
+    def _progress(self) -> None:
+        """Move all transfers forward to now."""
+        now = self._now()
+        elapsed = now - self._time
+        self._time = now
+        for transfer in self._moving:
+            transfer.left -= elapsed // self._share(transfer)
+
+    def _expect_next(self) -> None:
+        if self._moving:
+            self._event += 1
+            event = self._event
+            rest = min(transfer.left * self._share(transfer) for transfer in self._moving)
+            self._at(self._time + rest, lambda: self._end(event))
+
+    def _end(self, event: int) -> None:
+        if event != self._event:
+            return
+        self._progress()
+        ended = [transfer for transfer in self._moving if transfer.left <= 0]
+        self._moving = [transfer for transfer in self._moving if transfer.left > 0]
+        for transfer in ended:
+            self._senders[transfer.source] -= 1
+            self._receivers[transfer.target] -= 1
+        self._expect_next()
+        for transfer in ended:
+            transfer.arrived()
