@@ -7,16 +7,21 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.resolved_config import resolve
 from nanovllm.router.policies import Router, RouterState, Weights
-from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.cost import StepCost, StepWork
+from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
 from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import Fleet
+from nanovllm.simulate.fleet import Fleet, RoundRobin
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import ServedRequest
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 from tests.simulate.engines import engine_of
 
+MILLISECOND = SECOND // 1000
 MICROSECOND = SECOND // 10**6
 
 
@@ -160,3 +165,155 @@ def test_llm_d_routes_in_its_published_order() -> None:
     assert abs(load.mean_ttft - chance.mean_ttft) < 0.15 * chance.mean_ttft
     assert 40 < chance.mean_ttft < 75
     assert not precise.num_preemptions and chance.num_preemptions
+
+
+# ---------------------------------------------------------------- DistServe
+
+# Of ShareGPT's prompts and outputs, in tokens of OPT: each twentieth of the requests is between two
+# numbers. From the 798 requests of DistServe's artifact, simdistserve/benchmarks/alignment.
+SHAREGPT_PROMPTS = [
+    *(2, 26, 85, 165, 243, 322, 376, 451, 505, 584, 666),
+    *(756, 849, 936, 1068, 1153, 1307, 1421, 1525, 1722, 2003),
+]
+SHAREGPT_OUTPUTS = [
+    *(1, 5, 9, 11, 14, 18, 23, 31, 40, 59, 81),
+    *(118, 170, 219, 262, 315, 356, 404, 492, 623, 1809),
+]
+
+
+@dataclass(frozen=True)
+class DistServeCost:
+    """The cost model of DistServe's simulator: milliseconds of a step.
+
+    Attributes:
+        prefill: a, b, c of `a + b * (sum of prompts) + c * (sum of their squares)`.
+        small, large: a, b, c of `a + b * context + c * requests`, for less than 95 requests, and
+            for more.
+        kv_tokens: capacity of an engine.
+    """
+
+    prefill: tuple[float, float, float]
+    small: tuple[float, float, float]
+    large: tuple[float, float, float]
+    kv_tokens: int
+
+    def step(self, work: StepWork) -> int:
+        """Return the time of a step."""
+        if not work.prefills:
+            base, per_context = self.decode(work.num_decodes)
+            return base + per_context * work.decode_context
+        counts = [count for _, count in work.prefills]
+        a, b, c = self.prefill
+        # A pipeline adds 1 ms, and Ray 2 ms and 0.1 us per token.
+        time = a + 3 + (b + 1e-4) * sum(counts) + c * sum(count**2 for count in counts)
+        return round(time * MILLISECOND)
+
+    def decode(self, num_decodes: int) -> tuple[int, int]:
+        """Return base and price per token of context."""
+        a, b, c = self.small if num_decodes < 95 else self.large
+        return round((a + 2 + c * num_decodes) * MILLISECOND), round((b + 1e-4) * MILLISECOND)
+
+
+# OPT-13B on A100s, by tensor-parallel size.
+DISTSERVE = {
+    1: DistServeCost(
+        prefill=(18.10, 0.10191, 7.122e-6),
+        small=(19.93, 6.269e-4, 3.851e-2),
+        large=(7.166, 5.798e-4, 0.15831),
+        kv_tokens=66_144,
+    ),
+    2: DistServeCost(
+        prefill=(14.74, 0.06858, 2.450e-6),
+        small=(13.29, 3.411e-4, 6.296e-2),
+        large=(10.64, 3.118e-4, 8.563e-2),
+        kv_tokens=163_008,
+    ),
+}
+
+
+def draw_length(table: list[int], rng: random.Random) -> int:
+    """A length between two numbers of the table."""
+    place = rng.random() * (len(table) - 1)
+    before = int(place)
+    return round(table[before] + (table[before + 1] - table[before]) * (place - before))
+
+
+def sharegpt_requests(rate: float, seed: int) -> Iterator[WorkloadRequest]:
+    """300 requests. DistServe's decode engine generates the output; its prefill engine one token
+    more."""
+    rng = random.Random(seed)
+    at = 0
+    for number in range(300):
+        yield WorkloadRequest(
+            request_id=str(number),
+            arrival=at,
+            num_prompt_tokens=draw_length(SHAREGPT_PROMPTS, rng),
+            num_output_tokens=draw_length(SHAREGPT_OUTPUTS, rng) + 1,
+        )
+        at += round(rng.expovariate(1) / rate * SECOND)
+
+
+def distserve_engine(
+    kind: type[PrefillConnector] | type[DecodeConnector], cost: DistServeCost
+) -> SimulatedEngine:
+    config = EngineConfig(
+        num_kv_blocks=cost.kv_tokens // 16,
+        max_num_batched_tokens=cost.kv_tokens,
+        max_num_seqs=1024,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+    )
+    resolved = resolve(
+        config, model_max_len=4096, num_kv_blocks=cost.kv_tokens // 16, num_host_blocks=0
+    )
+    scheduler = create_scheduler(resolved, create_manager(resolved), kind(config))
+    step_cost: StepCost = cost
+    return SimulatedEngine(scheduler, step_cost)
+
+
+def meets_targets(tp_prefill: int, tp_decode: int, rate_per_gpu: float, runs: int) -> bool:
+    """Of all runs' requests, 90 % have a TTFT below 200 ms, and 90 % a TPOT below 100 ms."""
+    first = []
+    per_token = []
+    for seed in range(runs):
+        fleet = DisaggregatedFleet(
+            [distserve_engine(PrefillConnector, DISTSERVE[tp_prefill])],
+            [distserve_engine(DecodeConnector, DISTSERVE[tp_decode])],
+            (RoundRobin(1), RoundRobin(1)),
+            bandwidth=1e18,  # DistServe's simulator transfers in no time
+            latency=0,
+            kv_bytes_per_token=1,
+            first_token="prefill",
+        )
+        requests = sharegpt_requests(rate_per_gpu * (tp_prefill + tp_decode), seed)
+        for served in fleet.run(Workload("ShareGPT", requests)).requests:
+            assert served.first_token is not None and served.last_token is not None
+            first.append(served.first_token - served.arrival)
+            decoding = served.last_token - served.first_token
+            per_token.append(decoding / (served.num_output_tokens - 1))
+    ninetieth = len(first) * 9 // 10 - 1
+    return (
+        sorted(first)[ninetieth] < 200 * MILLISECOND
+        and sorted(per_token)[ninetieth] < 100 * MILLISECOND
+    )
+
+
+def test_distserve_serves_at_its_published_rate() -> None:
+    """DistServe's simulator (OSDI 2024, simdistserve/README.md): OPT-13B on 4 A100s, ShareGPT,
+    Poisson, 300 requests. Published: the best placement is tensor parallel 2 for prefill and 1 for
+    decode, with 1.56 requests per second per GPU.
+
+    With 300 requests and its bisection, that number depends on the seed: from 1.25 to 2.03 here,
+    with a median of 1.56 of ten. So this test looks at four runs together. Lengths are drawn from
+    the distribution of the published requests, prompts and outputs independently (their
+    correlation is -0.12)."""
+    assert meets_targets(2, 1, 1.56 - 0.25, runs=4)
+    assert not meets_targets(2, 1, 1.56 + 0.25, runs=4)
+
+
+def test_distserve_s_best_placement_is_the_best() -> None:
+    """See above. At 1.56 requests per second per GPU, no other placement meets the targets; those
+    that prefill on one GPU do not even at 0.8."""
+    assert not meets_targets(2, 2, 1.56, runs=2)
+    assert not meets_targets(1, 1, 0.8, runs=2)
+    assert not meets_targets(1, 2, 0.8, runs=2)
