@@ -20,7 +20,8 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
         first_token, last_token: when these were sampled; None: it has sampled no token.
         replica: the engine that served it; -1: none accepted it.
         outcome: "length": it is complete; "abort": its client has disconnected; "rejected": its
-            prompt is too long for the engine; "unfinished": the simulation ended before it.
+            prompt is too long for the engine; "failed": its replica has failed, or none was
+            ready; "unfinished": the simulation ended before it.
     """
 
     request_id: str

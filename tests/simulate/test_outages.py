@@ -1,0 +1,120 @@
+"""Replicas that fail or start late, with times that can be worked out by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm.router.policies import Router, RouterState
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.outages import Outage, UnreliableFleet
+from nanovllm.simulate.requests import RequestMaker
+from nanovllm.simulate.results import FleetResult, ServedRequest
+from nanovllm.simulate.routers import PolicyRouter
+from nanovllm.simulate.workload import WorkloadRequest
+from tests.simulate.engines import engine_of, request_of, workload_of
+
+# With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.
+
+
+def fleet_of(
+    outages: list[Outage], num_replicas: int = 2, policy: str = "round_robin", retries: bool = True
+) -> UnreliableFleet:
+    engines: list[SimulatedEngine] = [
+        engine_of(block_size=4, async_scheduling=False) for _ in range(num_replicas)
+    ]
+    maker = RequestMaker(4, 8)
+    router = PolicyRouter(
+        Router(policy, RouterState(num_replicas, capacity=100)),
+        lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens),
+    )
+    router.watch(engines)
+    return UnreliableFleet(engines, router, outages, retries=retries)
+
+
+def run(fleet: UnreliableFleet, *requests: WorkloadRequest) -> dict[str, ServedRequest]:
+    result: FleetResult = fleet.run(workload_of(*requests, prefix_block_size=8))
+    assert len(result.requests) == len(requests)
+    return {request.request_id: request for request in result.requests}
+
+
+def test_a_request_without_tokens_is_served_elsewhere_and_one_with_tokens_fails() -> None:
+    requests = [
+        request_of(0, 0, prompt=10, output=9),  # replica 0; its first token comes at 2010
+        request_of(1, 0, prompt=10, output=9),  # replica 1
+        request_of(2, 100, prompt=20, output=2),  # replica 0, from 2010 to 5141
+    ]
+    served = run(fleet_of([Outage(0, 2500, None)]), *requests)
+    assert (served["r0"].outcome, served["r0"].num_output_tokens) == ("failed", 2)
+    assert (served["r1"].outcome, served["r1"].replica) == ("length", 1)
+    # The step in flight would have ended at 2010 + 1000 + 100 * 21 + 11 + 20: it computes the whole
+    # prompt of r2, and samples its first token, too.
+    assert served["r2"].outcome == "failed"
+    served = run(fleet_of([Outage(0, 1500, None)]), *requests)
+    # At 2010, r2 is sent to replica 1, whose step ends at the same time.
+    assert (served["r2"].outcome, served["r2"].replica) == ("length", 1)
+    assert served["r2"].first_token == 2010 + 1000 + 100 * 21 + 11 + 20
+    assert served["r2"].arrival == 100, "its client has waited since then"
+    served = run(fleet_of([Outage(0, 1500, None)], retries=False), *requests)
+    assert served["r2"].outcome == "failed"
+
+
+def test_a_replica_that_starts_late_gets_no_requests_before() -> None:
+    requests = [request_of(i, 10_000 * i, prompt=10, output=2) for i in range(6)]
+    served = run(fleet_of([Outage(1, 0, 35_000)]), *requests)
+    assert [served[f"r{i}"].replica for i in range(6)] == [0, 0, 0, 0, 1, 0]
+
+
+def test_without_any_replica_requests_fail() -> None:
+    outages = [Outage(0, 5_000, 25_000), Outage(1, 0, None)]
+    requests = [request_of(i, 10_000 * i, prompt=10, output=2) for i in range(4)]
+    served = run(fleet_of(outages), *requests)
+    assert [served[f"r{i}"].outcome for i in range(4)] == ["length", "failed", "failed", "length"]
+    assert (served["r1"].replica, served["r1"].num_output_tokens) == (-1, 0)
+
+
+@pytest.mark.parametrize("policy", ["estimated", "precise"])
+def test_a_replacement_has_an_empty_cache(policy: str) -> None:
+    fleet = fleet_of([Outage(0, 50_000, 55_000), Outage(1, 0, None)], policy=policy)
+    requests = [
+        request_of(i, 20_000 * i, prompt=20, output=2, prefix_ids=[1, 2, 3]) for i in range(5)
+    ]
+    served = run(fleet, *requests)
+    assert [served[f"r{i}"].num_cached_tokens for i in range(5)] == [0, 16, 16, 0, 16]
+    state = fleet.policy_router.router.state
+    assert all(servers == 1 for servers in state.cached.where.values())
+
+
+def test_the_duration_ends_with_the_last_token() -> None:
+    fleet = fleet_of([Outage(0, 10**9, 2 * 10**9)])
+    result = fleet.run(workload_of(request_of(0, 50, prompt=10, output=1)))
+    assert result.duration == 50 + 2010
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_request_has_one_outcome(seed: int) -> None:
+    rng = random.Random(seed)
+    outages = []
+    for replica in range(3):
+        begin = rng.randrange(100_000)
+        outages.append(Outage(replica, begin, rng.choice([None, begin + rng.randrange(90_000)])))
+    fleet = fleet_of(outages, 3, rng.choice(["random", "load", "precise"]), rng.random() < 0.8)
+    requests = []
+    at = 0
+    for number in range(60):
+        at += rng.randrange(5000)
+        abort = at + rng.randrange(20_000) if rng.random() < 0.2 else None
+        ids = [rng.randrange(4), number]
+        requests.append(
+            request_of(
+                number, at, rng.randint(8, 16), rng.randint(1, 20), prefix_ids=ids, abort=abort
+            )
+        )
+    served = run(fleet, *requests)
+    assert set(served) == {request.request_id for request in requests}
+    for request in served.values():
+        assert request.outcome in ("length", "abort", "failed")
+    for engine in fleet.engines:
+        assert not engine.scheduler.queues.requests
+        assert engine.scheduler.manager.pool.num_free == 100
