@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.distributed.expert_slots import slots_per_rank
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group
 
 
@@ -50,16 +51,8 @@ class ExpertPlacement:
         Raises:
             ValueError: the slots cannot be divided evenly, or are more than experts times ranks.
         """
-        total = num_experts + num_redundant
-        most = num_experts * (num_ranks - 1)
-        if total % num_ranks or num_redundant > most:
-            steps = ", ".join(map(str, range(-num_experts % num_ranks, most + 1, num_ranks)[:3]))
-            raise ValueError(
-                f"{num_experts} experts and {num_redundant} redundant ones do not fill {num_ranks} "
-                "ranks evenly, each expert at most once on each; num_redundant_experts may be "
-                f"{steps}, ... up to {most}"
-            )
-        size = total // num_ranks
+        size = slots_per_rank(num_experts, num_ranks, num_redundant)
+        total = num_ranks * size
         firsts = range(0, total, size)
         return cls(
             num_experts,

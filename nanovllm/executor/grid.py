@@ -48,9 +48,9 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     pipeline = config.pipeline_parallel_size
     data = config.data_parallel_size
     if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
-        from nanovllm.distributed.expert_parallel import ExpertPlacement
+        from nanovllm.distributed.expert_slots import slots_per_rank
 
-        ExpertPlacement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
+        slots_per_rank(moe.num_routed, tensor * data, moe.num_redundant_experts)
     backend = choose_backend(config)
     here = config.world_size
     asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"

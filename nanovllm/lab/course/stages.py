@@ -41,6 +41,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "attention/latent*.py",
             "ops/triton_grouped.py",
             "distributed/expert_parallel.py",
+            "distributed/expert_slots.py",
             "distributed/load_balance.py",
             "features/expert_balance.py",
         ],

@@ -1,0 +1,113 @@
+"""Machines, by name: what they can do, and which part of it programs reach."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+
+from nanovllm.data.errors import UsageError
+from nanovllm.distributed.cost_model import Link
+
+GIB = 2**30
+
+
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured corrections.
+
+    Attributes:
+        source: where they were measured.
+        bandwidth: share of the memory's bandwidth that matrix products and small operators reach.
+        products: share of the peak that matrix products reach.
+        attention_bandwidth, attention_products: the same for attention in decodes.
+        prompt_attention: share of the 16-bit peak that attention reaches in prompts.
+        links: share of a link's bandwidth that collectives reach.
+        all_to_all: seconds that an exchange of nearly nothing between all ranks takes.
+        kernel: seconds from the start of a kernel that has nothing to do to that of the next one.
+        host_step, host_request: seconds per step, and per request in it, in which the device waits
+            for the host.
+    """
+
+    source: str
+    bandwidth: float
+    products: float
+    attention_bandwidth: float
+    attention_products: float
+    prompt_attention: float
+    links: float
+    all_to_all: float
+    kernel: float
+    host_step: float
+    host_request: float
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nodes of equal devices, as machines.toml has them. Numbers are per device.
+
+    Attributes:
+        memory_gib: as the driver reports it.
+        bandwidth: bytes per second of its memory.
+        flops: dense FLOP/s, by type of number: "bf16", and "fp8" if it has such units.
+        inside, between: links to other devices of a node, and to other nodes.
+        efficiency: name of the corrections.
+        price_per_hour: in US dollars; None: unknown.
+        devices: per node.
+    """
+
+    source: str
+    memory_gib: float
+    bandwidth: float
+    flops: dict[str, float]
+    inside: Link
+    between: Link
+    efficiency: str
+    price_per_hour: float | None = None
+    devices: int = 8
+    name: str = ""
+
+    @property
+    def reach(self) -> Efficiency:
+        """The measured corrections."""
+        return _read().efficiency[self.efficiency]
+
+    def link(self, num_devices: int) -> Link:
+        """Return the slowest link between so many devices, as collectives reach it."""
+        found = self.inside if num_devices <= self.devices else self.between
+        return replace(found, bandwidth=found.bandwidth * self.reach.links)
+
+    def peak(self, bytes_per_weight: float) -> float:
+        """Return the FLOP/s of products with weights of this size: a machine without FP8 units
+        computes with 16 bits."""
+        return self.flops.get("fp8" if bytes_per_weight == 1 else "bf16", self.flops["bf16"])
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    efficiency: dict[str, Efficiency]
+    machine: dict[str, Machine]
+
+
+@cache
+def _read() -> _File:
+    text = files("nanovllm.simulate").joinpath("machines.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _File)
+
+
+def find_machine(name: str) -> Machine:
+    """Return a machine by its name: "H100", or "H100x4" for nodes of 4.
+
+    Raises:
+        UsageError: an unknown name; the message has the list.
+    """
+    known = _read().machine
+    match = re.fullmatch(rf"({'|'.join(known)})(?:x([1-9]\d?))?", name)
+    if match is None:
+        raise UsageError(
+            f"--machine {name!r} is unknown: choose {', '.join(known)}, with the devices per node "
+            "after it (H100x8), or a file that --calibrate has written"
+        )
+    machine = known[match[1]]
+    return msgspec.structs.replace(machine, name=name, devices=int(match[2] or machine.devices))
