@@ -48,8 +48,9 @@ STAND_INS = set(
 # The count of each kind that is wanted in the end. "engine" is the package without its workshop,
 # `lab`. Statements have the allowance that was planned for records with names, base classes and
 # hooks (1,430 and 350), on top of what the engine and the lab had before: 17,968 and 6,549, and 450
-# for features as classes and what puts them together; 570 for GGUF files; and 1,400 for the
-# simulator. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
+# for features as classes and what puts them together; 570 for GGUF files; 1,400 for the simulator;
+# and 210 for what it shares: the cost model of collectives, once in the lab, the check of experts'
+# places, and KV transfer's half without torch. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -64,8 +65,8 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_560,
-    "statements, engine": 22_420,
-    "statements, lab": 6_900,
+    "statements, engine": 22_630,
+    "statements, lab": 6_850,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,
