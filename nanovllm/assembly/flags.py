@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 from msgspec import Meta
@@ -133,16 +133,26 @@ def _descriptions(settings: type[DataclassInstance]) -> dict[str, str]:
     return {name: re.sub(r"\s+", " ", text) for name, text in entries}
 
 
-def add_flags(settings: type[DataclassInstance], parser: argparse._ActionsContainer) -> None:
+def add_flags(
+    settings: type[DataclassInstance],
+    parser: argparse._ActionsContainer,
+    names: Collection[str] | None = None,
+) -> None:
     """Give the parser, or a group of it, a flag for every field that has one. Its help is the
     field's description in the docstring. A field of type `Annotated[..., parse]` reads its flag's
-    value with `parse`, which raises a ValueError for a wrong one."""
+    value with `parse`, which raises a ValueError for a wrong one.
+
+    Args:
+        names: of the fields, if not all of them are wanted.
+    """
     annotated = typing.get_type_hints(settings, include_extras=True)
     hints = typing.get_type_hints(settings)
     choices = choices_of(settings)
     descriptions = _descriptions(settings)
     for field in flags_of(settings):
         name = field.name
+        if names is not None and name not in names:
+            continue
         hint = hints[name]
         options: dict[str, Any] = {
             "default": field.default,

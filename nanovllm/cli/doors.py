@@ -27,6 +27,10 @@ COMMANDS = {
         "route requests to several servers, with prefill and decode together or separate",
         "nanovllm.router.command",
     ),
+    "simulate": (
+        "predict how a fleet of engines would serve a workload, without GPU and model",
+        "nanovllm.simulate.command",
+    ),
     "chat": ("chat with a model in the terminal", "nanovllm.cli.chat"),
     "trace": ("summarise a recorded trace, or convert it", "nanovllm.cli.trace"),
     "replay": (

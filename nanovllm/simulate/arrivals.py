@@ -15,8 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, Positive
-from nanovllm.simulate.traces import Length, OutputLength
-from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
+from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
 
 # Arrivals are in whole nanoseconds, so that the last digit of a logarithm, which differs between
 # mathematical libraries, does not matter.

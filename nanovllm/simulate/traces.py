@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, convert
 from msgspec.structs import replace
 
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
+from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
 from nanovllm.trace.trace import GZIP_MAGIC, read_trace
 
 FORMATS = (
@@ -27,9 +27,6 @@ FORMATS = (
     " CSV (TIMESTAMP, ContextTokens, GeneratedTokens), BurstGPT CSV (Timestamp, Request tokens, "
     "Response tokens), or one from nanovllm serve --trace or vllm bench serve --save-detailed"
 )
-# No engine serves more: a larger number is a mistake in the file.
-Length = Annotated[int, Meta(ge=1, le=10**8)]
-OutputLength = Annotated[int, Meta(ge=0, le=10**8)]
 Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MOONCAKE_BLOCK_SIZE = 512
@@ -166,9 +163,10 @@ def _csv_requests(path: str | Path, lines: Iterable[bytes]) -> Iterator[Workload
         if len(cells) != len(header):
             raise ValueError(f"Expected {len(header)} columns, got {len(cells)}")
         values = []
-        for index, parse in zip(indices, (_clock, _length, _output_length), strict=True):
+        for index, kind in zip(indices, (None, Length, OutputLength), strict=True):
+            text = cells[index].strip()
             try:
-                values.append(parse(cells[index].strip()))
+                values.append(convert(text, kind, strict=False) if kind else _clock(text))
             except ValueError as error:
                 place = f"{cells[index]!r} - at $.{header[index]}"
                 raise ValueError(f"{error}, got {place}") from error
@@ -187,20 +185,12 @@ def _csv_requests(path: str | Path, lines: Iterable[bytes]) -> Iterator[Workload
         raise _mistake(path, table.line_num, error) from error
 
 
-def _length(text: str) -> int:
-    return msgspec.convert(text, Length, strict=False)
-
-
-def _output_length(text: str) -> int:
-    return msgspec.convert(text, OutputLength, strict=False)
-
-
 def _clock(text: str) -> int:
     """Picoseconds since any time, of a date or of a number of seconds."""
     # `datetime` alone would cut off the seventh digit of the seconds.
     date = re.fullmatch(r"(\d+-\d+-\d+ [\d:]+)(?:\.(\d{1,12}))?([+-][\d:]+)?", text)
     if date is None:
-        return round(msgspec.convert(text, Seconds, strict=False) * SECOND)
+        return round(convert(text, Seconds, strict=False) * SECOND)
     elapsed = datetime.fromisoformat(date[1] + (date[3] or "+00:00")) - EPOCH
     return elapsed // timedelta(seconds=1) * SECOND + int((date[2] or "").ljust(12, "0"))
 

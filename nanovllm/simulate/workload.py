@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 # The virtual clock counts whole picoseconds: sums are exact, in whatever order they are added.
 SECOND = 10**12
+# Tokens of a prompt, and of an output. No engine serves more: a larger number is a mistake.
+Length = Annotated[int, Meta(ge=1, le=10**8)]
+OutputLength = Annotated[int, Meta(ge=0, le=10**8)]
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):

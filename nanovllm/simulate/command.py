@@ -1,0 +1,116 @@
+"""`nanovllm simulate`: how a fleet of engines would serve a workload. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Sequence
+
+from nanovllm.assembly.flags import Parser, add_flags
+from nanovllm.data.checks import did_you_mean
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.arrivals import SyntheticWorkload
+from nanovllm.simulate.settings import DEFAULT_MODEL, ENGINE_FLAGS, FleetConfig, known_settings
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Flags of one simulation."""
+    add_flags(FleetConfig, parser.add_argument_group("fleet"))
+    add_flags(SyntheticWorkload, parser.add_argument_group("synthetic workload"))
+    add_flags(EngineConfig, parser.add_argument_group("engines"), ENGINE_FLAGS)
+    parser.set_defaults(model=DEFAULT_MODEL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    add_settings(parser)
+    output = parser.add_argument_group("runs and output")
+    output.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,VALUE",
+        help="simulate each value of a setting, such as replicas=1,2,4; with several --sweep, each "
+        "combination. The table names the bottleneck of each, and marks the frontier of P99 TTFT "
+        "and P99 TPOT",
+    )
+    output.add_argument(
+        "--find-load",
+        action="store_true",
+        help="find the highest --request-rate (with --workload, the highest --speedup) at which "
+        "--slo-attainment of the requests keep --goodput",
+    )
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    output.add_argument(
+        "--perfetto",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write all steps and requests to a file for https://ui.perfetto.dev",
+    )
+    output.add_argument(
+        "--processes",
+        type=int,
+        metavar="NUMBER",
+        help="with --sweep, number of processes (default: one per core)",
+    )
+    output.add_argument(
+        "--ray", action="store_true", help="with --sweep, use a Ray cluster (RAY_ADDRESS)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Simulate, and print what comes out.
+
+    Raises:
+        UsageError: settings or files that cannot be used.
+    """
+    from nanovllm.simulate.report import print_summary, print_sweep
+    from nanovllm.simulate.simulation import find_load, simulate
+    from nanovllm.simulate.sweep import combinations, mark_frontier, run_all
+
+    settings = {name: vars(arguments)[name] for name in known_settings()}
+    function = find_load if arguments.find_load else simulate
+    if arguments.perfetto is not None and (arguments.sweep or arguments.find_load):
+        raise UsageError("--perfetto shows one simulation: do not combine it with others")
+    if not arguments.sweep:
+        if arguments.perfetto is not None:
+            summary = simulate(settings, arguments.perfetto)
+        else:
+            summary = function(settings)
+        return print(json.dumps(summary)) if arguments.json else print_summary(summary)
+    points = combinations(parse_sweep(arguments.sweep))
+    summaries = run_all(
+        function, [settings | point for point in points], arguments.processes, arguments.ray
+    )
+    mark_frontier(summaries)
+    if arguments.json:
+        results = zip(points, summaries, strict=True)
+        return print(json.dumps([{"settings": point, **summary} for point, summary in results]))
+    print_sweep(points, summaries)
+
+
+def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
+    """Read lists such as "replicas=1,2,4": the values of each setting, as its flag reads them.
+
+    Raises:
+        UsageError: not a list, or an unknown setting.
+    """
+    parser = Parser(prog="nanovllm simulate --sweep", add_help=False)
+    add_settings(parser)
+    lists: dict[str, list[object]] = {}
+    for word in words:
+        flag, equals, values = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if name not in known_settings():
+            raise UsageError(f"--sweep: no setting {flag!r}{did_you_mean(name, known_settings())}")
+        if not equals:
+            raise UsageError(f"--sweep must be a list such as replicas=1,2,4, got {word!r}")
+        lists[name] = []
+        for value in values.split(","):
+            flag = f"--{name.replace('_', '-')}"
+            switches = {"true": [flag], "false": [f"--no{flag.removeprefix('-')}"]}
+            parsed = parser.parse_args(switches.get(value.lower(), [f"{flag}={value}"]))
+            lists[name].append(vars(parsed)[name])
+    return lists

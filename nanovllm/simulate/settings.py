@@ -1,0 +1,103 @@
+"""Settings of a simulation, which are flags of `nanovllm simulate`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+from msgspec import Meta
+
+from nanovllm.assembly.flags import DataclassInstance, flags_of
+from nanovllm.data.checks import Amount, Keywords, Positive
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.arrivals import SyntheticWorkload
+
+# The engine's settings on which plans, or the times of steps, depend.
+ENGINE_FLAGS = (
+    "model",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
+    "kv_cache_dtype",
+    "gpu_memory_utilization",
+    "num_kv_blocks",
+    "block_size",
+    "swap_space",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "max_step_ms",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "batching_policy",
+    "scheduling_policy",
+    "preemption_mode",
+    "async_scheduling",
+)
+DEFAULT_MODEL = "llama-3.1-8b"
+T = TypeVar("T", bound=DataclassInstance)
+
+
+@dataclass(frozen=True)
+class FleetConfig(Keywords):
+    """Settings of a simulation, besides those of its engines and of a synthetic workload.
+
+    Attributes:
+        workload: file with requests, compressed or not: Mooncake JSON lines, Azure or BurstGPT CSV,
+            a trace of `nanovllm serve --trace`, or a result of `vllm bench serve --save-detailed`
+            (default: a synthetic workload)
+        speedup: with --workload, divide its times by this number
+        limit: with --workload, number of rows to read
+        replicas: number of engines
+        prefill: with --decode, number of engines that only compute prompts, instead of --replicas
+        decode: with --prefill, number of engines that fetch the KV of prompts, and generate outputs
+        machine: machine of the engines, such as H100 or A100; H100x4 has four devices per node
+        routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
+            one), estimated (the one that was already sent the prompt's prefix), or precise (the one
+            that has it cached)
+        goodput: times in ms that a request must keep to count in request_goodput, such as ttft:200
+            tpot:50 e2el:9000
+        slo_attainment: with --find-load, share of requests that must keep these times
+        price_per_hour: US dollars per device and hour (default: the machine's)
+    """
+
+    workload: str | None = None
+    speedup: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+    limit: Positive | None = None
+    replicas: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    prefill: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    decode: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    machine: str = "H100"
+    routing_policy: Literal["random", "round_robin", "load", "estimated", "precise"] = "estimated"
+    goodput: str | Sequence[str] | None = None
+    slo_attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    price_per_hour: Amount | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError("--prefill and --decode need each other: set both, or none")
+
+
+def known_settings() -> dict[str, type]:
+    """Return the names of all settings, each with the class that has it."""
+    found: dict[str, type] = dict.fromkeys(ENGINE_FLAGS, EngineConfig)
+    for cls in (FleetConfig, SyntheticWorkload):
+        found |= {field.name: cls for field in flags_of(cls)}
+    return found
+
+
+def create(cls: type[T], settings: Mapping[str, object]) -> T:
+    """Create settings from those of a mapping that belong to the class.
+
+    Raises:
+        UsageError: a value that makes no sense, alone or with another.
+    """
+    names = {field.name for field in flags_of(cls)}
+    try:
+        return cls(**{name: value for name, value in settings.items() if name in names})
+    except ValueError as error:
+        raise UsageError(str(error)) from error

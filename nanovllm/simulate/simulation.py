@@ -1,0 +1,208 @@
+"""One simulation, from settings to a summary as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.assembly.flags import words_of
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.data.checks import did_you_mean
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
+from nanovllm.data.resolved_config import ResolvedConfig, resolve
+from nanovllm.router.policies import Router, RouterState
+from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.fleet import Fleet, ReplicaRouter
+from nanovllm.simulate.machines import find_machine
+from nanovllm.simulate.models import Layout, find_model
+from nanovllm.simulate.perfetto import RecordedEngine, write_events
+from nanovllm.simulate.report import Summary, parse_goodput, summarize
+from nanovllm.simulate.requests import RequestMaker
+from nanovllm.simulate.results import ReplicaCounters
+from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
+from nanovllm.simulate.routers import PolicyRouter
+from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
+from nanovllm.simulate.sweep import highest_load
+from nanovllm.simulate.traces import read_workload
+from nanovllm.simulate.workload import SECOND, Workload
+
+
+def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Summary:
+    """Simulate a fleet; returns its summary (`report.summarize`).
+
+    Args:
+        settings: fields of `FleetConfig` and `SyntheticWorkload`, and those of `EngineConfig` that
+            `ENGINE_FLAGS` lists. Without a model, it is llama-3.1-8b.
+        perfetto: a file to write all steps to; see `perfetto.write_events`.
+
+    Raises:
+        UsageError: an unknown setting, or one that makes no sense, alone or with another.
+    """
+    known = known_settings()
+    if unknown := [name for name in settings if name not in known]:
+        raise UsageError(f"there is no setting {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+    config = create(FleetConfig, settings)
+    goodput = parse_goodput(config.goodput)
+    plan = plan_fleet(config, create(EngineConfig, {"model": DEFAULT_MODEL, **settings}))
+    block_size = plan.resolved.given.block_size
+    workload = _workload(config, create(SyntheticWorkload, settings), block_size)
+    fleet = plan.create_fleet(workload, RecordedEngine if perfetto else SimulatedEngine)
+    result = fleet.run(workload)
+    if perfetto is not None:
+        write_events(perfetto, fleet.engines)
+    return summarize(
+        result,
+        goodput=goodput,
+        bottleneck=plan.bottleneck,
+        kv_tokens=plan.resolved.num_kv_blocks * block_size,
+        dollars_per_hour=plan.price_per_hour * len(fleet.engines),
+    )
+
+
+def find_load(settings: Mapping[str, object]) -> Summary:
+    """Find the highest load that keeps `FleetConfig.goodput`; returns the summary of this load,
+    and the load as its request_rate or speedup.
+
+    Raises:
+        UsageError: see `simulate` and `sweep.highest_load`.
+    """
+    config = create(FleetConfig, settings)
+    if not config.goodput:
+        raise UsageError("--find-load needs --goodput, the times to keep: such as ttft:200 tpot:50")
+    name = "speedup" if config.workload else "request_rate"
+    start = config.speedup if config.workload else create(SyntheticWorkload, settings).request_rate
+    load, summary = highest_load(
+        lambda load: simulate({**settings, name: load}), start, config.slo_attainment
+    )
+    return {name: load, **summary}
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What a fleet is made from.
+
+    Attributes:
+        price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
+    """
+
+    config: FleetConfig
+    resolved: ResolvedConfig
+    cost: Roofline
+    price_per_hour: float
+
+    def create_fleet(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
+        """Create engines and their routers."""
+        config = self.config
+        if not config.prefill:
+            engines = [self._create_engine(kind) for _ in range(config.replicas)]
+            by_priority = self.resolved.given.scheduling_policy == "priority"
+            return Fleet(engines, self._create_router(engines, workload), by_priority)
+        prefill = [self._create_engine(kind, PrefillConnector) for _ in range(config.prefill)]
+        decode = [self._create_engine(kind, DecodeConnector) for _ in range(config.decode)]
+        layout = self.cost.layout
+        link = self.cost.machine.between
+        size = self.cost.model.kv_bytes_per_token(layout.tensor_parallel_size)
+        return DisaggregatedFleet(
+            prefill,
+            decode,
+            (self._create_router(prefill, workload), self._create_router(decode, workload)),
+            # Each device has a link of its own.
+            bandwidth=link.bandwidth * layout.devices,
+            latency=round(link.latency * SECOND),
+            kv_bytes_per_token=size * layout.tensor_parallel_size,
+        )
+
+    def _create_engine(
+        self,
+        kind: type[SimulatedEngine],
+        connector: type[PrefillConnector] | type[DecodeConnector] | None = None,
+    ) -> SimulatedEngine:
+        given = self.resolved.given
+        manager = create_manager(self.resolved)
+        return kind(
+            create_scheduler(
+                self.resolved, manager, None if connector is None else connector(given)
+            ),
+            self.cost,
+            steps_ahead=given.pipeline_parallel_size - 1 or int(self.resolved.async_scheduling),
+            num_stages=given.pipeline_parallel_size,
+        )
+
+    def _create_router(
+        self, engines: Sequence[SimulatedEngine], workload: Workload
+    ) -> ReplicaRouter:
+        policy = self.config.routing_policy
+        maker = RequestMaker(self.resolved.given.block_size, workload.prefix_block_size)
+        router = PolicyRouter(
+            Router(policy, RouterState(len(engines), self.resolved.num_kv_blocks)),
+            lambda source: maker.prompt_names(source.prefix_ids, source.num_prompt_tokens),
+        )
+        if policy == "precise":
+            router.watch(engines)
+        return router
+
+    def bottleneck(self, counters: ReplicaCounters) -> str:
+        """Name the part of the mean step that takes most time, and what it spends this time on."""
+        num_steps = counters.num_steps
+        num_decodes = counters.num_decodes // num_steps
+        num_prompt_tokens = counters.num_prefill_tokens // num_steps
+        work = StepWork(
+            num_decodes=num_decodes,
+            decode_context=counters.decode_context // num_steps,
+            prefills=[(0, num_prompt_tokens)] if num_prompt_tokens else [],
+            num_samples=num_decodes,
+        )
+        part = max(self.cost.parts(work), key=lambda part: part.seconds)
+        return f"{part.name} ({part.bound})"
+
+
+def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
+    """Decide everything that the settings leave open.
+
+    Raises:
+        UsageError: an unknown machine or model, a layout that is impossible, or too little memory.
+    """
+    machine = find_machine(config.machine)
+    model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
+    max_len = model.config.max_position_embeddings
+    layout = Layout(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        enable_expert_parallel=engine.enable_expert_parallel,
+    )
+    cost = create_cost(model, machine, layout)
+    utilization = engine.gpu_memory_utilization
+    fitting = kv_blocks(model, machine, layout, engine.block_size, utilization)
+    num_blocks = engine.num_kv_blocks or fitting
+    bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
+    bytes_per_block = bytes_per_token * engine.block_size / layout.pipeline_parallel_size
+    try:
+        engine.check_limits(max_len, num_blocks)
+        num_host_blocks = engine.count_host_blocks(int(bytes_per_block))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    resolved = resolve(
+        engine,
+        model_max_len=max_len,
+        num_kv_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        on_gpu=not config.machine.startswith("laptop"),
+    )
+    price = config.price_per_hour
+    if price is None:
+        price = machine.data.price_per_hour or 0.0
+    return FleetPlan(config, resolved, cost, price * layout.devices)
+
+
+def _workload(config: FleetConfig, synthetic: SyntheticWorkload, block_size: int) -> Workload:
+    if config.workload is None:
+        return create_workload(synthetic, block_size)
+    if idle := words_of(synthetic):
+        flag = idle[0].partition("=")[0]
+        raise UsageError(f"{flag} has no effect with --workload: it is for synthetic workloads")
+    return read_workload(config.workload, config.speedup, config.limit)

@@ -1,0 +1,210 @@
+"""`nanovllm simulate`: settings, output, mistakes, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli.main import main
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.command import parse_sweep
+from nanovllm.simulate.report import Summary
+from nanovllm.simulate.simulation import simulate
+
+SMALL = ["--num-prompts", "40", "--request-rate", "20", "--random-output-len", "16"]
+FEW = {"num_prompts": 40, "request_rate": 20.0, "random_output_len": 16}
+ROWS = "".join(
+    json.dumps(
+        {
+            "timestamp": 50 * i,
+            "input_length": 1024,
+            "output_length": 8,
+            "hash_ids": [i % 4, 100 + i],
+        }
+    )
+    + "\n"
+    for i in range(40)
+)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints."""
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def results(capsys: pytest.CaptureFixture[str], *words: str) -> Summary:
+    return json.loads(run(capsys, *words, "--json"))
+
+
+def test_a_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = simulate({**FEW, "replicas": 2, "goodput": ["ttft:500"]})
+    assert summary["completed"] == 40
+    assert len(summary["replicas"]) == 2
+    printed = results(capsys, *SMALL, "--replicas", "2", "--goodput", "ttft:500")
+    assert printed == json.loads(json.dumps(summary))
+    table = run(capsys, *SMALL, "--replicas", "2", "--goodput", "ttft:500")
+    for text in ("request goodput", "TTFT", "bottleneck", "dollars per million"):
+        assert text in table
+
+
+def test_a_file_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(ROWS)
+    words = ["--workload", str(path), "--block-size", "512"]
+    summary = results(capsys, *words)
+    assert (summary["completed"], summary["total_input_tokens"]) == (40, 40 * 1024)
+    assert summary["prefix_cache_hit_rate"] == 36 * 512 / (40 * 1024)
+    assert results(capsys, *words, "--no-enable-prefix-caching")["prefix_cache_hit_rate"] == 0
+    assert results(capsys, *words, "--limit", "7")["completed"] == 7
+    assert results(capsys, *words, "--speedup", "100")["duration"] < 0.7 * summary["duration"]
+
+
+@pytest.mark.parametrize("policy", ["random", "round_robin", "load", "estimated", "precise"])
+def test_every_policy_routes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(ROWS)
+    words = ["--workload", str(path), "--block-size", "512", "--replicas", "3"]
+    summary = results(capsys, *words, "--routing-policy", policy)
+    assert summary["completed"] == 40
+    by_prefix = policy in ("estimated", "precise")
+    assert by_prefix == (summary["prefix_cache_hit_rate"] > 0.4)
+
+
+def test_all_settings_of_the_scheduler_have_their_effect() -> None:
+    plain = simulate({**FEW, "max_num_seqs": 4, "max_num_batched_tokens": 256})
+    changes = {
+        "max_num_seqs": 40,
+        "max_num_batched_tokens": 4096,
+        "long_prefill_token_threshold": 64,
+        "batching_policy": "static",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "async_scheduling": False,
+        "machine": "A100",
+        "model": "llama-3.1-70b",
+        "kv_cache_dtype": "fp8",
+    }
+    for name, value in changes.items():
+        more = {"tensor_parallel_size": 4} if name == "model" else {}
+        settings = {**FEW, "max_num_seqs": 4, "max_num_batched_tokens": 256, **more, name: value}
+        changed = simulate(settings)
+        assert changed["completed"] == 40
+        assert changed["duration"] != plain["duration"], name
+
+
+def test_a_sweep_has_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    sweeps = ["--sweep", "replicas=1,2", "--sweep", "max-num-batched-tokens=512,64"]
+    one = results(capsys, *SMALL, *sweeps, "--processes", "1")
+    assert [point["settings"] for point in one] == [
+        {"replicas": replicas, "max_num_batched_tokens": budget}
+        for replicas in (1, 2)
+        for budget in (512, 64)
+    ]
+    assert "at least max_num_seqs" in one[1]["error"]
+    assert results(capsys, *SMALL, *sweeps, "--processes", "2") == one
+    assert one[0]["bottleneck"] != "none"
+    single = results(capsys, *SMALL, "--max-num-batched-tokens", "512")
+    assert one[0]["p99_ttft_ms"] == single["p99_ttft_ms"]
+    table = run(capsys, *SMALL, *sweeps, "--processes", "1")
+    assert "P99 TTFT" in table
+    assert "replicas 1, max_num_batched_tokens 64: max_num_batched_tokens (64) must be" in table
+
+
+def test_values_of_a_sweep_are_read_as_flags_are() -> None:
+    words = ["max-num-batched-tokens=8k,512", "enable_prefix_caching=true,false", "machine=A100"]
+    assert parse_sweep(words) == {
+        "max_num_batched_tokens": [8000, 512],
+        "enable_prefix_caching": [True, False],
+        "machine": ["A100"],
+    }
+
+
+def test_the_highest_rate_keeps_the_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--goodput", "ttft:200", "tpot:15", "--slo-attainment", "0.8"]
+    found = results(capsys, *words, "--find-load")
+    assert found["slo_attainment"] >= 0.8
+    rate = found["request_rate"]
+    beyond = results(capsys, *words, "--request-rate", str(rate * 1.03))
+    assert beyond["slo_attainment"] < 0.8
+
+
+def test_steps_and_requests_are_written_for_perfetto(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    summary = results(capsys, *SMALL, "--replicas", "2", "--perfetto", str(path))
+    assert summary == results(capsys, *SMALL, "--replicas", "2"), "recording changes nothing"
+    events = json.loads(path.read_bytes())["traceEvents"]
+    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
+    assert names == ["engine 0", "engine 1"]
+    for pid, replica in enumerate(summary["replicas"], start=1):
+        steps = [e for e in events if e["pid"] == pid and e["name"].startswith("step ")]
+        assert len(steps) == replica["num_steps"]
+        ends = [e for e in events if e["pid"] == pid and e["name"] == "finished (length)"]
+        assert len(ends) == replica["num_requests"]
+        last = max(event["ts"] + event["dur"] for event in steps)
+        assert last <= summary["duration"] * 1e6 + 1
+
+
+MISTAKES = {
+    "--machine 'H1000' is unknown: choose A100": ["--machine", "H1000"],
+    "--model 'gpt-5' is unknown: choose": ["--model", "gpt-5"],
+    "cannot be divided among 3 ranks": ["-tp", "3"],
+    "does not fit on H100: .* GB per device are missing": ["--model", "llama-3.1-405b"],
+    "exceeds the 131072 positions": ["--max-model-len", "200000"],
+    "raise num_kv_blocks": ["--max-model-len", "100000", "--num-kv-blocks", "9"],
+    "--num-prompts has no effect with --workload": ["--workload", "x", "--num-prompts", "9"],
+    "x: No such file": ["--workload", "x"],
+    "request_rate must be": ["--request-rate", "-1"],
+    "replicas must be an integer of at least 1": ["--replicas", "0"],
+    "--goodput must be a name of ttft": ["--goodput", "itl:1"],
+    "--find-load needs --goodput": ["--find-load"],
+    "no setting 'replica'; did you mean replicas": ["--sweep", "replica=1,2"],
+    "--sweep must be a list such as replicas=1,2,4, got 'replicas'": ["--sweep", "replicas"],
+    "--perfetto shows one simulation": ["--perfetto", "x", "--sweep", "replicas=1"],
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", *MISTAKES[message]]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    with pytest.raises(UsageError, match=message):
+        raise UsageError(error)
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(UsageError, match="no setting 'replica'; did you mean replicas"):
+        simulate({"replica": 3})
+
+
+@pytest.mark.started
+@pytest.mark.parametrize("words", [["--help"], [*SMALL, "--json"], [*SMALL, "--replicas", "2"]])
+def test_nothing_heavy_is_imported(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from nanovllm.cli.main import main\n"
+        "try:\n"
+        f"    main({['simulate', *words]!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "found = {'torch', 'numpy', 'transformers', 'tokenizers'} & sys.modules.keys()\n"
+        "assert not found, found\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout
