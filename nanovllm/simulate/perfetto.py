@@ -23,7 +23,7 @@ from nanovllm.trace.trace import Trace
 
 
 class RecordedEngine(SimulatedEngine):
-    """An engine whose steps are recorded in memory, as those of a real engine are."""
+    """An engine that records its steps in memory, like a real engine."""
 
     @cached_property
     def trace(self) -> Trace:

@@ -87,7 +87,7 @@ def summarize(
     Args:
         goodput: the longest time in ms, by name, of a request that counts in `request_goodput`.
         bottleneck: names what limits an engine.
-        kv_tokens: tokens for which an engine's KV pool has room.
+        kv_tokens: capacity of an engine's KV pool, in tokens.
         dollars_per_hour: cost of all machines.
     """
     done = [each for each in result.requests if each.outcome == "length"]
@@ -112,9 +112,6 @@ def summarize(
         "prefix_cache_hit_rate": hit / max(1, queried),
         "num_preemptions": sum(each.num_preemptions for each in result.replicas),
         "bottleneck": _bottleneck(max(result.replicas, key=lambda each: each.busy), bottleneck),
-        "num_transfers": result.num_transfers,
-        "num_transferred_bytes": result.num_transferred_bytes,
-        "mean_transfer_ms": result.transfer_time / max(1, result.num_transfers) / MILLISECOND,
         "replicas": [
             {
                 **_replica(each, max(1, result.duration), kv_tokens),
@@ -123,6 +120,10 @@ def summarize(
             for each in result.replicas
         ],
     }
+    if result.num_transfers:
+        summary["num_transfers"] = result.num_transfers
+        summary["num_transferred_bytes"] = result.num_transferred_bytes
+        summary["mean_transfer_ms"] = result.transfer_time / result.num_transfers / MILLISECOND
     if dollars:
         summary["dollars_per_million_output_tokens"] = dollars / max(1, num_output) * 1e6
         summary["dollars_per_million_tokens"] = dollars / max(1, num_input + num_output) * 1e6

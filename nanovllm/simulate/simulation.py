@@ -111,7 +111,7 @@ class FleetPlan:
             prefill,
             decode,
             (self._create_router(prefill, workload), self._create_router(decode, workload)),
-            # Each device has a link of its own.
+            # Each device has its own link.
             bandwidth=link.bandwidth * layout.devices,
             latency=round(link.latency * SECOND),
             kv_bytes_per_token=size * layout.tensor_parallel_size,
@@ -157,7 +157,7 @@ class FleetPlan:
             prefills=[(0, num_prompt_tokens)] if num_prompt_tokens else [],
             num_samples=num_decodes,
         )
-        part = max(self.cost.parts(work), key=lambda part: part.seconds)
+        part = self.cost.bottleneck(work)
         return f"{part.name} ({part.bound})"
 
 
@@ -195,7 +195,7 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
     )
     price = config.price_per_hour
     if price is None:
-        price = machine.data.price_per_hour or 0.0
+        price = machine.price_per_hour or 0.0
     return FleetPlan(config, resolved, cost, price * layout.devices)
 
 
