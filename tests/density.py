@@ -51,7 +51,8 @@ STAND_INS = set(
 # for features as classes and what puts them together; 570 for GGUF files; 1,400 for the simulator;
 # and 210 for what it shares: the cost model of collectives, once in the lab, the check of experts'
 # places, and KV transfer's half without torch; and 330 more for the simulator's inputs, reports,
-# sweeps and command. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
+# sweeps and command. A new feature brings its own number. `nanovllm/core/` counts in the engine,
+# too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120

@@ -181,7 +181,7 @@ def _replica(counters: ReplicaCounters, duration: int, kv_tokens: int) -> Summar
         "num_steps": counters.num_steps,
         "utilization": counters.busy / duration,
         "mean_num_decodes": counters.num_decodes / num_steps,
-        # Of the KV pool, the share that the mean step's decoding requests attend to.
+        # The share of the KV pool that decoding requests attend to in the mean step.
         "mean_kv_usage": counters.decode_context / num_steps / max(1, kv_tokens),
         "prefix_cache_hit_rate": counters.num_hit_tokens / max(1, counters.num_queried_tokens),
         "num_preemptions": counters.num_preemptions,

@@ -84,7 +84,7 @@ def find_load(settings: Mapping[str, object]) -> Summary:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What a fleet is made from.
+    """Describes the engines of a fleet.
 
     Attributes:
         price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
