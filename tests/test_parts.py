@@ -78,6 +78,7 @@ WANTED: dict[str, list[object]] = {
     ],
     "limits and older policies": [{"batching_policy": "static"}, {"max_step_ms": 30}],
     "steps of a pipeline": [{"pipeline_parallel_size": 2, "device": "cpu"}],
+    "sleeping devices": [{"device": "sleep"}],
     "the fast path for decodes": [],  # the whole rule replaces it
     "chat in the terminal": [["chat"]],
     "workshop": [["bench", "throughput"], ["kernels"]],

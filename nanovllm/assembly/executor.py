@@ -39,6 +39,8 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         ValueError: the model is not supported, or the settings do not fit it.
     """
     model_config = ModelConfig.from_pretrained(folder)
+    if config.sleep is not None and config.sleep.model is not None:
+        model_config = predicted_model(config.sleep.model, model_config)
     config.check_limits(model_config.max_position_embeddings, config.num_kv_blocks)
     if config.generation_config == "vllm":
         model_config.generation_defaults = {}
@@ -60,6 +62,23 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         check_tensor_parallel(model_config, config.tensor_parallel_size)
         check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
     return model_config
+
+
+def predicted_model(name: str, served: ModelConfig) -> ModelConfig:
+    """Return the shape of a model that a device sleeps for, with the tokens of another one.
+
+    Raises:
+        UsageError: an unknown name; the message has the list.
+    """
+    find: Callable[[str], ModelConfig] = load(
+        "nanovllm.simulate.ranks:find_model_config", "device 'sleep'"
+    )
+    return replace(
+        find(name),
+        vocab_size=served.vocab_size,
+        eos_token_ids=served.eos_token_ids,
+        generation_defaults=served.generation_defaults,
+    )
 
 
 def create_executor(

@@ -46,14 +46,23 @@ def create_worker(setup: WorkerSetup) -> Worker:
     config = setup.config
     if setup.init_method:
         _join(setup)
+    leave: Callable[[], None] = (
+        load("nanovllm.distributed.process_groups:destroy_groups", SEVERAL)
+        if setup.init_method
+        else lambda: None
+    )
+    if config.device == "sleep":
+        create: Callable[..., Worker] = load(
+            "nanovllm.assembly.sleeping:create_sleeping_worker", "device 'sleep'"
+        )
+        features = lock_step(config) + kv_transfer(config, setup.model_config)
+        return create(setup, features, cache_maker(config), leave)
     runner = create_runner(config, setup.model_config, setup.folder)
     return Worker(
         runner,
         num_blocks=num_blocks_that_fit(runner, config, setup.model_config),
         description=describe(runner, config),
-        leave=load("nanovllm.distributed.process_groups:destroy_groups", SEVERAL)
-        if setup.init_method
-        else lambda: None,
+        leave=leave,
     )
 
 
@@ -191,21 +200,31 @@ def choose_features(loaded: LoadedModel, speculator: Speculator | None) -> list[
         features.append(forbid(partial(_create_masks, loaded)))
     if speculator is not None:
         features.append(speculator)
-    if config.in_lock_step:
-        features.append(
-            load("nanovllm.features.data_parallel.lock_step:LockStepRunner", "data_parallel_size")()
-        )
+    features += lock_step(config)
     if config.enable_eplb:
         part = "enable_eplb"
         create_balancer = load("nanovllm.models.moe:load_balancer", part)
         balancer = create_balancer(loaded.model, config.eplb_config or "{}")
         features.append(load("nanovllm.features.expert_balance:ExpertBalance", part)(balancer))
-    if config.kv_transfer is not None:
-        part = "KV transfer"
-        create = load("nanovllm.kv_transfer.factory:create_worker_connector", part)
-        connector = partial(create, config, loaded.model_config)
-        features.append(load("nanovllm.kv_transfer.running:KVTransferRunner", part)(connector))
-    return features
+    return features + kv_transfer(config, loaded.model_config)
+
+
+def lock_step(config: EngineConfig) -> list[RunnerHooks]:
+    """Create the feature that joins the steps of other engines, if the engine steps with others."""
+    if not config.in_lock_step:
+        return []
+    part = "data_parallel_size"
+    return [load("nanovllm.features.data_parallel.lock_step:LockStepRunner", part)()]
+
+
+def kv_transfer(config: EngineConfig, model_config: ModelConfig) -> list[RunnerHooks]:
+    """Create the feature that moves KV, if the engine shares KV."""
+    if config.kv_transfer is None:
+        return []
+    part = "KV transfer"
+    create = load("nanovllm.kv_transfer.factory:create_worker_connector", part)
+    connector = partial(create, config, model_config)
+    return [load("nanovllm.kv_transfer.running:KVTransferRunner", part)(connector)]
 
 
 def _create_masks(loaded: LoadedModel) -> StructuredOutputManager:

@@ -103,9 +103,15 @@ def choose_features(
         features.append(OneStepAhead(queues, needs_tokens=given.speculative is not None))
     if given.batching_policy == "static":
         features.append(load(f"{POLICIES}:StaticBatch", "batching_policy")(queues))
+    waves = None
     if given.in_lock_step:
         keep_step: type[LockStep] = load(
             "nanovllm.features.data_parallel.lock_step:LockStep", "data_parallel_size"
         )
-        features.append(keep_step(queues))
+        lock_step = keep_step(queues)
+        features.append(lock_step)
+        waves = lock_step.waves
+    if given.sleep is not None:
+        create_clock = load("nanovllm.executor.virtual_clock:VirtualClock", "device 'sleep'")
+        features.append(create_clock(queues, given.sleep.scale, waves))
     return features

@@ -20,6 +20,7 @@ from nanovllm.data.structured_outputs import StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from nanovllm.data.kv_transfer_config import KVTransferConfig
+    from nanovllm.data.sleep_config import SleepConfig
     from nanovllm.data.speculative_config import SpeculativeConfig
 
 COURSE_MODEL = "smollm2-135m"
@@ -28,7 +29,7 @@ COURSE_MODEL = "smollm2-135m"
 LONGEST = ("auto", "-1", -1)
 # Settings that are given as JSON, by the names of what is parsed from them. `__post_init__` reads
 # each of them, so that a mistake shows there.
-PARSED = ("kv_transfer", "structured_outputs", "speculative")
+PARSED = ("kv_transfer", "structured_outputs", "speculative", "sleep")
 QUANTIZATION_ALIASES: dict[str, Literal["awq", "gptq"]] = {
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
@@ -81,7 +82,11 @@ class EngineConfig(Keywords):
         revision: branch, tag or commit of a hub model (not of a tokenizer that --tokenizer names)
         dtype: data type of weights and KV cache (auto: bfloat16 if the hardware supports it, else
             float32)
-        device: where to run (auto: a GPU if there is one)
+        device: where to run (auto: a GPU if there is one). sleep: on simulated GPUs, which sleep as
+            long as each step is predicted to take; tokens are arbitrary words
+        sleep_config: the simulated GPUs of --device sleep, as JSON: {"machine": "H100", "model":
+            "llama-3.1-70b", "scale": 10, "stragglers": {"1": 1.5}, "kv_latency_us": 2.7,
+            "kv_gb_per_s": 50, "timelines": "FOLDER"}
         quantization: quantization of the weights (auto: as in the checkpoint). w8a8, w4a8, w4a16
             (bits of weights and of activations): quantize an unquantized checkpoint during loading,
             by rounding to nearest; w4a8 also serves a checkpoint of 4-bit weights with 8-bit
@@ -168,7 +173,8 @@ class EngineConfig(Keywords):
     revision: str | None = None
     # As in torch, "half" is another name of float16, and "float" of float32.
     dtype: Literal["auto", "bfloat16", "half", "float16", "float", "float32", "float64"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "sleep"] = "auto"
+    sleep_config: str | None = None
     # vLLM's names with "marlin" ask for a kernel, which is chosen here without being asked.
     quantization: Literal[
         "auto",
@@ -273,6 +279,8 @@ class EngineConfig(Keywords):
             raise ValueError(
                 f"distributed_executor_backend 'uni' is one rank, not {self.world_size}: use 'mp'"
             )
+        if self.sleep_config is not None and self.device != "sleep":
+            raise ValueError("sleep_config does nothing without device 'sleep'")
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ValueError(
                 "enable_eplb moves whole experts between ranks: it needs enable_expert_parallel"
@@ -376,6 +384,20 @@ class EngineConfig(Keywords):
         with needed_for("speculative_config"):
             from nanovllm.data.speculative_config import SpeculativeConfig
         return SpeculativeConfig.of(self)
+
+    @cached_property
+    def sleep(self) -> "SleepConfig | None":
+        """The parsed `sleep_config`; None: the device computes."""
+        if self.device != "sleep":
+            return None
+        with needed_for("device 'sleep'"):
+            from nanovllm.data.sleep_config import SleepConfig
+        return SleepConfig.of(self)
+
+    @property
+    def may_use_gpu(self) -> bool:
+        """False if the device is no GPU, whatever this machine has."""
+        return self.device in ("auto", "cuda")
 
     @property
     def model_names(self) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from nanovllm.assembly.executor import read_model_config
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
@@ -27,7 +28,6 @@ from nanovllm.features.data_parallel.environments import rank_environments
 from nanovllm.features.data_parallel.ranks import rank_config
 from nanovllm.features.data_parallel.router import EngineRouter, load_score
 from nanovllm.features.data_parallel.waves import Waves
-from nanovllm.models.config import ModelConfig
 from nanovllm.processes.activity import LOOK_SECONDS
 from nanovllm.processes.start import uninterrupted
 from nanovllm.processes.supervisor import Supervisor
@@ -79,7 +79,7 @@ class DataParallelCore:
         self.trace = trace
         self._blocking = blocking
         folder = resolve_model(config.model, config.revision)
-        has_experts = ModelConfig.from_pretrained(folder).moe is not None
+        has_experts = read_model_config(config, folder).moe is not None
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
         self.rank_of: dict[str, EngineClient] = {}
         self._start(

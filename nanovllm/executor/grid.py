@@ -67,7 +67,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
                 f"{here}, or change the sizes"
             )
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
+    if backend == "ray" or not config.may_use_gpu:  # Ray knows where its GPUs are
         return
     import torch
 

@@ -167,9 +167,12 @@ def kv_identity(
     Args:
         folder: the checkpoint.
     """
-    weights = (
-        f"dummy, seed {config.seed}" if config.load_format == "dummy" else weights_digest(folder)
-    )
+    if config.device == "sleep":
+        weights = "none"
+    elif config.load_format == "dummy":
+        weights = f"dummy, seed {config.seed}"
+    else:
+        weights = weights_digest(folder)
     latent = model_config.kv_lora_rank > 0
     return {
         "model": model_config.architecture,

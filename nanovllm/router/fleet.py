@@ -286,7 +286,7 @@ def server_config(
 
 def visible_gpus(config: EngineConfig) -> list[str]:
     """Return the GPUs that CUDA would see, without loading CUDA."""
-    if config.device == "cpu":
+    if not config.may_use_gpu:
         return []
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu for gpu in given.split(",") if gpu]

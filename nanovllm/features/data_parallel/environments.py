@@ -19,7 +19,7 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
     ranks = config.world_size
     threads = max(1, torch.get_num_threads() // size)
     environments = [{"OMP_NUM_THREADS": str(threads)} for _ in range(size)]
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if not config.may_use_gpu or not torch.cuda.is_available():
         return environments
     count = torch.cuda.device_count()
     if count < size * ranks:

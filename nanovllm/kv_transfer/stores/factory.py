@@ -45,9 +45,7 @@ def open_store(config: EngineConfig, entry_bytes: int, shared_only: bool = False
             f"block of {entry_bytes} bytes per rank, and at most the host memory that is "
             f"available, {available / GIB:.1f} GiB"
         )
-    return HostStore(
-        num_bytes, entry_bytes, config.device != "cpu" and torch.cuda.is_available(), disk
-    )
+    return HostStore(num_bytes, entry_bytes, config.may_use_gpu and torch.cuda.is_available(), disk)
 
 
 def _open_pool(kv_transfer: KVTransferConfig, entry_bytes: int, only_to_look: bool) -> KVStore:

@@ -54,6 +54,8 @@ class Transport:
     Attributes:
         kind: name of the transport.
         link_class: how blocks move.
+        after_read: called, by any thread, with the transfer's id, the piece and the number of
+            blocks, when these blocks have been read. The transfer continues when it returns.
     """
 
     kind = ""
@@ -87,6 +89,7 @@ class Transport:
         self.addresses = {layer: kv_caches[layer].data_ptr() for layer in layout.layers}
         self.id = os.urandom(8).hex()
         self.is_closed = False
+        self.after_read: Callable[[str, Piece, int], None] = lambda *read: None
         self.transfers = Transfers()
         self._peers: dict[messages.Address, Rank] = {}
         self._pushes: dict[str, dict[Rank, range]] = {}  # open pushes, and to where they go

@@ -105,6 +105,7 @@ class Link:
         ):
             if push.block_ids:
                 self.read(piece, push.block_ids, push.source_ids)
+                self.transport.after_read(push.transfer_id, piece, len(push.block_ids))
 
     def close(self) -> None:
         """Free the link's resources. The connection is closed already."""

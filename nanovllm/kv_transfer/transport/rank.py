@@ -164,13 +164,12 @@ class Rank:
 
     def read(self, transfer_id: str, piece: Piece, local: list[int], remote: list[int]) -> None:
         """Read blocks of all layers of a piece."""
-        self._move(
-            transfer_id,
-            lambda: self.link.read(piece, local, remote),
-            layers=piece.layers,
-            blocks=local,
-            is_last=True,
-        )
+
+        def work() -> None:
+            self.link.read(piece, local, remote)
+            self.transport.after_read(transfer_id, piece, len(local))
+
+        self._move(transfer_id, work, layers=piece.layers, blocks=local, is_last=True)
 
     def push(self) -> None:
         """Push the next layers: all that have been computed since the last push."""

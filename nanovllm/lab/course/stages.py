@@ -108,6 +108,16 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         ["features/pipeline/*", "distributed/pipeline_parallel.py", "distributed/stage_link.py"],
     ),
     "layers of several ranks": (22, ["layers/tensor_parallel.py"]),
+    "sleeping devices": (
+        20,
+        [
+            "executor/sleeping*.py",
+            "executor/rank_cost.py",
+            "executor/virtual_clock.py",
+            "assembly/sleeping.py",
+            "data/sleep_config.py",
+        ],
+    ),
     "the fast path for decodes": (43, ["features/decodes_first.py"]),
 }
 
