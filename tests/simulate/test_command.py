@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import nanovllm
 from nanovllm.cli.main import main
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.command import parse_sweep
 from nanovllm.simulate.report import Summary
 from nanovllm.simulate.simulation import simulate
 
+PACKAGE = Path(nanovllm.__file__).parent
 SMALL = ["--num-prompts", "40", "--request-rate", "20", "--random-output-len", "16"]
 FEW = {"num_prompts": 40, "request_rate": 20.0, "random_output_len": 16}
 ROWS = "".join(
@@ -208,3 +211,12 @@ def test_nothing_heavy_is_imported(words: list[str]) -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout
+
+
+def test_the_readme_shows_what_its_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (PACKAGE / "simulate" / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```console\n\$ nanovllm simulate (.*)\n([^`]*?)\n```", text)
+    assert len(examples) == 2
+    for words, output in examples:
+        processes = ["--processes", "1"] if "--sweep" in words else []
+        assert run(capsys, *words.split(), *processes).rstrip() == output
