@@ -189,7 +189,7 @@ Policy = Callable[[RouterState, Sequence[Hashable], int], int]
 
 def random(state: RouterState, names: Sequence[Hashable], servers: int) -> int:
     """Return any of the servers, with equal probability."""
-    number = _draw(state.seed, state.num_choices) % servers.bit_count()
+    number = random_bits(state.seed, state.num_choices) % servers.bit_count()
     low, high = 0, state.num_servers
     while high - low > 1:  # the server that has `number` others before it
         middle = (low + high) // 2
@@ -270,7 +270,7 @@ def _highest_score(
     return round_robin(state, (), best)
 
 
-def _draw(seed: int, number: int) -> int:
+def random_bits(seed: int, number: int) -> int:
     """Return a random number of 64 bits (SplitMix64): the same for the same arguments, in every
     version of Python."""
     bits = (seed + (number + 1) * 0x9E3779B97F4A7C15) & MASK_64

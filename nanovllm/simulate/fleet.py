@@ -15,7 +15,7 @@ from nanovllm.simulate.workload import Workload, WorkloadRequest
 
 # Events at the same time: arrivals come first, then actions, then results of steps.
 _ACTION = 0
-_RESULT = 1
+RESULT = 1
 
 
 class ReplicaRouter(Protocol):
@@ -147,7 +147,7 @@ class Fleet:
         version = self._versions[replica] = self._versions[replica] + 1
         end = self.engines[replica].end
         assert end is not None
-        heappush(self._events, (end, _RESULT, replica, version))
+        heappush(self._events, (end, RESULT, replica, version))
 
     def _end(self, request: SimulatedRequest) -> None:
         self._served.append(request.served())

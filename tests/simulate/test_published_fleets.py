@@ -3,7 +3,6 @@ figures."""
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Iterator
@@ -377,68 +376,3 @@ def test_mooncake_routes_in_its_published_order(name: str) -> None:
     by_chance, _ = mooncake_prefill("random", name)
     assert by_prefix < 0.95 * by_load < 0.7 * by_chance
     assert 0.4 < prefill_time / time_without < 0.85
-
-
-# ---------------------------------------------------------------- Sarathi-Serve
-
-
-@dataclass(frozen=True)
-class Latencies:
-    """Median TTFT, 99th percentile of the times between tokens, and the longest, in seconds."""
-
-    ttft: float
-    tbt: float
-    longest: float
-
-
-def sarathi_latencies(rate: float, **options: int | bool | str) -> Latencies:
-    """200 requests of openchat_sharegpt4 (log-normal with its published percentiles: prompts 1,730
-    at the median and 5,696 at 90 %, outputs 415 and 834) for Yi-34B on two A100s."""
-    rng = random.Random(0)
-    at = 0
-    requests = []
-    for number in range(200):
-        # The 90th percentile of the normal distribution is 1.2816.
-        prompt = 1730 * math.exp(rng.gauss(0, 1) * math.log(5696 / 1730) / 1.2816)
-        output = 415 * math.exp(rng.gauss(0, 1) * math.log(834 / 415) / 1.2816)
-        requests.append(
-            WorkloadRequest(
-                request_id=str(number),
-                arrival=at,
-                num_prompt_tokens=min(7000, max(8, round(prompt))),
-                num_output_tokens=min(1100, max(2, round(output))),
-            )
-        )
-        at += round(rng.expovariate(rate) * SECOND)
-    cost = PlainCost(25_000 * MICROSECOND, 200 * MICROSECOND, MICROSECOND // 13)
-    fixed = {"max_num_seqs": 128, "enable_prefix_caching": False, "async_scheduling": False}
-    result = Fleet(engines_of(1, cost, 250_000, 16, **(fixed | options))).run(
-        Workload("openchat", requests)
-    )
-    first = sorted((r.first_token or 0) - r.arrival for r in result.requests)
-    return Latencies(
-        ttft=first[len(first) // 2] / SECOND,
-        tbt=result.gaps.quantile(0.99) / SECOND,
-        longest=result.gaps.longest / SECOND,
-    )
-
-
-def test_sarathi_s_chunks_and_hybrid_batches() -> None:
-    """Sarathi-Serve (OSDI 2024). Published: hybrid batches alone have a better TTFT and a worse
-    TBT, chunks alone the reverse, and both together a good TTFT and the best TBT. With a strict
-    limit of 0.2 s for the 99th percentile of TBT, the capacity for Yi-34B is up to 3.7 times
-    vLLM's.
-
-    Chunks without hybrid batches, steps of a chunk and of decodes in turn, are no policy of this
-    engine. Instead of them, the policy of vLLM at that time is compared: whole prompts first. Here
-    the capacity is at least 2.6 times as high."""
-    whole = {"max_num_batched_tokens": 8192}
-    prompts_first = sarathi_latencies(0.8, batching_policy="prefill_first", **whole)
-    hybrid = sarathi_latencies(0.8, enable_chunked_prefill=False, **whole)
-    both = sarathi_latencies(0.8, max_num_batched_tokens=512)
-    assert hybrid.ttft < both.ttft < 2 * hybrid.ttft
-    assert hybrid.tbt > prompts_first.tbt and both.tbt < 0.3 * prompts_first.tbt
-    assert both.longest < 0.2 * hybrid.longest < 0.1 * prompts_first.longest
-    assert sarathi_latencies(0.5, batching_policy="prefill_first", **whole).tbt > 0.2
-    full = sarathi_latencies(1.3, max_num_batched_tokens=512)
-    assert full.tbt < 0.2 and full.ttft < 2.5
