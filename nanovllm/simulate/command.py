@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nanovllm.assembly.flags import Parser, add_flags
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload
-from nanovllm.simulate.settings import DEFAULT_MODEL, ENGINE_FLAGS, FleetConfig, known_settings
+from nanovllm.simulate.settings import (
+    DEFAULT_MODEL,
+    ENGINE_FLAGS,
+    FleetConfig,
+    create,
+    known_settings,
+)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find the highest --request-rate (with --workload, the highest --speedup) at which "
         "--slo-attainment of the requests keep --goodput",
+    )
+    output.add_argument(
+        "--calibrate",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="instead of simulating, run --model on this machine for two minutes, and write its "
+        "step times to a file for --machine",
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     output.add_argument(
@@ -71,6 +84,8 @@ def run(arguments: argparse.Namespace) -> None:
     from nanovllm.simulate.sweep import combinations, mark_frontier, run_all
 
     settings = {name: vars(arguments)[name] for name in known_settings()}
+    if arguments.calibrate is not None:
+        return run_calibration(settings, arguments.calibrate)
     function = find_load if arguments.find_load else simulate
     if arguments.perfetto is not None and (arguments.sweep or arguments.find_load):
         raise UsageError("--perfetto shows one simulation: do not combine it with others")
@@ -89,6 +104,20 @@ def run(arguments: argparse.Namespace) -> None:
         results = zip(points, summaries, strict=True)
         return print(json.dumps([{"settings": point, **summary} for point, summary in results]))
     print_sweep(points, summaries)
+
+
+def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
+    """Measure an engine with these settings, write the file, and print how well it predicts."""
+    from nanovllm.simulate.calibrate import calibrate
+    from nanovllm.simulate.measured import write_cost
+
+    cost = calibrate(create(EngineConfig, settings))
+    write_cost(cost, path)
+    print(
+        f"{path}: steps of {cost.model} on this machine. Of steps that the fit did not see, half "
+        f"are within {cost.error:.1%} of the prediction; 16 in a row took {cost.low:.2f} to "
+        f"{cost.high:.2f} of it (90 % of them)."
+    )
 
 
 def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:

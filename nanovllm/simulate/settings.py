@@ -54,7 +54,8 @@ class FleetConfig(Keywords):
         replicas: number of engines
         prefill: with --decode, number of engines that only compute prompts, instead of --replicas
         decode: with --prefill, number of engines that fetch the KV of prompts, and generate outputs
-        machine: machine of the engines, such as H100 or A100; H100x4 has four devices per node
+        machine: machine of the engines, such as H100 or A100; H100x4 has four devices per node; or
+            a file that --calibrate has written
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
             one), estimated (the one that was already sent the prompt's prefix), or precise (the one
             that has it cached)

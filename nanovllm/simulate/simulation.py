@@ -19,6 +19,7 @@ from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet,
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet, ReplicaRouter
 from nanovllm.simulate.machines import find_machine
+from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.perfetto import RecordedEngine, write_events
 from nanovllm.simulate.report import Summary, parse_goodput, summarize
@@ -92,7 +93,7 @@ class FleetPlan:
 
     config: FleetConfig
     resolved: ResolvedConfig
-    cost: Roofline
+    cost: Roofline | MeasuredCost
     price_per_hour: float
 
     def create_fleet(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
@@ -102,6 +103,7 @@ class FleetPlan:
             engines = [self._create_engine(kind) for _ in range(config.replicas)]
             by_priority = self.resolved.given.scheduling_policy == "priority"
             return Fleet(engines, self._create_router(engines, workload), by_priority)
+        assert isinstance(self.cost, Roofline)
         prefill = [self._create_engine(kind, PrefillConnector) for _ in range(config.prefill)]
         decode = [self._create_engine(kind, DecodeConnector) for _ in range(config.decode)]
         layout = self.cost.layout
@@ -167,9 +169,11 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
     Raises:
         UsageError: an unknown machine or model, a layout that is impossible, or too little memory.
     """
+    path = Path(config.machine)
+    if path.is_file():
+        return _measured_plan(config, engine, read_cost(path))
     machine = find_machine(config.machine)
     model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
-    max_len = model.config.max_position_embeddings
     layout = Layout(
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
@@ -178,25 +182,59 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
     cost = create_cost(model, machine, layout)
     utilization = engine.gpu_memory_utilization
     fitting = kv_blocks(model, machine, layout, engine.block_size, utilization)
-    num_blocks = engine.num_kv_blocks or fitting
     bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
-    bytes_per_block = bytes_per_token * engine.block_size / layout.pipeline_parallel_size
-    try:
-        engine.check_limits(max_len, num_blocks)
-        num_host_blocks = engine.count_host_blocks(int(bytes_per_block))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    resolved = resolve(
+    resolved = _resolve(
         engine,
-        model_max_len=max_len,
-        num_kv_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
+        max_len=model.config.max_position_embeddings,
+        fitting=fitting,
+        bytes_per_token=bytes_per_token / layout.pipeline_parallel_size,
         on_gpu=not config.machine.startswith("laptop"),
     )
     price = config.price_per_hour
     if price is None:
         price = machine.price_per_hour or 0.0
     return FleetPlan(config, resolved, cost, price * layout.devices)
+
+
+def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost) -> FleetPlan:
+    """Return engines like the one that was measured.
+
+    Raises:
+        UsageError: settings that the measurement says nothing about.
+    """
+    if engine.model not in (DEFAULT_MODEL, cost.model):
+        raise UsageError(f"--machine {config.machine} was measured with {cost.model}: omit --model")
+    if engine.world_size > 1 or config.prefill:
+        raise UsageError(
+            f"--machine {config.machine} describes one whole engine: omit --tensor-parallel-size, "
+            "--pipeline-parallel-size, --prefill and --decode"
+        )
+    resolved = _resolve(
+        engine,
+        max_len=cost.max_model_len,
+        fitting=cost.num_kv_blocks * cost.block_size // engine.block_size,
+        bytes_per_token=cost.kv_bytes_per_token,
+        on_gpu=cost.on_gpu,
+    )
+    return FleetPlan(config, resolved, cost, config.price_per_hour or 0.0)
+
+
+def _resolve(
+    engine: EngineConfig, *, max_len: int, fitting: int, bytes_per_token: float, on_gpu: bool
+) -> ResolvedConfig:
+    num_blocks = engine.num_kv_blocks or fitting
+    try:
+        engine.check_limits(max_len, num_blocks)
+        num_host_blocks = engine.count_host_blocks(int(bytes_per_token * engine.block_size))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return resolve(
+        engine,
+        model_max_len=max_len,
+        num_kv_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        on_gpu=on_gpu,
+    )
 
 
 def _workload(config: FleetConfig, synthetic: SyntheticWorkload, block_size: int) -> Workload:

@@ -1,0 +1,107 @@
+"""Step times that `calibrate` has measured, as a cost that simulations read from a file."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from pathlib import Path
+
+import msgspec
+
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.roofline import Part
+from nanovllm.simulate.workload import SECOND
+
+
+class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `StepCost`. Times are in seconds:
+
+        step = rows(computed tokens) + per_sample * samples
+               + per_context * context of decodes + per_pair * pairs of prompt tokens
+
+    `rows` is piecewise linear. Pairs are a prompt's token and one that it attends to.
+
+    Attributes:
+        model, machine: what was measured where.
+        on_gpu: it was a GPU.
+        num_kv_blocks, block_size, kv_bytes_per_token, max_model_len: of the measured engine.
+        knots, row_seconds: numbers of tokens, and `rows` there.
+        error: median of |measured / predicted - 1| over single steps that the fit did not see.
+        low, high: interval that contains 90 % of measured / predicted over 16 such steps in a row.
+    """
+
+    model: str
+    machine: str
+    on_gpu: bool
+    num_kv_blocks: int
+    block_size: int
+    kv_bytes_per_token: float
+    max_model_len: int
+    knots: list[int]
+    row_seconds: list[float]
+    per_sample: float
+    per_context: float
+    per_pair: float
+    error: float = 0.0
+    low: float = 1.0
+    high: float = 1.0
+
+    def step(self, work: StepWork) -> int:
+        """Return the time of a step, in picoseconds."""
+        if not work.prefills and work.num_samples == work.num_decodes:
+            base, per_token = self.decode(work.num_decodes)
+            return base + per_token * work.decode_context
+        return round(sum(part.seconds for part in self.parts(work)) * SECOND)
+
+    def decode(self, num_decodes: int) -> tuple[int, int]:
+        """Return base and price per token of context: see `StepCost`."""
+        base = self._rows(num_decodes) + self.per_sample * num_decodes
+        return round(base * SECOND), round(self.per_context * SECOND)
+
+    def bottleneck(self, work: StepWork) -> Part:
+        """Return the part of a step that takes longest."""
+        return max(self.parts(work), key=lambda part: part.seconds)
+
+    def parts(self, work: StepWork) -> list[Part]:
+        """Return the parts of a step."""
+        num_tokens = work.num_decodes + sum(count for _, count in work.prefills)
+        return [
+            Part("products", self._rows(num_tokens), "measured"),
+            Part("sampling", self.per_sample * work.num_samples, "measured"),
+            Part("attention", self.per_context * work.decode_context, "measured"),
+            Part("prompt attention", self.per_pair * num_pairs(work), "measured"),
+        ]
+
+    def _rows(self, num_tokens: int) -> float:
+        """Interpolate; beyond the last knot, continue the last line."""
+        knots = self.knots
+        last = min(max(1, bisect_left(knots, num_tokens)), len(knots) - 1)
+        slope = (self.row_seconds[last] - self.row_seconds[last - 1]) / (
+            knots[last] - knots[last - 1]
+        )
+        return self.row_seconds[last] + slope * (num_tokens - knots[last])
+
+
+def num_pairs(work: StepWork) -> int:
+    """Return the pairs of a prompt's token and one that it attends to."""
+    return sum(count * start + count * (count + 1) // 2 for start, count in work.prefills)
+
+
+def read_cost(path: Path) -> MeasuredCost:
+    """Read a file that `calibrate` has written.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MeasuredCost)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--machine {path}: no file of --calibrate: {error}") from error
+
+
+def write_cost(cost: MeasuredCost, path: Path) -> None:
+    """Write the file that `read_cost` reads."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(cost)) + b"\n")
+    except OSError as error:
+        raise UsageError(f"--calibrate {path}: {error.strerror}") from error

@@ -1,0 +1,98 @@
+"""Costs that are measured on this machine: the fit, the file, and simulations with it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.calibrate import Timed, calibrate, fit, with_errors
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.measured import MeasuredCost, read_cost, write_cost
+from nanovllm.simulate.simulation import simulate
+from nanovllm.simulate.workload import SECOND
+
+COST = MeasuredCost(
+    model="smollm2-135m",
+    machine="any",
+    on_gpu=False,
+    num_kv_blocks=1000,
+    block_size=16,
+    kv_bytes_per_token=23_040,
+    max_model_len=2048,
+    knots=[1, 2, 4, 8, 16, 32, 64],
+    row_seconds=[0.01, 0.011, 0.012, 0.013, 0.015, 0.02, 0.04],
+    per_sample=1e-4,
+    per_context=1e-7,
+    per_pair=1e-8,
+)
+
+
+def random_work(numbers):
+    decodes = numbers.choice([0, 1, 2, 5, 9, 20])
+    sizes = [numbers.randint(2, 20) for _ in range(numbers.choice([0, 0, 1, 2]))]
+    if not decodes:
+        sizes.append(numbers.randint(2, 24))
+    prefills = [(numbers.randint(0, 500), size) for size in sizes]
+    return StepWork(decodes, decodes * numbers.randint(10, 2000), prefills, decodes + len(prefills))
+
+
+def test_a_fit_finds_the_prices_although_some_steps_were_slowed_down():
+    numbers = random.Random(1)
+    works = [random_work(numbers) for _ in range(600)]
+    slowed = [
+        Timed(work, COST.step(work) / SECOND * numbers.choice([1] * 9 + [3])) for work in works
+    ]
+    knots, row_seconds, others = fit(slowed)
+    found = msgspec.structs.replace(
+        COST,
+        knots=knots,
+        row_seconds=row_seconds,
+        per_sample=others[0],
+        per_context=others[1],
+        per_pair=others[2],
+    )
+    unseen = [Timed(work, COST.step(work) / SECOND) for work in map(random_work, [numbers] * 200)]
+    checked = with_errors(found, unseen)
+    assert checked.error < 0.01
+    assert 0.98 < checked.low <= checked.high < 1.02
+
+
+def test_steps_of_decodes_are_affine_and_the_last_line_goes_on():
+    for count in (1, 3, 64, 200):
+        base, per_token = COST.decode(count)
+        assert COST.step(StepWork(count, 5000, (), count)) == base + 5000 * per_token
+    assert COST.decode(96)[0] == round((0.04 + 0.02 + 96e-4) * SECOND)
+    assert COST.bottleneck(StepWork(1, 10**6, (), 1)).name == "attention"
+
+
+def test_a_file_is_a_machine(tmp_path):
+    path = tmp_path / "this.json"
+    write_cost(COST, path)
+    assert read_cost(path) == COST
+    few = {"machine": str(path), "num_prompts": 8, "random_input_len": 40, "random_output_len": 6}
+    found = simulate(few)
+    assert found["completed"] == 8
+    assert simulate({**few, "model": "smollm2-135m"}) == found
+    for wrong in ({"model": "qwen3-8b"}, {"tensor_parallel_size": 2}, {"prefill": 1, "decode": 1}):
+        with pytest.raises(UsageError, match="omit --"):
+            simulate({**few, **wrong})
+    path.write_text(json.dumps({"model": "x"}))
+    with pytest.raises(UsageError, match=r"no file of --calibrate: .*missing required field"):
+        simulate(few)
+    with pytest.raises(UsageError, match="No such file or directory"):
+        write_cost(COST, tmp_path / "missing" / "this.json")
+
+
+def test_an_engine_is_measured(tiny_model):
+    config = EngineConfig(model=str(tiny_model), device="cpu", num_kv_blocks=200, max_num_seqs=8)
+    cost = calibrate(config, seconds=1.0)
+    assert cost.num_kv_blocks == 200
+    assert not cost.on_gpu
+    assert cost.decode(1)[0] > 0
+    assert 0 < cost.low <= cost.high
+    assert cost.row_seconds == sorted(cost.row_seconds)
