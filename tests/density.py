@@ -52,8 +52,8 @@ STAND_INS = set(
 # and 210 for what it shares: the cost model of collectives, once in the lab, the check of experts'
 # places, and KV transfer's half without torch; and 330 more for the simulator's inputs, reports,
 # sweeps and command. 470 for devices that sleep: the virtual clock, the runner, KV
-# links, costs and settings. 170 for fleets: drafts,
-# lock-step and their flags. A new feature brings its own number. `nanovllm/core/` counts in the
+# links, costs and settings. 170 for fleets: drafts, lock-step and their flags. 190 for step times
+# measured on this machine. A new feature brings its own number. `nanovllm/core/` counts in the
 # engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -69,7 +69,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_560,
-    "statements, engine": 23_600,
+    "statements, engine": 23_790,
     "statements, lab": 6_850,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

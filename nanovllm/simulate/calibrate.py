@@ -109,7 +109,7 @@ def mixed_load(resolved: ResolvedConfig, numbers: random.Random) -> Load:
 
 
 def run(engine: LLMEngine, load: Load, numbers: random.Random) -> list[Timed]:
-    """Serve a load, all requests at once; returns its steps but the last one."""
+    """Serve a load, with all requests queued first; returns its steps but the last one."""
     trace = engine.core.trace
     assert trace is not None
     before = len(trace.steps)
