@@ -51,7 +51,7 @@ STAND_INS = set(
 # for features as classes and what puts them together; 570 for GGUF files; 1,400 for the simulator;
 # and 210 for what it shares: the cost model of collectives, once in the lab, the check of experts'
 # places, and KV transfer's half without torch; and 330 more for the simulator's inputs, reports,
-# sweeps and command. 470 for devices that sleep: the virtual clock, the runner, KV
+# sweeps and command. 500 for devices that sleep: the virtual clock, the runner, KV
 # links, costs and settings. 170 for fleets: drafts, lock-step and their flags. 190 for step times
 # measured on this machine. A new feature brings its own number. `nanovllm/core/` counts in the
 # engine, too.
@@ -69,7 +69,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_560,
-    "statements, engine": 23_790,
+    "statements, engine": 23_820,
     "statements, lab": 6_850,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

@@ -24,7 +24,9 @@ from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.core.runner import ModelRunner
+    from nanovllm.core.schedule import SchedulerOutput
     from nanovllm.executor.uniproc import UniProcExecutor
+    from nanovllm.executor.virtual_clock import VirtualClock
     from nanovllm.kv_transfer.connector import KVConnectorScheduler
     from nanovllm.trace.trace import Trace
 
@@ -91,6 +93,25 @@ class Engine(EngineCore):
             trace.settings |= settings
             self.recorder = create_recorder(self.scheduler, trace)
         return trace
+
+    @functools.cached_property
+    def virtual_clock(self) -> VirtualClock | None:
+        """The clock by which steps are timed and recorded; None: that of the machine."""
+        if self.config.sleep is None:
+            return None
+        kind: type[VirtualClock] = load(
+            "nanovllm.executor.virtual_clock:VirtualClock", "device 'sleep'"
+        )
+        return next(each for each in self.scheduler.features if isinstance(each, kind))
+
+    def _now(self) -> float:
+        clock = self.virtual_clock
+        return super()._now() if clock is None else clock.seconds(clock.now)
+
+    def _launch(self, plan: SchedulerOutput, start: float, is_counted: bool) -> None:
+        if self.virtual_clock is not None:
+            start = self.virtual_clock.seconds(self.virtual_clock.ordered)
+        super()._launch(plan, start, is_counted)
 
     @property
     def engines(self) -> list[Engine]:

@@ -28,6 +28,7 @@ class SleepConfig(Keywords):
         model: the model whose steps are predicted, by its name in `nanovllm.simulate.models` or the
             folder of its config.json; None: the engine's model, whose tokenizer is used anyway.
         scale: seconds that pass per predicted second.
+        expert_imbalance: tokens of the busiest rank's experts, relative to the mean.
         stragglers: by rank, as text, the factor on its computing time; 1 for all others.
         kv_latency_us, kv_gb_per_s: microseconds and gigabytes per second of a rank's link to
             engines with which it shares KV; by default those of the machine's link to other nodes.
@@ -40,6 +41,7 @@ class SleepConfig(Keywords):
     machine: str = "H100"
     model: str | None = None
     scale: Factor = 1.0
+    expert_imbalance: Annotated[float, Meta(ge=1, le=1e9)] = 1.0
     stragglers: dict[str, Factor] = field(default_factory=dict)
     kv_latency_us: Amount | None = None
     kv_gb_per_s: Factor | None = None

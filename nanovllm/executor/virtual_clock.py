@@ -9,6 +9,8 @@ monotonic clock follow them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pathlib
 import time
 from typing import TYPE_CHECKING, cast
@@ -57,12 +59,15 @@ class VirtualClock(SchedulerHooks):
 
     Attributes:
         now: the latest virtual time of which the engine knows.
+        ordered: the time of the last plan.
     """
 
     def __init__(self, queues: Queues, scale: float, waves: Waves | None = None) -> None:
         self.queues = queues
         self.scale = scale
         self.now = 0
+        self.ordered = 0
+        self._started = read_clock(scale)
         self._waves = waves
         self._last_wave = -1
         self._known: set[str] = set()  # requests of the last plan or result
@@ -81,6 +86,7 @@ class VirtualClock(SchedulerHooks):
         untimed = {each.request_id for each in self.queues.receiving if not _carried_time(each)}
         self._known = set(requests)
         self._timed = self._known - untimed
+        self.ordered = now
         plan.extras[VIRTUAL_CLOCK] = now
 
     def _continues(self) -> bool:
@@ -109,6 +115,10 @@ class VirtualClock(SchedulerHooks):
         """Tell the engine that continues a request when its prompt was computed."""
         if request.remote_kv is not None:
             request.remote_kv["virtual_time"] = self.now
+
+    def seconds(self, virtual: int) -> float:
+        """Return the virtual seconds since the engine started, rounded as in a trace."""
+        return round(max(0, virtual - self._started) / SECOND, 6)
 
 
 def _carried_time(request: Request) -> int:
@@ -161,14 +171,18 @@ class TimelineWriter:
 
     Args:
         folder: made if it is missing; None: nothing is written.
-        name: of the rank.
+        name: of the rank. A second rank with this name, or a second run, gets a number after it.
     """
 
     def __init__(self, folder: str | None, name: str) -> None:
-        self._path = None if folder is None else pathlib.Path(folder, f"{name}.jsonl")
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_bytes(b"")
+        self._path: pathlib.Path | None = None
+        if folder is None:
+            return
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        for ending in itertools.chain([""], map(" ({})".format, itertools.count(2))):
+            self._path = pathlib.Path(folder, f"{name}{ending}.jsonl")
+            with contextlib.suppress(FileExistsError):
+                return self._path.touch(exist_ok=False)
 
     def write(self, entry: RankStep | RankRead) -> None:
         """Add an entry. Readers see it immediately."""

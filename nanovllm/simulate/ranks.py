@@ -104,6 +104,7 @@ def create_rank_cost(
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=config.data_parallel_size if config.in_lock_step else 1,
         enable_expert_parallel=config.enable_expert_parallel,
+        expert_imbalance=sleep.expert_imbalance,
     )
     return StageCost(
         engine=create_cost(model, machine, layout),

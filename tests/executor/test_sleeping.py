@@ -26,6 +26,7 @@ from nanovllm.lab.processes import CONTEXT
 from nanovllm.models.config import ModelConfig
 from nanovllm.simulate.ranks import create_rank_cost
 from tests.kv_engines import Fleet
+from tests.kv_fleet import KVFleet
 from tests.oracle import make_tokenizer
 
 PROMPTS = [list(range(40 + i, 60 + 3 * i)) for i in range(4)]
@@ -144,6 +145,21 @@ def test_one_rank_takes_the_predicted_times(llama: str, tmp_path: pathlib.Path) 
         assert step.answer == step.communicate + times.communicate
     for step, later in itertools.pairwise(steps):
         assert later.order == step.answer
+
+
+def test_a_trace_has_virtual_times(llama: str, tmp_path: pathlib.Path) -> None:
+    options: dict[str, Any] = {"scale": 2.0, "timelines": str(tmp_path)}
+    llm = LLM(llama, trace=True, device="sleep", sleep_config=options)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert llm.trace is not None
+    times = [(record.start, record.duration) for record in llm.trace.steps]
+    steps = [each for each in read_timelines(tmp_path)["rank 0"] if isinstance(each, RankStep)]
+    begin = steps[0].order
+    assert len(times) == len(steps) == 2 * NUM_TOKENS
+    for (start, duration), step in zip(times, steps, strict=True):
+        assert start - times[0][0] == pytest.approx((step.order - begin) / SECOND, abs=2e-6)
+        assert duration == pytest.approx((step.answer - step.order) / SECOND, abs=2e-6)
 
 
 def test_the_clock_on_the_wall_follows(llama: str, tmp_path: pathlib.Path) -> None:
@@ -271,6 +287,31 @@ def test_kv_takes_its_time_from_prefill_to_decode(llama: str, tmp_path: pathlib.
     assert len(steps) == NUM_TOKENS
 
 
+def test_servers_of_both_kinds_sleep(llama: str, tmp_path: pathlib.Path) -> None:
+    """`serve --prefill 1 --decode 1 -tp 2`."""
+    times = tmp_path / "times"
+    sleep = {"model": "llama-3.1-8b", "timelines": str(times), "kv_gb_per_s": 2}
+    words = ["-tp", "2", "--device", "sleep", "--sleep-config", json.dumps(sleep)]
+    with KVFleet(pathlib.Path(llama), tmp_path, 1, 1, *words) as fleet:
+        fleet.wait_until_ready()
+        choice = fleet.complete(prompt="once upon a time " * 9, max_tokens=4, ignore_eos=True)
+    assert choice["usage"]["completion_tokens"] == 4
+    timelines = read_timelines(times)
+    assert len(timelines) == 4
+    for rank in range(2):
+        # The router may have asked before, to see whether the servers work.
+        computed = timelines[f"prefill rank {rank}"][-1]
+        read, *steps = timelines[f"decode rank {rank}"][-5:]
+        assert isinstance(computed, RankStep)
+        assert isinstance(read, RankRead)
+        assert read.begin == computed.answer
+        # 153 tokens, of which each rank has half of the bytes.
+        assert read.num_bytes == 10 * 16 * 32 * 4 * 128 * 2 * 2
+        assert isinstance(steps[0], RankStep)
+        assert steps[0].order == read.end
+        assert len(steps) == 4
+
+
 # ---------------------------------------------------------------- what does not matter
 
 
@@ -321,6 +362,7 @@ def test_tokens_are_words_of_the_course_model(tmp_path: pathlib.Path) -> None:
         ({"sleep_config": {"scal": 2}}, "no argument 'scal'; did you mean scale?"),
         ({"sleep_config": {"scale": 0}}, "scale must be a finite number above 0"),
         ({"sleep_config": {"machine": "H10"}}, "sleep_config: machine 'H10' is unknown: .*H100"),
+        ({"sleep_config": {"expert_imbalance": 0.5}}, "expert_imbalance must be"),
         ({"sleep_config": {"model": "x"}}, "sleep_config: model 'x' is unknown: .*llama-3.1-70b"),
         ({"sleep_config": {"model": "llama-3.1-70b"}}, "does not fit on H100: .* GB per device"),
         ({"sleep_config": {"stragglers": {"1": 2}}}, "rank '1', and the ranks are 0 to 0"),
