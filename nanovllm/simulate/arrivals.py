@@ -72,6 +72,7 @@ def create_workload(settings: SyntheticWorkload, block_size: int) -> Workload:
         name=f"{settings.num_prompts:,} requests at {settings.request_rate:g}/s",
         requests=islice(_requests(settings, block_size), settings.num_prompts),
         prefix_block_size=block_size,
+        names_outputs=True,
     )
 
 
@@ -109,7 +110,7 @@ def _session(
     for turn in range(settings.num_turns):
         num_tokens += _length(settings.random_input_len, settings.random_range_ratio, rng)
         num_output_tokens = _length(settings.random_output_len, settings.random_range_ratio, rng)
-        num_own = -(-num_tokens // block_size) - num_shared
+        num_own = -(-(num_tokens + num_output_tokens) // block_size) - num_shared
         own = OWN_BLOCKS * (number + 1)
         yield WorkloadRequest(
             request_id=f"{number}-{turn}" if settings.num_turns > 1 else str(number),

@@ -79,7 +79,9 @@ class Fleet:
         for engine in self.engines:
             engine.gaps = gaps
         size = self.engines[0].scheduler.manager.block_size
-        make = RequestMaker(size, workload.prefix_block_size, self.by_priority)
+        make = RequestMaker(
+            size, workload.prefix_block_size, self.by_priority, workload.names_outputs
+        )
         with _collecting_less():
             self._run(iter(workload.requests), make)
         return FleetResult(

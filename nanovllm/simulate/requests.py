@@ -55,18 +55,27 @@ class RequestMaker:
 
     Two requests share a block if their prompts are equal up to the block's last token. A number in
     `WorkloadRequest.prefix_ids`, 0 or more, has to name the whole prefix, as in Mooncake's traces.
-    A block that contains output, or tokens that no number describes, belongs to its request alone.
+    A block that contains tokens that no number describes belongs to its request alone; so does one
+    that contains output, unless numbers name outputs.
 
     Args:
         block_size: tokens per block of the engines.
         prefix_block_size: prompt tokens per number in `prefix_ids`.
         by_priority: requests run in the order of their priorities.
+        names_outputs: see `Workload`.
     """
 
-    def __init__(self, block_size: int, prefix_block_size: int, by_priority: bool = False) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        prefix_block_size: int,
+        by_priority: bool = False,
+        names_outputs: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.prefix_block_size = prefix_block_size
         self.by_priority = by_priority
+        self.names_outputs = names_outputs
         # At most this number of blocks ends in the tokens that a number describes.
         self._per_number = -(-prefix_block_size // block_size)
         self._num_made = 0
@@ -82,8 +91,9 @@ class RequestMaker:
     def _names(self, source: WorkloadRequest) -> list[int]:
         """Name all blocks that the request may ever fill: by its prefixes, then numbers below 0
         that no other request has."""
-        names = self.prompt_names(source.prefix_ids, source.num_prompt_tokens)
         num_tokens = source.num_prompt_tokens + source.num_output_tokens
+        num_named = num_tokens if self.names_outputs else source.num_prompt_tokens
+        names = self.prompt_names(source.prefix_ids, num_named)
         end = self._own_name - num_tokens // self.block_size + len(names)
         names += range(self._own_name, end, -1)
         self._own_name = end

@@ -46,8 +46,11 @@ class Workload:
         name: for reports.
         requests: can be iterated once.
         prefix_block_size: prompt tokens per number in `WorkloadRequest.prefix_ids`.
+        names_outputs: the numbers go on after the prompt and name the output's blocks, too, so that
+            a later prompt may begin with this prompt and its output.
     """
 
     name: str
     requests: Iterable[WorkloadRequest]
     prefix_block_size: int = 512
+    names_outputs: bool = False

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
+from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.workload import SECOND, WorkloadRequest
+from tests.simulate.engines import engine_of
 
 
 def create(block_size: int = 16, **settings: float) -> list[WorkloadRequest]:
@@ -53,7 +55,8 @@ def test_requests_share_the_full_blocks_of_their_prefix() -> None:
     )
     beginnings = {tuple(request.prefix_ids[:2]) for request in requests}
     assert len(beginnings) == 3
-    assert all(len(request.prefix_ids) == 4 for request in requests)  # of 60 tokens
+    # Of 40 + 20 + 128 tokens.
+    assert all(len(request.prefix_ids) == 12 for request in requests)
     own = [number for request in requests for number in request.prefix_ids[2:]]
     assert len(own) == len(set(own))
 
@@ -71,8 +74,19 @@ def test_a_turn_begins_with_the_one_before_and_its_answer() -> None:
         assert [turn.num_prompt_tokens for turn in turns] == [20, 70, 120]
         for before, turn in pairwise(turns):
             assert list(turn.prefix_ids[: len(before.prefix_ids)]) == list(before.prefix_ids)
+            assert len(before.prefix_ids) == -(-(before.num_prompt_tokens + 30) // 16)
     pauses = [b.arrival - a.arrival for turns in sessions.values() for a, b in pairwise(turns)]
     assert statistics.mean(pauses) / SECOND == pytest.approx(2.0, rel=0.2)
+
+
+def test_a_turn_finds_the_blocks_of_the_answer_before() -> None:
+    settings = SyntheticWorkload(
+        num_prompts=4, num_turns=4, random_input_len=20, random_output_len=30, turn_interval=1e4
+    )
+    served = Fleet([engine_of()]).run(create_workload(settings, 16)).requests
+    assert [each.num_prompt_tokens for each in served] == [20, 70, 120, 170]
+    # An answer's last token is never computed, so 49, 99 and 149 tokens are in full blocks.
+    assert [each.num_cached_tokens for each in served] == [0, 48, 96, 144]
 
 
 def test_a_seed_gives_the_same_requests_with_every_version_of_python() -> None:
@@ -88,7 +102,7 @@ def test_a_seed_gives_the_same_requests_with_every_version_of_python() -> None:
     assert requests == create(seed=3, **settings)
     assert requests != create(seed=4, **settings)
     digest = hashlib.sha256(msgspec.json.encode(requests)).hexdigest()
-    assert digest[:16] == "017f8a419be1e122"
+    assert digest[:16] == "02d871530f67dc62"
 
 
 def test_the_same_lengths_arrive_at_every_rate() -> None:
