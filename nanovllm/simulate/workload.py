@@ -46,7 +46,7 @@ class Workload:
         name: for reports.
         requests: can be iterated once.
         prefix_block_size: prompt tokens per number in `WorkloadRequest.prefix_ids`.
-        names_outputs: the numbers go on after the prompt and name the output's blocks, too, so that
+        names_outputs: the numbers continue after the prompt, and name the output's blocks, so that
             a later prompt may begin with this prompt and its output.
     """
 
