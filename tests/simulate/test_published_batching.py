@@ -15,13 +15,16 @@ from statistics import NormalDist, median
 
 import pytest
 
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.resolved_config import resolve
 from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
-from tests.simulate.engines import engine_of
 
 NANOSECOND = SECOND // 10**9
 MICROSECOND = SECOND // 10**6
@@ -134,19 +137,26 @@ def serve(
         budget: tokens per step; 0: the longest request.
         policy: of batching; "in_turns": see there.
     """
-    engine = engine_of(
-        KV_TOKENS // BLOCK,
-        lengths.longest,
-        block_size=BLOCK,
-        enable_prefix_caching=False,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget or lengths.longest,
-        batching_policy="chunked" if policy == "in_turns" else policy,
-        enable_chunked_prefill=policy != "prefill_first",
+    options: dict[str, int | bool | str] = {
+        "num_kv_blocks": KV_TOKENS // BLOCK,
+        "block_size": BLOCK,
+        "enable_prefix_caching": False,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": budget or lengths.longest,
+        "async_scheduling": False,
+    }
+    if policy == "prefill_first":
+        options |= {"batching_policy": policy, "enable_chunked_prefill": False}
+    config = resolve(
+        EngineConfig(**options),  # type: ignore[arg-type]
+        model_max_len=lengths.longest,
+        num_kv_blocks=KV_TOKENS // BLOCK,
+        num_host_blocks=0,
     )
-    engine.cost = YiCost()
+    scheduler = create_scheduler(config, create_manager(config))
     if policy == "in_turns":
-        engine.scheduler.fill = in_turns()
+        scheduler.fill = in_turns()
+    engine = SimulatedEngine(scheduler, YiCost())
     return Fleet([engine]).run(Workload("sarathi", requests_of(lengths, rate, count)))
 
 

@@ -66,7 +66,12 @@ def prefill(
         tokens: in each node's cache.
     """
     engines = [
-        engine_of(tokens // BLOCK, 2**18, block_size=BLOCK, max_num_batched_tokens=8192)
+        engine_of(
+            num_blocks=tokens // BLOCK,
+            model_max_len=2**18,
+            block_size=BLOCK,
+            max_num_batched_tokens=8192,
+        )
         for _ in range(num_nodes)
     ]
     for engine in engines:
