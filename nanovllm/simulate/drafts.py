@@ -19,8 +19,8 @@ class DraftingEngine(SimulatedEngine):
     computes them like tokens of a prompt.
 
     Args:
-        scheduler, cost, steps_ahead: see `SimulatedEngine`; the scheduler has `Speculation`, with
-            another method than "ngram".
+        scheduler: has `Speculation`, with another method than "ngram".
+        cost, steps_ahead, num_stages: see `SimulatedEngine`.
         acceptance: for each position, the share of drafts that are accepted there, as vLLM counts
             them: with all before them. It does not increase.
         draft_time: picoseconds in which the draft model makes one draft for all requests.
@@ -36,8 +36,9 @@ class DraftingEngine(SimulatedEngine):
         draft_time: int = 0,
         seed: int = 0,
         steps_ahead: int = 0,
+        num_stages: int = 1,
     ) -> None:
-        super().__init__(scheduler, cost, steps_ahead=steps_ahead)
+        super().__init__(scheduler, cost, steps_ahead=steps_ahead, num_stages=num_stages)
         self.acceptance = acceptance
         self.draft_time = draft_time
         self.seed = seed

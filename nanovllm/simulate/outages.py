@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nanovllm.data.errors import UsageError
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import RequestMaker, SimulatedRequest
 from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.routers import PolicyRouter
-from nanovllm.simulate.workload import Workload, WorkloadRequest
+from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
 
 class Outage(NamedTuple):
@@ -27,6 +29,31 @@ class Outage(NamedTuple):
     replica: int
     begin: int
     end: int | None
+
+
+def parse_outages(
+    words: str | Sequence[str] | None, cold_start: float | None, num_replicas: int
+) -> list[Outage]:
+    """Read failures such as "0@60": replica 0 fails after 60 seconds.
+
+    Args:
+        cold_start: seconds until a replacement is ready; None: there is none.
+
+    Raises:
+        UsageError: something else, or a replica that does not exist.
+    """
+    outages = []
+    for word in [words] if isinstance(words, str) else words or []:
+        found = re.fullmatch(r"(\d{1,9})@(\d{1,9}(?:\.\d+)?)", word)
+        if found is None or int(found[1]) >= num_replicas:
+            raise UsageError(
+                f"--failures must be an engine from 0 to {num_replicas - 1} and a time in seconds, "
+                f"such as 0@60, got {word!r}"
+            )
+        begin = round(float(found[2]) * SECOND)
+        end = None if cold_start is None else begin + round(cold_start * SECOND)
+        outages.append(Outage(int(found[1]), begin, end))
+    return outages
 
 
 class UnreliableFleet(Fleet):

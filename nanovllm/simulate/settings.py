@@ -59,6 +59,19 @@ class FleetConfig(Keywords):
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
             one), estimated (the one that was already sent the prompt's prefix), or precise (the one
             that has it cached)
+        metrics_interval: seconds between two looks of the router at the loads of the engines (0: it
+            always knows them)
+        failures: engines that fail, and when in seconds, such as 0@60 3@120; at 0, they start late
+        cold_start: seconds from a failure until a replacement serves requests (default: there is
+            none)
+        retry_failed: send requests of a failed engine to another one, unless their client has a
+            token
+        data_parallel_size: number of engines that share experts, and run their steps together
+        expert_imbalance: with data_parallel_size, the most by which unevenly loaded experts make an
+            engine's step longer, as a share of it; each step draws its own
+        spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
+            such as 0.8,0.6,0.4
+        draft_time: with --spec-acceptance, time in ms to draft a token for all requests
         goodput: times in ms that a request must keep to count in request_goodput, such as ttft:200
             tpot:50 e2el:9000
         slo_attainment: with --find-load, share of requests that must keep these times
@@ -73,6 +86,14 @@ class FleetConfig(Keywords):
     decode: Annotated[int, Meta(ge=0, le=100_000)] = 0
     machine: str = "H100"
     routing_policy: Literal["random", "round_robin", "load", "estimated", "precise"] = "estimated"
+    metrics_interval: Amount = 0.0
+    failures: str | Sequence[str] | None = None
+    cold_start: Amount | None = None
+    retry_failed: bool = True
+    data_parallel_size: Positive = 1
+    expert_imbalance: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    spec_acceptance: str | None = None
+    draft_time: Amount = 0.0
     goodput: str | Sequence[str] | None = None
     slo_attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
     price_per_hour: Amount | None = None
@@ -81,6 +102,39 @@ class FleetConfig(Keywords):
         super().__post_init__()
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("--prefill and --decode need each other: set both, or none")
+        special = {
+            "--prefill": self.prefill,
+            "--failures": self.failures,
+            "--data-parallel-size": self.data_parallel_size > 1,
+            "--spec-acceptance": self.spec_acceptance,
+        }
+        given = [flag for flag, value in special.items() if value]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} cannot be combined with {given[1]}: simulate them apart")
+        if self.replicas % self.data_parallel_size:
+            raise ValueError(
+                f"--replicas must be a multiple of --data-parallel-size "
+                f"{self.data_parallel_size}, got {self.replicas}"
+            )
+
+    @property
+    def acceptance(self) -> list[float]:
+        """`spec_acceptance` as numbers.
+
+        Raises:
+            UsageError: they are not shares, or increase.
+        """
+        words = self.spec_acceptance.split(",") if self.spec_acceptance else []
+        try:
+            shares = [float(word) for word in words]
+        except ValueError:
+            shares = [2.0]
+        if shares != sorted(shares, reverse=True) or not all(0 <= share <= 1 for share in shares):
+            raise UsageError(
+                "--spec-acceptance must be numbers from 1 to 0 that do not increase, such as "
+                f"0.8,0.6,0.4, got {self.spec_acceptance!r}"
+            )
+        return shares
 
 
 def known_settings() -> dict[str, type]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from nanovllm.assembly.flags import words_of
 from nanovllm.assembly.scheduling import create_manager, create_scheduler
@@ -16,11 +19,14 @@ from nanovllm.router.policies import Router, RouterState
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
+from nanovllm.simulate.drafts import DraftingEngine
 from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import Fleet, ReplicaRouter
+from nanovllm.simulate.fleet import Fleet
+from nanovllm.simulate.lock_step import LockStepEngine, LockStepFleet
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
+from nanovllm.simulate.outages import UnreliableFleet, parse_outages
 from nanovllm.simulate.perfetto import RecordedEngine, write_events
 from nanovllm.simulate.report import Summary, parse_goodput, summarize
 from nanovllm.simulate.requests import RequestMaker
@@ -49,7 +55,14 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         raise UsageError(f"there is no setting {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     config = create(FleetConfig, settings)
     goodput = parse_goodput(config.goodput)
-    plan = plan_fleet(config, create(EngineConfig, {"model": DEFAULT_MODEL, **settings}))
+    engine = {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1}
+    if config.data_parallel_size > 1 and not settings.get("async_scheduling"):
+        engine["async_scheduling"] = False
+    if config.acceptance:
+        # The method does not matter, except that the runner drafts.
+        drafts = {"method": "eagle3", "num_speculative_tokens": len(config.acceptance)}
+        engine["speculative_config"] = json.dumps(drafts)
+    plan = plan_fleet(config, create(EngineConfig, engine))
     block_size = plan.resolved.given.block_size
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, RecordedEngine if perfetto else SimulatedEngine)
@@ -83,6 +96,9 @@ def find_load(settings: Mapping[str, object]) -> Summary:
     return {name: load, **summary}
 
 
+EngineT = TypeVar("EngineT", bound=SimulatedEngine)
+
+
 @dataclass(frozen=True)
 class FleetPlan:
     """Describes the engines of a fleet.
@@ -100,9 +116,7 @@ class FleetPlan:
         """Create engines and their routers."""
         config = self.config
         if not config.prefill:
-            engines = [self._create_engine(kind) for _ in range(config.replicas)]
-            by_priority = self.resolved.given.scheduling_policy == "priority"
-            return Fleet(engines, self._create_router(engines, workload), by_priority)
+            return self._create_replicas(workload, kind)
         assert isinstance(self.cost, Roofline)
         prefill = [self._create_engine(kind, PrefillConnector) for _ in range(config.prefill)]
         decode = [self._create_engine(kind, DecodeConnector) for _ in range(config.decode)]
@@ -119,11 +133,42 @@ class FleetPlan:
             kv_bytes_per_token=size * layout.tensor_parallel_size,
         )
 
+    def _create_replicas(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
+        config = self.config
+        by_priority = self.resolved.given.scheduling_policy == "priority"
+        is_special = bool(config.acceptance) or config.data_parallel_size > 1
+        if is_special and kind is not SimulatedEngine:
+            raise UsageError("--perfetto cannot show drafts or engines in lock-step")
+        create: Callable[..., SimulatedEngine] = kind
+        if config.acceptance:
+            create = functools.partial(
+                DraftingEngine,
+                acceptance=config.acceptance,
+                draft_time=round(config.draft_time * SECOND / 1000),
+            )
+        if config.data_parallel_size > 1:
+            members = [self._create_engine(LockStepEngine) for _ in range(config.replicas)]
+            return LockStepFleet(
+                members,
+                self._create_router(members, workload),
+                config.data_parallel_size,
+                imbalance=config.expert_imbalance,
+                by_priority=by_priority,
+            )
+        engines = [self._create_engine(create) for _ in range(config.replicas)]
+        router = self._create_router(engines, workload)
+        outages = parse_outages(config.failures, config.cold_start, config.replicas)
+        if not outages:
+            return Fleet(engines, router, by_priority)
+        return UnreliableFleet(
+            engines, router, outages, retries=config.retry_failed, by_priority=by_priority
+        )
+
     def _create_engine(
         self,
-        kind: type[SimulatedEngine],
+        kind: Callable[..., EngineT],
         connector: type[PrefillConnector] | type[DecodeConnector] | None = None,
-    ) -> SimulatedEngine:
+    ) -> EngineT:
         given = self.resolved.given
         manager = create_manager(self.resolved)
         return kind(
@@ -137,12 +182,13 @@ class FleetPlan:
 
     def _create_router(
         self, engines: Sequence[SimulatedEngine], workload: Workload
-    ) -> ReplicaRouter:
+    ) -> PolicyRouter:
         policy = self.config.routing_policy
         maker = RequestMaker(self.resolved.given.block_size, workload.prefix_block_size)
         router = PolicyRouter(
             Router(policy, RouterState(len(engines), self.resolved.num_kv_blocks)),
             lambda source: maker.prompt_names(source.prefix_ids, source.num_prompt_tokens),
+            refresh=round(self.config.metrics_interval * SECOND),
         )
         if policy == "precise":
             router.watch(engines)
@@ -177,8 +223,16 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
     layout = Layout(
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
+        data_parallel_size=config.data_parallel_size,
         enable_expert_parallel=engine.enable_expert_parallel,
     )
+    if config.data_parallel_size > 1 and (
+        engine.async_scheduling or layout.pipeline_parallel_size > 1
+    ):
+        raise UsageError(
+            "--data-parallel-size cannot be combined with --async-scheduling or "
+            "--pipeline-parallel-size: lock-step is simulated without them"
+        )
     cost = create_cost(model, machine, layout)
     utilization = engine.gpu_memory_utilization
     fitting = kv_blocks(model, machine, layout, engine.block_size, utilization)
@@ -204,10 +258,10 @@ def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost
     """
     if engine.model not in (DEFAULT_MODEL, cost.model):
         raise UsageError(f"--machine {config.machine} was measured with {cost.model}: omit --model")
-    if engine.world_size > 1 or config.prefill:
+    if engine.world_size > 1 or config.prefill or config.data_parallel_size > 1:
         raise UsageError(
             f"--machine {config.machine} describes one whole engine: omit --tensor-parallel-size, "
-            "--pipeline-parallel-size, --prefill and --decode"
+            "--pipeline-parallel-size, --data-parallel-size, --prefill and --decode"
         )
     resolved = _resolve(
         engine,

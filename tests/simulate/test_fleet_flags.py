@@ -1,0 +1,82 @@
+"""Flags of `nanovllm simulate` for fleets that fail, know little, run in lock-step or draft."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.report import Summary
+from nanovllm.simulate.simulation import simulate
+
+FEW: dict[str, object] = {"num_prompts": 60, "request_rate": 30.0, "random_output_len": 64}
+
+
+def run(**settings: object) -> Summary:
+    return simulate(FEW | settings)
+
+
+def number(summary: Summary, name: str) -> float:
+    value = summary[name]
+    assert isinstance(value, int | float)
+    return value
+
+
+def test_failures_and_a_cold_start() -> None:
+    failing = run(replicas=2, failures=["0@0.5"])
+    assert failing["outcomes"] == {"length": 54, "failed": 6}
+    replaced = run(replicas=2, failures=["0@0.5"], cold_start=0.2)
+    assert number(replaced, "mean_tpot_ms") < number(failing, "mean_tpot_ms")
+    late = run(replicas=2, failures="1@0", cold_start=1.0)
+    assert late["outcomes"] == {"length": 60}
+    requests = [each["num_requests"] for each in late["replicas"]]  # type: ignore[attr-defined]
+    assert requests[0] > 1.5 * requests[1]
+
+
+def test_a_router_with_stale_metrics_is_slower() -> None:
+    settings = {"replicas": 4, "routing_policy": "load", "request_rate": 120.0}
+    sharp = run(**settings)
+    stale = run(**settings, metrics_interval=1.0)
+    assert number(sharp, "mean_e2el_ms") < number(stale, "mean_e2el_ms")
+
+
+def test_lock_step_and_uneven_experts() -> None:
+    settings = {
+        "model": "deepseek-v3",
+        "machine": "H200x8",
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "replicas": 4,
+        "data_parallel_size": 4,
+    }
+    even = run(**settings)
+    uneven = run(**settings, expert_imbalance=0.5)
+    assert number(uneven, "mean_tpot_ms") > 1.15 * number(even, "mean_tpot_ms")
+
+
+def test_accepted_drafts_save_steps() -> None:
+    plain = run()
+    drafting = run(spec_acceptance="0.8,0.6,0.4")
+    slow = run(spec_acceptance="0.8,0.6,0.4", draft_time=1.0)
+    assert number(drafting, "mean_tpot_ms") < 0.7 * number(plain, "mean_tpot_ms")
+    assert number(drafting, "mean_tpot_ms") < number(slow, "mean_tpot_ms")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"failures": ["1@3"]}, "--failures must be an engine from 0 to 0"),
+        ({"failures": ["0"]}, "such as 0@60, got '0'"),
+        ({"failures": ["0@1"], "spec_acceptance": "1"}, "cannot be combined with"),
+        ({"prefill": 1, "decode": 1, "failures": ["0@1"]}, "--prefill cannot be combined"),
+        ({"spec_acceptance": "0.3,0.5"}, "do not increase"),
+        ({"spec_acceptance": "x"}, "such as 0.8,0.6,0.4, got 'x'"),
+        ({"replicas": 3, "data_parallel_size": 2}, "multiple of --data-parallel-size 2, got 3"),
+        (
+            {"replicas": 2, "data_parallel_size": 2, "async_scheduling": True},
+            "cannot be combined with --async-scheduling",
+        ),
+    ],
+)
+def test_mistakes(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(**settings)
