@@ -18,6 +18,7 @@ from nanovllm.models.config import ModelConfig
 if TYPE_CHECKING:
     from nanovllm.checkpoint.quantization import QuantizationConfig
     from nanovllm.data.resolved_config import ResolvedConfig
+    from nanovllm.data.sleep_config import SleepConfig
     from nanovllm.executor.uniproc import CreateWorker
 
 SEVERAL = "an engine of several processes"
@@ -39,8 +40,8 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         ValueError: the model is not supported, or the settings do not fit it.
     """
     model_config = ModelConfig.from_pretrained(folder)
-    if config.sleep is not None and config.sleep.model is not None:
-        model_config = predicted_model(config.sleep.model, model_config)
+    if config.sleep is not None:
+        model_config = predicted_model(config, config.sleep, model_config)
     config.check_limits(model_config.max_position_embeddings, config.num_kv_blocks)
     if config.generation_config == "vllm":
         model_config.generation_defaults = {}
@@ -64,17 +65,24 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
     return model_config
 
 
-def predicted_model(name: str, served: ModelConfig) -> ModelConfig:
-    """Return the shape of a model that a device sleeps for, with the tokens of another one.
+def predicted_model(config: EngineConfig, sleep: SleepConfig, served: ModelConfig) -> ModelConfig:
+    """Return the shape of the model for which the devices sleep, with the tokens of the served one.
 
     Raises:
-        UsageError: an unknown name; the message has the list.
+        ValueError: an unknown model, or an executor on several machines.
     """
+    if (backend := choose_backend(config)) not in ("uni", "mp"):
+        raise ValueError(
+            f"device 'sleep' does not work with distributed_executor_backend {backend!r}: its "
+            "ranks need the clock of one machine; choose 'uni' or 'mp'"
+        )
+    if sleep.model is None:
+        return served
     find: Callable[[str], ModelConfig] = load(
         "nanovllm.simulate.ranks:find_model_config", "device 'sleep'"
     )
     return replace(
-        find(name),
+        find(sleep.model),
         vocab_size=served.vocab_size,
         eos_token_ids=served.eos_token_ids,
         generation_defaults=served.generation_defaults,

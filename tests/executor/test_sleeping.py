@@ -3,6 +3,7 @@ machine is."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -113,10 +114,10 @@ def predicted(cost: RankCost, steps: list[RankStep]) -> list[RankTimes]:
     known: dict[str, int] = {}
     times = []
     for step in steps:
-        shares = [(known.get(name, 0), count) for name, count in step.tokens.items()]
+        shares = [(known.get(name, 0), count) for name, count in step.tokens.items()] or [(0, 1)]
         for name, count in step.tokens.items():
             known[name] = known.get(name, 0) + count
-        times.append(cost.step(shares, len(shares)))
+        times.append(cost.step(shares, len(step.tokens)))
     return times
 
 
@@ -237,12 +238,20 @@ def test_engines_in_lock_step_wait_for_the_slowest(qwen: str, tmp_path: pathlib.
         enable_expert_parallel=True,
         sleep={"stragglers": {"1": 2.0}},
     )
-    pairs = list(zip(run.steps(0), run.steps(1), strict=False))
-    assert len(pairs) >= NUM_TOKENS
-    for step, late in pairs:
+    run.config = dataclasses.replace(run.config, data_parallel_address="file://")
+    fast, slow = (
+        list(zip(run.steps(rank), predicted(run.cost(), run.steps(rank)), strict=True))
+        for rank in range(2)
+    )
+    assert len(fast) == len(slow) >= NUM_TOKENS
+    for (step, times), (late, its_times) in zip(fast, slow, strict=True):
+        assert step.wait - step.compute == times.compute
+        assert late.wait - late.compute == 2 * its_times.compute
         assert step.communicate == late.communicate == max(step.wait, late.wait)
-        assert step.answer == late.answer
-    assert any(step.wait < late.wait for step, late in pairs)
+        longest = max(times.communicate, its_times.communicate)
+        assert longest > 0
+        assert step.answer == late.answer == step.communicate + longest
+    assert {"dispatch", "combine", "experts"} <= fast[0][0].parts.keys()
 
 
 def test_kv_takes_its_time_from_prefill_to_decode(llama: str, tmp_path: pathlib.Path) -> None:
@@ -362,6 +371,7 @@ def test_tokens_are_words_of_the_course_model(tmp_path: pathlib.Path) -> None:
         ({"sleep_config": {"scal": 2}}, "no argument 'scal'; did you mean scale?"),
         ({"sleep_config": {"scale": 0}}, "scale must be a finite number above 0"),
         ({"sleep_config": {"machine": "H10"}}, "sleep_config: machine 'H10' is unknown: .*H100"),
+        ({"distributed_executor_backend": "external_launcher"}, "choose 'uni' or 'mp'"),
         ({"sleep_config": {"expert_imbalance": 0.5}}, "expert_imbalance must be"),
         ({"sleep_config": {"model": "x"}}, "sleep_config: model 'x' is unknown: .*llama-3.1-70b"),
         ({"sleep_config": {"model": "llama-3.1-70b"}}, "does not fit on H100: .* GB per device"),
