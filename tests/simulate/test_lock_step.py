@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.resolved_config import resolve
 from nanovllm.simulate.fleet import Fleet, RoundRobin
 from nanovllm.simulate.lock_step import LockStepEngine, LockStepFleet
 from nanovllm.simulate.workload import WorkloadRequest
@@ -15,8 +18,10 @@ from tests.simulate.engines import AffineCost, engine_of, request_of, workload_o
 def fleet_of(
     num_engines: int, group_size: int, imbalance: float = 0.0, seed: int = 0
 ) -> LockStepFleet:
+    config = EngineConfig(num_kv_blocks=100, block_size=4, async_scheduling=False)
+    resolved = resolve(config, model_max_len=4096, num_kv_blocks=100, num_host_blocks=0)
     engines = [
-        LockStepEngine(engine_of(block_size=4, async_scheduling=False).scheduler, AffineCost())
+        LockStepEngine(create_scheduler(resolved, create_manager(resolved)), AffineCost())
         for _ in range(num_engines)
     ]
     return LockStepFleet(
