@@ -7,9 +7,9 @@ import pathlib
 from typing import TYPE_CHECKING, cast
 
 from nanovllm.assembly.executor import allocate, create_executor, read_model_config
-from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.assembly.scheduling import create_manager, create_scheduler, loop_settings
 from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.core.engine import EngineCore, EngineSettings
+from nanovllm.core.engine import EngineCore
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.peers import Peers
 from nanovllm.core.recorder import Recorder
@@ -69,13 +69,7 @@ class Engine(EngineCore):
         super().__init__(
             scheduler=scheduler,
             executor=executor,
-            settings=EngineSettings(
-                by_priority=config.scheduling_policy == "priority",
-                steps_ahead=config.pipeline_parallel_size - 1
-                or int(self.resolved.async_scheduling),
-                is_one_device=config.pipeline_parallel_size == 1,
-                check_invariants=config.check_invariants,
-            ),
+            settings=loop_settings(self.resolved),
             peers=create_peers(scheduler, executor, connector),
             create_recorder=functools.partial(create_recorder, scheduler),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from nanovllm.core.engine import EngineSettings
 from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
@@ -71,6 +72,17 @@ def create_scheduler(
         with contextlib.suppress(MissingPartError):
             scheduler.fill = load("nanovllm.features.decodes_first:decodes_first", "the fast path")
     return scheduler
+
+
+def loop_settings(config: ResolvedConfig) -> EngineSettings:
+    """Return the settings of the engine's loop."""
+    stages = config.given.pipeline_parallel_size
+    return EngineSettings(
+        by_priority=config.given.scheduling_policy == "priority",
+        steps_ahead=stages - 1 or int(config.async_scheduling),
+        is_one_device=stages == 1,
+        check_invariants=config.given.check_invariants,
+    )
 
 
 def choose_features(

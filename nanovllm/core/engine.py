@@ -75,6 +75,7 @@ class EngineCore:
             and `close`.
         peers: other engines and stores with which this one works; by default there are none.
         create_recorder: makes what records steps, once a reader wants records.
+        clock: returns the time in seconds.
 
     Attributes:
         recorder: records steps and requests; one that does nothing while records have no reader.
@@ -90,6 +91,7 @@ class EngineCore:
         settings: EngineSettings,
         peers: Peers | None = None,
         create_recorder: Callable[[], Recorder] = Recorder,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -102,7 +104,8 @@ class EngineCore:
         self._num_added = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._found_nothing = False  # the last step had nothing to compute, and none was in flight
-        self._started = time.perf_counter()
+        self._clock = clock
+        self._started = clock()
         # When the last step's results arrived, in seconds since the engine started.
         self._last_results = 0.0
 
@@ -147,7 +150,7 @@ class EngineCore:
             self.peers.decline(request, str(error))
             raise
         self._num_added += 1
-        self.recorder.arrived(source.request_id, request.num_prompt_tokens)
+        self.recorder.arrived(request, self._now())
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a request between two steps and free its blocks; returns False if it has ended
@@ -244,7 +247,7 @@ class EngineCore:
 
     def _now(self) -> float:
         """Return the seconds since the engine started, rounded to microseconds as in a trace."""
-        return round(time.perf_counter() - self._started, 6)
+        return round(self._clock() - self._started, 6)
 
     def _drain_if_idle(self) -> None:
         """When idle, drain steps in flight and flush the trace."""
@@ -277,7 +280,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.manager.pool.reset_prefix_cache()
-        self.recorder.ask_for_snapshot()
+        self.recorder.cache_reset()
         self._drain_if_idle()
 
     def watch(self, sink: RecordSink) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.request import EngineOutput
 
@@ -22,8 +23,8 @@ class Recorder:
 
     is_on = False
 
-    def arrived(self, request_id: str, num_prompt_tokens: int) -> None:
-        """A request was queued."""
+    def arrived(self, request: Request, time: float) -> None:
+        """A request was queued, so many seconds after the engine started."""
 
     def ended(self, request_id: str, reason: str) -> None:
         """A request has ended between two steps."""
@@ -47,8 +48,8 @@ class Recorder:
     def flush(self, step: int, start: float, is_idle: bool = True) -> None:
         """There may be no next step: record what no record contains yet."""
 
-    def ask_for_snapshot(self) -> None:
-        """The pool has changed in a way that no record describes."""
+    def cache_reset(self) -> None:
+        """All cached prefixes were forgotten between two steps."""
 
     def watch(self, sink: RecordSink) -> None:
         """Pass all further records to a reader."""

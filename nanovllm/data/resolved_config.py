@@ -54,14 +54,28 @@ class ResolvedConfig:
 
     @property
     def trace_settings(self) -> TraceSettings:
-        """Sizes and policies for the header of a trace of this engine's steps."""
+        """Sizes and policies for the header of a trace of this engine's steps: all that decides
+        which steps it plans."""
+        given = self.given
         return TraceSettings(
-            block_size=self.given.block_size,
+            block_size=given.block_size,
             num_blocks=self.num_kv_blocks,
             token_budget=self.token_budget,
-            max_num_seqs=self.given.max_num_seqs,
-            batching_policy=self.given.batching_policy,
-            enable_prefix_caching=self.given.enable_prefix_caching,
+            max_num_seqs=given.max_num_seqs,
+            batching_policy=given.batching_policy,
+            enable_prefix_caching=given.enable_prefix_caching,
+            enable_chunked_prefill=given.enable_chunked_prefill,
+            long_prefill_token_threshold=given.long_prefill_token_threshold,
+            max_step_ms=given.max_step_ms or 0.0,
+            max_request_tokens=self.max_request_tokens,
+            scheduling_policy=given.scheduling_policy,
+            preemption_mode=given.preemption_mode,
+            num_host_blocks=self.num_host_blocks,
+            async_scheduling=self.async_scheduling,
+            pipeline_parallel_size=given.pipeline_parallel_size,
+            speculative_config="" if given.speculative is None else given.speculative.counts,
+            kv_connector=given.kv_transfer.kv_connector if given.kv_transfer is not None else "",
+            in_lock_step=given.in_lock_step,
         )
 
 

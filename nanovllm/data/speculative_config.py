@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -82,6 +82,12 @@ class SpeculativeConfig(Keywords):
             raise ValueError(
                 "method 'ngram' does not sample its drafts: do not set draft_sample_method"
             )
+
+    @property
+    def counts(self) -> str:
+        """Settings, as JSON, with which a scheduler wants as many drafts; without the model."""
+        counts = replace(self, model="", quantization=None, draft_sample_method="greedy")
+        return msgspec.json.encode(counts).decode()
 
     @classmethod
     def of(cls, config: EngineConfig) -> SpeculativeConfig:

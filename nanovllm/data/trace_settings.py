@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -23,7 +23,14 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         num_blocks: KV blocks of the pool.
         token_budget: tokens per step, at most.
         max_num_seqs: running requests, at most.
-        batching_policy, enable_prefix_caching: see `EngineConfig`.
+        batching_policy, enable_prefix_caching, enable_chunked_prefill, scheduling_policy,
+            long_prefill_token_threshold, preemption_mode, pipeline_parallel_size: see
+            `EngineConfig`.
+        max_request_tokens, num_host_blocks, async_scheduling: see `ResolvedConfig`.
+        max_step_ms: see `EngineConfig`; 0: no limit.
+        speculative_config: method and numbers of drafts as JSON, see `SpeculativeConfig`; "": none.
+        kv_connector: see `EngineConfig`; "": none.
+        in_lock_step: the engine makes each step together with others.
         data_rank: which of several engines this is, from 0.
         data_parallel_size: the number of engines.
         live: whether the engine is running: False for a trace that is replayed.
@@ -35,8 +42,21 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_blocks: Size = 0
     token_budget: Size = 0
     max_num_seqs: int = 0
-    batching_policy: str = ""
+    batching_policy: Literal["", "chunked", "prefill_first", "static"] = ""
     enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_step_ms: float = 0.0
+    max_request_tokens: int = 0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    num_host_blocks: int = 0
+    # None: the trace is older than these settings.
+    async_scheduling: bool | None = None
+    pipeline_parallel_size: Size = 1
+    speculative_config: str = ""
+    kv_connector: str = ""
+    in_lock_step: bool = False
     data_rank: int | None = None
     data_parallel_size: int = 1
     live: bool | None = None

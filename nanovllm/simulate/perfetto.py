@@ -40,7 +40,7 @@ class RecordedEngine(SimulatedEngine):
 
     def arrive(self, request: SimulatedRequest, now: int) -> bool:
         """Queue a request."""
-        self._recorder.arrived(request.request_id, request.num_prompt_tokens)
+        self._recorder.arrived(request, now / SECOND)
         return super().arrive(request, now)
 
     def finish(self) -> list[SimulatedRequest]:

@@ -37,7 +37,18 @@ SAME_AS_BEFORE: dict[str, object] = {
 ALWAYS = ("step", "start")
 IDS = ("arrived", "resumed", "waiting", "running", "swapped")  # numbers in a line
 # A dict in a record, pairs in a line.
-BY_ID = ("admitted", "preempted", "finished", "prompts", "text", "tables", "num_tokens")
+BY_ID = (
+    "admitted",
+    "preempted",
+    "finished",
+    "arrivals",
+    "prefixes",
+    "aborted",
+    "prompts",
+    "text",
+    "tables",
+    "num_tokens",
+)
 HIDDEN_TOKEN = -1
 FIELDS = tuple(StepRecord.__dataclass_fields__)
 MIN_KNOWN = 64  # requests that an encoder remembers at least

@@ -45,6 +45,34 @@ class TracedRequest:
         return bool(self.sampled) and self.start + self.num_tokens == self.num_prompt_tokens
 
 
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the scheduler knows of a request when it is queued, besides the length of its prompt.
+
+    Blocks are named by request and index, since a hash would reveal the prompt to a reader that can
+    guess it.
+
+    Attributes:
+        time: seconds since the trace began.
+        in_flight: steps whose results were missing at this time.
+        max_tokens: the most output tokens that the context and the request allow.
+        priority: smaller runs earlier; 0 if requests run in the order of arrival.
+        prefix: (which arrival of the trace, counted from 0; number of blocks): the request's first
+            blocks that have the same tokens as those of an earlier request; None if there are none.
+        looks_back: see `SamplingParams.looks_back`.
+        prompt_logprobs: the whole prompt is computed, and nothing taken from the prefix cache.
+        num_speculative_tokens: the most drafts per step; None: as many as for others.
+    """
+
+    time: float
+    max_tokens: int
+    in_flight: int = 0
+    priority: int = 0
+    prefix: tuple[int, int] | None = None
+    looks_back: bool = False
+    prompt_logprobs: bool = False
+    num_speculative_tokens: int | None = None
+
+
 @dataclass
 class Snapshot:
     """The whole state of the pool after a step was scheduled, for a reader that starts there.
@@ -77,6 +105,13 @@ class StepRecord:
         token_budget: the most tokens that the step may compute: `max_num_batched_tokens`, or what
             `max_step_ms` allows.
         arrived: request id to prompt length, for requests added since the last step.
+        arrivals: the same requests, with all that the scheduler knows of them.
+        prefixes: like `Arrival.prefix`, for requests that have ended and whose output filled blocks
+            with the same tokens as another request's.
+        aborted: request id to the number of steps whose results were missing, for requests that
+            have ended between two steps.
+        cache_resets: the number of steps whose results were missing, for each time that all cached
+            prefixes were forgotten since the last step.
         admitted: request id to tokens found in the prefix cache.
         resumed: swapped requests that run again.
         preempted: request id to "recompute" or "swap".
@@ -102,6 +137,10 @@ class StepRecord:
     token_budget: int
     requests: list[TracedRequest]
     arrived: dict[str, int] = field(default_factory=dict)
+    arrivals: dict[str, Arrival] = field(default_factory=dict)
+    prefixes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    aborted: dict[str, int] = field(default_factory=dict)
+    cache_resets: list[int] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     preempted: dict[str, str] = field(default_factory=dict)

@@ -1,14 +1,24 @@
 """Turns the scheduler's decisions into step records, for the engine and for a simulation of it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from nanovllm.core.recorder import Recorder
+from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
+from nanovllm.trace.record import Arrival
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
+# Blocks that a recorder remembers at least, if so many have arrived.
+MIN_NAMES = 10_000
+
+
+def new_record() -> StepRecord:
+    """Return a record of a step that is not planned yet."""
+    return StepRecord(step=0, start=0.0, duration=0.0, token_budget=0, requests=[])
 
 
 class StepRecorder(Recorder):
@@ -31,8 +41,14 @@ class StepRecorder(Recorder):
             self.trace = trace
             self._sinks[trace.record] = True
         self._snapshot_due = False
-        self._arrived: dict[str, int] = {}
-        self._ended: dict[str, str] = {}
+        # What happened since the last step.
+        self._next = new_record()
+        # The unfinished requests that have arrived since the recorder was made, with their numbers;
+        # and the arrival that first had each block, by the block's hash.
+        self._known: dict[str, tuple[int, Request]] = {}
+        self._num_arrivals = 0
+        self._owners: dict[bytes, int] = {}
+        self._max_owners = MIN_NAMES
         self._begun: list[StepRecord] = []
         self._held_before: dict[str, list[int]] = {}  # as of the last record
 
@@ -50,20 +66,60 @@ class StepRecorder(Recorder):
         self._sinks.pop(sink, None)
         return bool(self._sinks)
 
-    def ask_for_snapshot(self) -> None:
-        """Take a snapshot in the next record: the pool has changed in a way that no record
-        describes."""
+    def cache_reset(self) -> None:
+        """Take a snapshot in the next record: no record describes how the pool has changed."""
         self._snapshot_due = True
+        self._next.cache_resets.append(len(self._begun))
 
     # ---------------------------------------------------------------- records
 
-    def arrived(self, request_id: str, num_prompt_tokens: int) -> None:
-        """Note in the next record that a request was queued."""
-        self._arrived[request_id] = num_prompt_tokens
+    def arrived(self, request: Request, time: float) -> None:
+        """Note in the next record that a request was queued, in seconds (or simulated units) since
+        the trace began."""
+        params = request.sampling_params
+        drafts = params.num_speculative_tokens
+        self._known[request.request_id] = (self._num_arrivals, request)
+        self._next.arrived[request.request_id] = request.num_prompt_tokens
+        self._next.arrivals[request.request_id] = Arrival(
+            time=time,
+            in_flight=len(self._begun),
+            max_tokens=request.max_num_tokens - request.num_prompt_tokens,
+            priority=request.order[0],
+            prefix=self._shared_blocks(request, self._num_arrivals, 0),
+            looks_back=request.looks_back,
+            prompt_logprobs=params.prompt_logprobs is not None,
+            num_speculative_tokens=0 if params.structured_outputs is not None else drafts,
+        )
+        self._num_arrivals += 1
+
+    def _shared_blocks(self, request: Request, number: int, first: int) -> tuple[int, int] | None:
+        """Name a request's blocks from index `first` on. Return which arrival had how many of its
+        blocks before, if one of these is among them; see `Arrival.prefix`."""
+        manager = self.scheduler.manager
+        hashes = manager.block_hashes(request) if manager.enable_prefix_caching else []
+        names = [self._owners.setdefault(block_hash, number) for block_hash in hashes[first:]]
+        # The last block that is known decides: its hash names the whole prefix.
+        shared = next((i for i in reversed(range(len(names))) if names[i] != number), None)
+        if len(self._owners) > self._max_owners:  # forget blocks that no request can find
+            used = [h for _, known in self._known.values() for h in known.block_hashes]
+            kept = {*manager.pool.cached_blocks, *used} & self._owners.keys()
+            self._owners = {block_hash: self._owners[block_hash] for block_hash in kept}
+            self._max_owners = 2 * len(kept) + MIN_NAMES
+        return None if shared is None else (names[shared], first + shared + 1)
 
     def ended(self, request_id: str, reason: str) -> None:
         """Note in the next record that a request ended between two steps."""
-        self._ended[request_id] = reason
+        self._next.finished[request_id] = reason
+        self._next.aborted[request_id] = len(self._begun)
+        self._forget([request_id], self._next)
+
+    def _forget(self, request_ids: Iterable[str], record: StepRecord) -> None:
+        """Name the last blocks of requests that have ended; see `StepRecord.prefixes`."""
+        for request_id in [name for name in request_ids if name in self._known]:
+            number, request = self._known.pop(request_id)
+            first = request.num_prompt_tokens // self.scheduler.manager.block_size
+            if (shared := self._shared_blocks(request, number, first)) is not None:
+                record.prefixes[request_id] = shared
 
     def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord:
         """Record what the scheduler has decided, before the step changes the queues again.
@@ -88,17 +144,15 @@ class StepRecorder(Recorder):
             )
             for r in plan.requests
         ]
-        record = StepRecord(
+        record = replace(
+            self._next,
             step=step,
             start=start,
-            duration=0.0,
             token_budget=plan.token_budget,
             requests=shares,
-            arrived=self._arrived,
             admitted=plan.admitted,
             resumed=plan.resumed,
             preempted=plan.preempted,
-            finished=self._ended,
             swap_out=plan.swap_out,
             swap_in=plan.swap_in,
             blocked_by=plan.blocked_by,
@@ -112,8 +166,7 @@ class StepRecorder(Recorder):
         )
         # The next step may begin before this one is finished: everything up to now belongs to this
         # one.
-        self._arrived = {}
-        self._ended = {}
+        self._next = new_record()
         self._held_before = record.held
         if self._snapshot_due:
             self._snapshot_due = False
@@ -171,6 +224,7 @@ class StepRecorder(Recorder):
         ends = {
             name: output.finish_reason for name, output in by_id.items() if output.finish_reason
         }
+        self._forget(ends, self._next if record is None else record)
         self._begun = [begun for begun in self._begun if begun is not record]
         self._tell_latecomers(ends)
         if record is None:
@@ -195,7 +249,7 @@ class StepRecorder(Recorder):
         for record in self._begun:
             if record.snapshot is not None:
                 shown = ends.keys() & record.snapshot.prompt_lens.keys()
-                self._ended |= {request_id: ends[request_id] for request_id in shown}
+                self._next.finished |= {request_id: ends[request_id] for request_id in shown}
                 for share in record.requests:
                     if share.request_id in shown:  # computed once more in vain
                         record.snapshot.num_tokens[share.request_id] = share.start
@@ -204,10 +258,12 @@ class StepRecorder(Recorder):
         """Note in the next record that the steps in flight broke off, and that these requests
         ended."""
         for record in reversed(self._begun):
-            self._arrived = record.arrived | self._arrived
-            self._ended = record.finished | self._ended
+            self._next.arrived = record.arrived | self._next.arrived
+            self._next.arrivals = record.arrivals | self._next.arrivals
+            self._next.finished = record.finished | self._next.finished
         self._begun = []
-        self._ended |= dict.fromkeys(lost, "error")
+        self._next.finished |= dict.fromkeys(lost, "error")
+        self._forget(lost, self._next)
         self._snapshot_due = True
 
     def flush(self, step: int, start: float, is_idle: bool = True) -> None:
@@ -219,7 +275,13 @@ class StepRecorder(Recorder):
             step, start: the number of the next step, and the time now.
             is_idle: there may be no next step.
         """
-        is_due = self._ended or (self._snapshot_due and not self.scheduler.has_unfinished)
+        if is_idle:
+            self._forget(self._known, self._next)
+        is_due = (
+            self._next.finished
+            or self._next.prefixes
+            or (self._snapshot_due and not self.scheduler.has_unfinished)
+        )
         if (is_idle and is_due) or self._held() != self._held_before:
             self.finish(self.begin(SchedulerOutput(), step, start), 0.0, ModelRunnerOutput(), [])
 

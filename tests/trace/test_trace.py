@@ -40,6 +40,7 @@ from nanovllm.trace.format import (
     parse_header,
     require_sizes,
 )
+from nanovllm.trace.record import Arrival
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, read_trace
 from tests.examples import examples
 from tests.oracle import make_checkpoint
@@ -52,6 +53,17 @@ IDS = st.sampled_from(["a", "b", 'quoted "c"', "d\n", "é", "f"])
 COUNTS = st.integers(0, 10**6)
 BLOCKS = st.lists(st.integers(0, 63), max_size=4)
 WORDS = st.text(max_size=8)
+ARRIVALS = st.builds(
+    Arrival,
+    time=st.floats(0, 1e6),
+    max_tokens=COUNTS,
+    in_flight=COUNTS,
+    priority=st.integers(-5, 5),
+    prefix=st.none() | st.tuples(COUNTS, COUNTS),
+    looks_back=st.booleans(),
+    prompt_logprobs=st.booleans(),
+    num_speculative_tokens=st.none() | COUNTS,
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +100,18 @@ def records(draw: st.DrawFn) -> StepRecord:
         draw(COUNTS),
     )
     pairs = st.lists(st.tuples(COUNTS, COUNTS), max_size=3)
+    arrived = {r: lengths[r] for r in draw(st.sets(known))}
     return StepRecord(
         step=draw(COUNTS),
         start=draw(st.floats(0, 1e6)),
         duration=draw(st.floats(0, 10)),
         token_budget=draw(COUNTS),
         requests=shares,
-        arrived={r: lengths[r] for r in draw(st.sets(known))},
+        arrived=arrived,
+        arrivals=draw(st.dictionaries(IDS, ARRIVALS, max_size=2)),
+        prefixes=draw(st.dictionaries(IDS, st.tuples(COUNTS, COUNTS), max_size=2)),
+        aborted=draw(st.dictionaries(IDS, COUNTS, max_size=2)),
+        cache_resets=draw(BLOCKS),
         admitted=draw(st.dictionaries(IDS, COUNTS, max_size=3)),
         resumed=draw(st.lists(IDS, max_size=2)),
         preempted=draw(st.dictionaries(IDS, WORDS, max_size=2)),

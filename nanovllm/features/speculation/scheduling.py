@@ -223,10 +223,11 @@ class Speculation(SchedulerHooks):
         before it are."""
         num_accepted = self.stats.num_accepted_tokens
         everywhere = (num_accepted + 1) / (num_accepted + self.stats.num_drafts + 1)
-        history = self._history_of(request)
+        history = self.history_of(request)
         return (history.num_accepted + PRIOR * everywhere) / (history.num_tried + PRIOR)
 
-    def _history_of(self, request: Request) -> DraftHistory:
+    def history_of(self, request: Request) -> DraftHistory:
+        """Return what is known of a request's drafts."""
         if (history := self._history.get(request)) is None:
             ngrams = NgramProposer(
                 self.config.prompt_lookup_max or 1, self.config.prompt_lookup_min or 1
@@ -253,13 +254,13 @@ class Speculation(SchedulerHooks):
             request.extra_token_ids = drafts[: self.limit(request)]
         else:
             count = self.count(request, len(self.queues.running))
-            ngrams = self._history_of(request).ngrams
+            ngrams = self.history_of(request).ngrams
             request.extra_token_ids = ngrams.propose(request.token_ids, count) if count else []
 
     def _count_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.stats.add(1, num_drafts, [1] * num_accepted)
         # The drafts after a rejected one were not tried.
-        history = self._history_of(request)
+        history = self.history_of(request)
         tried = min(num_accepted + 1, num_drafts)
         history.num_accepted = history.num_accepted * MEMORY**tried + num_accepted
         history.num_tried = history.num_tried * MEMORY**tried + tried

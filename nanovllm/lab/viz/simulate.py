@@ -145,7 +145,7 @@ class _Simulation:
         if self.config.given.scheduling_policy == "fcfs":
             request.order = (0, self.num_added)
         self.scheduler.add_request(request)
-        self.recorder.arrived(name, len(prompt))
+        self.recorder.arrived(request, self.clock)
         self.num_added += 1
 
     def abort(self, name: str, step: int) -> None:

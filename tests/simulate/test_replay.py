@@ -1,0 +1,393 @@
+"""A recorded run is replayed with every plan equal, and a plan that is not equal is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from nanovllm.assembly.engine import Engine
+from nanovllm.core.schedule import SchedulerOutput
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.lab.bench.workloads import NAMED, Workload
+from nanovllm.simulate.replay import replay, run
+from nanovllm.trace.trace import Trace, TracedRequest
+from tests.examples import examples
+from tests.oracle import make_checkpoint
+from tests.stages import staged  # noqa: F401
+
+DRAFTS = '{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1%s}'
+# So many drafts pay by the scheduler's own measurements, or always three.
+MEASURED_DRAFTS = DRAFTS % ""
+THREE_DRAFTS = DRAFTS % (
+    ', "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]'
+)
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"enable_prefix_caching": False},
+    {"scheduling_policy": "priority", "long_prefill_token_threshold": 8},
+    {"preemption_mode": "swap", "swap_space": 0.001},
+    {"max_step_ms": 3.0, "max_num_batched_tokens": 128},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+    {"batching_policy": "prefill_first"},
+    {"batching_policy": "static"},
+    {"speculative_config": THREE_DRAFTS},
+    {"speculative_config": MEASURED_DRAFTS, "async_scheduling": True},
+    {"async_scheduling": True, "max_step_ms": 3.0, "max_num_batched_tokens": 128},
+    {"async_scheduling": True, "preemption_mode": "swap", "swap_space": 0.001},
+]
+PIPELINES: list[dict[str, Any]] = [
+    {"pipeline_parallel_size": 3},
+    {"pipeline_parallel_size": 2, "speculative_config": THREE_DRAFTS},
+]
+ACTIONS = {"step": 12, "add": 4, "again": 1, "twins": 0.5, "abort": 1, "reset": 0.2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+class Clients:
+    """Send random requests to an engine: some continue an answer, ask twice, or leave."""
+
+    def __init__(self, core: Engine, seed: int) -> None:
+        self.core = core
+        self.draw = random.Random(seed)
+        self.num_requests = 0
+        self.prompts: dict[str, list[int]] = {}
+        self.texts: list[list[int]] = []
+
+    def run(self, num_actions: int) -> None:
+        for action in self.draw.choices([*ACTIONS], [*ACTIONS.values()], k=num_actions):
+            self.do(action)
+        while self.core.has_unfinished:
+            self.step()
+
+    def do(self, action: str) -> None:
+        core, draw = self.core, self.draw
+        if action == "step":
+            self.step()
+        elif action == "abort" and core.has_unfinished:
+            core.abort_request(draw.choice(sorted(core.scheduler.queues.requests)))
+        elif action == "reset":
+            core.reset_prefix_cache()
+        elif action == "add":
+            first = draw.choice([5, 5, draw.randint(6, 300)])  # some prompts begin alike
+            self.add([3 + (first + 11 * i) % 300 for i in range(draw.randint(1, 40))])
+        elif action == "again" and self.texts:
+            self.add([*draw.choice(self.texts), 9, 8, 7][:50])
+        elif action == "twins":
+            for _ in range(2):
+                self.add([7, 8, 9], greedy=True)
+
+    def step(self) -> None:
+        for output in self.core.step():
+            text = self.prompts[output.request_id]
+            text += output.new_token_ids
+            if output.finish_reason:
+                self.texts.append(text)
+
+    def add(self, prompt: list[int], greedy: bool = False) -> None:
+        draw = self.draw
+        params = SamplingParams(
+            max_tokens=draw.randint(1, 25),
+            temperature=0 if greedy else 1,
+            seed=draw.randint(0, 99),
+            ignore_eos=draw.random() < 0.5,
+            stop_token_ids=[*range(0, 320, 16)] if draw.random() < 0.5 else [],
+            min_tokens=draw.choice([0, 0, 1]),
+            presence_penalty=draw.choice([0.0, 0.0, 0.0, 0.5]),
+            prompt_logprobs=draw.choice([None] * 9 + [1]),
+        )
+        if self.core.config.speculative is not None and draw.random() < 0.8:
+            # Answers that n-grams can foresee, some of the time.
+            params.logit_bias = dict.fromkeys((5, 6, 7), 100.0)
+            params.num_speculative_tokens = draw.choice([None, None, 1])
+        name = f"r{self.num_requests}"
+        self.num_requests += 1
+        self.prompts[name] = [*prompt]
+        request = EngineRequest(name, prompt, params, [2], priority=draw.randint(0, 2))
+        self.core.add_request(request)
+
+
+def make_engine(checkpoint: str, **options: Any) -> Engine:
+    settings: dict[str, Any] = {
+        "max_model_len": 64,
+        "num_kv_blocks": 24,
+        "block_size": 4,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 24,
+    }
+    config = EngineConfig(checkpoint, dtype="float32", device="cpu", **(settings | options))
+    return Engine(config)
+
+
+def record(core: Engine, seed: int, num_actions: int) -> Trace:
+    """The trace of an engine with random clients, as it was written to its file."""
+    Clients(core, seed).run(num_actions)
+    core.close()
+    return Trace.load(str(core.config.trace))
+
+
+def count(trace: Trace) -> int:
+    return sum(bool(step.requests) for step in trace)
+
+
+@pytest.mark.usefixtures("staged")
+@pytest.mark.parametrize("options", PIPELINES, ids=str)
+def test_every_plan_of_a_pipeline_is_equal(
+    options: dict[str, Any], checkpoint: str, tmp_path: pathlib.Path
+) -> None:
+    test_every_plan_is_equal(options, checkpoint, tmp_path)
+
+
+@pytest.mark.parametrize("options", ENGINES, ids=str)
+def test_every_plan_is_equal(
+    options: dict[str, Any], checkpoint: str, tmp_path: pathlib.Path
+) -> None:
+    happened = set[str]()
+    for seed in range(examples(40, by_day=1)):
+        core = make_engine(checkpoint, trace=str(tmp_path / "run.jsonl"), **options)
+        trace = record(core, seed, 250)
+        assert str(replay(trace)) == f"{count(trace)} steps, all plans equal"
+        for step in trace:
+            happened |= {name for name, value in vars(step).items() if value}
+            happened |= {f"prefix of {bool(a.prefix)}" for a in step.arrivals.values()}
+            happened |= {f"{max(step.admitted.values(), default=0) > 0} hit"}
+            happened |= {"drafts" for share in step.requests if share.num_drafts}
+            happened |= {"in flight" for a in step.arrivals.values() if a.in_flight}
+    caches = core.config.enable_prefix_caching
+    assert ("True hit" in happened) == ("prefix of True" in happened) == caches
+    assert {"preempted", "finished", "cache_resets", "blocked_by"} < happened
+    assert ("prefixes" in happened) == caches, "two answers are the same"
+    assert ("drafts" in happened) == (options.get("speculative_config") == THREE_DRAFTS) or (
+        options.get("speculative_config") == MEASURED_DRAFTS
+    )
+    assert "aborted" in happened
+    assert ("in flight" in happened) == bool(core.settings.steps_ahead)
+    assert ("swap_in" in happened) == (core.config.preemption_mode == "swap")
+
+
+def small(workload: Workload) -> Workload:
+    """An eighth of the tokens, for a model with 256 positions."""
+    return dataclasses.replace(
+        workload,
+        num_prompts=min(workload.num_prompts, 12),
+        input_len=tuple(length // 8 for length in workload.input_len),
+        output_len=tuple(length // 8 for length in workload.output_len),
+        prefix_len=workload.prefix_len // 8,
+        intruder_len=workload.intruder_len // 8,
+        max_concurrency=workload.max_concurrency and 4,
+    )
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_workloads(name: str, checkpoint: str, tmp_path: pathlib.Path) -> None:
+    for workload in map(small, NAMED[name]):
+        path = tmp_path / "run.jsonl"
+        options = {"max_num_batched_tokens": 16, "max_num_seqs": 8} if workload.options else {}
+        options["enable_prefix_caching"] = workload.options.get("enable_prefix_caching", True)
+        core = make_engine(
+            checkpoint,
+            trace=str(path),
+            **{"max_model_len": 256, "num_kv_blocks": 200, "max_num_batched_tokens": 64} | options,
+        )
+        requests = workload.requests(vocab_size=300)
+        at_once = workload.max_concurrency or (4 if workload.intruder_len else len(requests))
+        for turn in range(2 if workload.cache == "hot" else 1):
+            for number, request in enumerate(requests):
+                while len(core.scheduler.queues.requests) >= at_once + bool(workload.intruder_len):
+                    core.step()
+                if workload.intruder_len and request is requests[-1]:
+                    for _ in range(4):
+                        core.step()
+                params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
+                source = EngineRequest(f"{turn} {number}", request.prompt_token_ids, params)
+                core.add_request(source)
+            while core.has_unfinished:
+                core.step()
+        core.close()
+        trace = Trace.load(path)
+        assert str(replay(trace)) == f"{count(trace)} steps, all plans equal"
+
+
+# ---------------------------------------------------------------- a replay that can fail
+
+
+@pytest.fixture(scope="module")
+def recorded(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    record(
+        make_engine(
+            checkpoint, trace=str(path), scheduling_policy="priority", max_num_batched_tokens=48
+        ),
+        3,
+        150,
+    )
+    return path
+
+
+def other(share: TracedRequest, draw: random.Random) -> TracedRequest:
+    """A share that is not this one."""
+    changes: list[dict[str, Any]] = [
+        {"start": share.start + 1},
+        {"num_tokens": share.num_tokens + 1},
+        {"request_id": share.request_id + "x"},
+        {"num_drafts": 1},
+        {"new_block_ids": [*share.new_block_ids, 3]},
+    ]
+    return dataclasses.replace(share, **draw.choice(changes))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_changed_plan_is_found(seed: int, recorded: pathlib.Path) -> None:
+    trace = Trace.load(recorded)
+    assert replay(trace).difference == ""
+    draw = random.Random(seed)
+    step = draw.choice([step for step in trace if step.requests])
+    change = draw.choice(["share", "order", "blocked_by", "num_free_blocks", "admitted", "running"])
+    if change == "share":
+        index = draw.randrange(len(step.requests))
+        step.requests[index] = other(step.requests[index], draw)
+    elif change == "order" and len(step.requests) > 1:
+        step.requests.append(step.requests.pop(0))
+    elif change == "blocked_by":
+        step.blocked_by += "?"
+    elif change == "admitted":
+        step.admitted["r1000"] = 4
+    elif change == "running":
+        step.running = step.running[:-1]
+    else:
+        step.num_free_blocks += 1
+    result = replay(trace)
+    assert f"step {step.step} differs: " in str(result)
+    assert result.num_steps == len([s for s in trace if s.requests and s.step < step.step])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_blocks": 23},
+        {"block_size": 5},
+        {"token_budget": 47},
+        {"max_num_seqs": 5},
+        {"scheduling_policy": "fcfs"},
+        {"enable_prefix_caching": False},
+        {"long_prefill_token_threshold": 7},
+        {"batching_policy": "static"},
+        {"max_step_ms": 0.001},
+        {"preemption_mode": "swap", "num_host_blocks": 40},
+        {"async_scheduling": True},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_every_setting_decides(change: dict[str, Any], recorded: pathlib.Path) -> None:
+    trace = Trace.load(recorded)
+    trace.settings |= TraceSettings(**change)
+    trace.settings = msgspec.structs.replace(trace.settings, **change)
+    assert " differs: " in replay(trace).difference
+
+
+def test_every_fact_of_a_request_decides(recorded: pathlib.Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {"max_tokens": 1},
+        {"priority": 7},
+        {"prefix": None},
+        {"prompt_logprobs": True},
+    ]
+    for change in changes:
+        trace = Trace.load(recorded)
+        for step in trace:
+            for name, arrival in step.arrivals.items():
+                step.arrivals[name] = msgspec.structs.replace(arrival, **change)
+        assert " differs: " in replay(trace).difference
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": MEASURED_DRAFTS}], ids=str)
+def test_times_decide(options: dict[str, Any], checkpoint: str, tmp_path: pathlib.Path) -> None:
+    """How many prompt tokens a limited step has, and how many drafts pay."""
+    path = tmp_path / "run.jsonl"
+    options = options or {"max_step_ms": 3.0, "max_num_batched_tokens": 128}
+    trace = record(make_engine(checkpoint, trace=str(path), **options), 5, 300)
+    assert replay(trace).difference == ""
+    durations = [step.duration for step in trace]
+    differences = []
+    for change in (0.01, 100.0):
+        for step, duration in zip(trace, durations, strict=True):
+            step.duration = duration * (change if step.num_tokens > len(step.requests) else 1)
+        differences.append(replay(trace).difference)
+    assert any(" differs: " in difference for difference in differences)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_result_is_printed(
+    recorded: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(recorded)) == 0
+    trace = Trace.load(recorded)
+    assert capsys.readouterr().out == f"{count(trace)} steps, all plans equal\n"
+    step = [step for step in trace if step.requests][9]
+    step.requests[0].start += 1
+    trace.save(tmp_path / "changed.jsonl")
+    assert run(str(tmp_path / "changed.jsonl")) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"step {step.step} differs: requests[0]: replayed TracedRequest(")
+
+
+def test_a_step_that_failed_ends_the_replay(
+    checkpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_engine(checkpoint, trace=str(tmp_path / "run.jsonl"))
+    clients = Clients(core, 1)
+    clients.add([3, 4, 5])
+    core.step()
+    launch = core.executor.launch
+
+    def refuse(plan: SchedulerOutput) -> Any:
+        raise ArithmeticError
+
+    core.executor.launch = refuse  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError):
+        core.step()
+    core.executor.launch = launch  # type: ignore[method-assign]
+    clients.run(5)
+    core.close()
+    result = replay(Trace.load(tmp_path / "run.jsonl"))
+    assert str(result) == "1 steps, all plans equal (the recorded engine failed before step 1)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"async_scheduling": None}, "does not state the settings"),
+        ({"in_lock_step": True}, "in lock-step"),
+        ({"kv_connector": "offloading"}, "shares KV"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_replayed(
+    change: dict[str, Any], message: str, recorded: pathlib.Path
+) -> None:
+    trace = Trace.load(recorded)
+    trace.settings = msgspec.structs.replace(trace.settings, **change)
+    with pytest.raises(UsageError, match=message):
+        replay(trace)
+
+
+def test_a_trace_without_its_beginning_cannot_be_replayed(recorded: pathlib.Path) -> None:
+    trace = Trace.load(recorded)
+    del trace.steps[:3]
+    with pytest.raises(UsageError, match="begins in the middle"):
+        replay(trace)
