@@ -24,7 +24,7 @@ class Recorder:
     is_on = False
 
     def arrived(self, request: Request, time: float) -> None:
-        """A request was queued, so many seconds after the engine started."""
+        """A request was queued, at a time in seconds since the engine started."""
 
     def ended(self, request_id: str, reason: str) -> None:
         """A request has ended between two steps."""

@@ -32,7 +32,7 @@ from nanovllm.trace.record import StepRecord
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
-# What is compared of a step, besides the requests' shares: all of its plan, and where it leaves
+# Compared fields of a step, besides the requests' shares: all of its plan, and where it leaves
 # requests and blocks.
 COMPARED = (
     "admitted",
@@ -49,7 +49,7 @@ COMPARED = (
     "num_free_blocks",
     "num_evictions",
 )
-# What happened between two steps, while so many steps' results were missing.
+# An event between two steps, with the number of steps whose results were missing.
 Event = tuple[int, Callable[[], object]]
 # Token ids do not matter, except that one of them ends a request.
 TOKEN = 0
@@ -354,7 +354,7 @@ def compare(what: str, mine: object, recorded: object) -> None:
     """Compare what was planned with what was recorded.
 
     Raises:
-        Difference: they differ; says where.
+        Difference: they differ.
     """
     if isinstance(mine, list) and isinstance(recorded, list) and mine != recorded:
         pairs = enumerate(itertools.zip_longest(mine, recorded))

@@ -46,7 +46,7 @@ class TracedRequest:
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the scheduler knows of a request when it is queued, besides the length of its prompt.
+    """Settings of a queued request that decide plans, besides the length of its prompt.
 
     Blocks are named by request and index, since a hash would reveal the prompt to a reader that can
     guess it.
@@ -57,7 +57,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         max_tokens: the most output tokens that the context and the request allow.
         priority: smaller runs earlier; 0 if requests run in the order of arrival.
         prefix: (which arrival of the trace, counted from 0; number of blocks): the request's first
-            blocks that have the same tokens as those of an earlier request; None if there are none.
+            blocks that have the same tokens as blocks of an earlier request; None: no block has.
         looks_back: see `SamplingParams.looks_back`.
         prompt_logprobs: the whole prompt is computed, and nothing taken from the prefix cache.
         num_speculative_tokens: the most drafts per step; None: as many as for others.
