@@ -84,18 +84,17 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
 
 
 def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
-    """Return loads in random order: batches of 1 to `max_num_seqs` requests, with short and long
-    prompts; prompts of many lengths; and one of several steps."""
+    """Return loads in random order: a prompt of several steps, others of any length, and batches of
+    1 to `max_num_seqs` requests."""
     room = resolved.num_kv_blocks * resolved.given.block_size // 2
     longest = min(resolved.max_model_len - 16, room)
     budget = resolved.token_budget
-    found: list[Load] = [[(min(longest, budget * 5 // 2), 2)]]
-    found += [[(size, 2)] for size in range(64, min(longest, budget), -(-budget // 6))]
+    found: list[Load] = [[(min(longest, budget * 3 // 2), 2)]]
+    found += [[(numbers.randint(8, min(longest, budget)), 2)] for _ in range(4)]
     count = 1
     while count <= resolved.given.max_num_seqs:
-        most = max(8, min(longest, room // count, max(64, 2 * budget // count)))
-        for _ in range(2):
-            found.append([(numbers.randint(8, most), 8) for _ in range(count)])
+        most = max(8, min(longest, room // count, max(32, budget // count)))
+        found.append([(numbers.randint(8, most), numbers.randint(8, 16)) for _ in range(count)])
         count *= 2
     numbers.shuffle(found)
     return found
