@@ -90,14 +90,19 @@ def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
     longest = min(resolved.max_model_len - 16, room)
     budget = resolved.token_budget
     found: list[Load] = [[(min(longest, budget * 3 // 2), 2)]]
-    found += [[(numbers.randint(8, min(longest, budget)), 2)] for _ in range(4)]
+    found += [[(size_up_to(min(longest, budget), numbers), 2)] for _ in range(8)]
     count = 1
     while count <= resolved.given.max_num_seqs:
         most = max(8, min(longest, room // count, max(32, budget // count)))
-        found.append([(numbers.randint(8, most), numbers.randint(8, 16)) for _ in range(count)])
+        found.append([(size_up_to(most, numbers), numbers.randint(8, 16)) for _ in range(count)])
         count *= 2
     numbers.shuffle(found)
     return found
+
+
+def size_up_to(most: int, numbers: random.Random) -> int:
+    """Return a number from 8 to `most`; each power of two is as likely."""
+    return round(8 * (max(8, most) / 8) ** numbers.random())
 
 
 def mixed_load(resolved: ResolvedConfig, numbers: random.Random) -> Load:
@@ -179,7 +184,9 @@ def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
             for i, row in enumerate(normal):
                 prices[i] = max(0.0, prices[i] + (goal[i] - row @ prices) / max(row[i], 1e-30))
         errors = np.abs(columns @ prices - 1)
-        weights = np.minimum(1, 1.5 * np.median(errors) / np.maximum(errors, 1e-12))
+        weights = np.minimum(1, 2 * np.median(errors) / np.maximum(errors, 1e-12))
+    # All steps together take as long as they did, the slow ones included.
+    prices *= times.sum() / (times * (columns @ prices)).sum()
     base, *slopes = (prices / scale).tolist()
     lengths = [high - low for low, high in pairwise(knots)]
     rises = [slope * length for slope, length in zip(slopes, lengths, strict=False)]
