@@ -102,7 +102,7 @@ def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
 
 def size_up_to(most: int, numbers: random.Random) -> int:
     """Return a number from 8 to `most`; each power of two is as likely."""
-    return round(8 * (max(8, most) / 8) ** numbers.random())
+    return int(8 * (max(8, most) / 8) ** numbers.random())
 
 
 def mixed_load(resolved: ResolvedConfig, numbers: random.Random) -> Load:
@@ -145,7 +145,7 @@ def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:
     ratios = [seconds * SECOND / cost.step(work) for work, seconds in steps]
     windows = [ratios[first : first + WINDOW] for first in range(0, len(ratios), WINDOW)]
     means = [mean(window) for window in windows]
-    cuts = quantiles(means, n=20) if len(means) > 1 else means
+    cuts = quantiles(means, n=20, method="inclusive") if len(means) > 1 else means
     error = median(abs(ratio - 1) for ratio in ratios)
     return msgspec.structs.replace(cost, error=error, low=cuts[0], high=cuts[-1])
 
