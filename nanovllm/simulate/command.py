@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of simulating, run --model on this machine for two minutes, and write its "
         "step times to a file for --machine",
     )
+    output.add_argument(
+        "--replay",
+        metavar="TRACE",
+        help="instead of simulating, give the arrivals and step times of a file of `nanovllm serve "
+        "--trace` to the scheduler, and compare every plan with the recorded one",
+    )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     output.add_argument(
         "--perfetto",
@@ -73,37 +79,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Simulate, and print what comes out.
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, replay or calibrate, and print what comes out; returns 1 if a replay differs.
 
     Raises:
         UsageError: settings or files that cannot be used.
     """
-    from nanovllm.simulate.report import print_summary, print_sweep
+    settings = {name: vars(arguments)[name] for name in known_settings()}
+    if arguments.replay is not None:
+        return run_replay(arguments.replay)
+    if arguments.calibrate is not None:
+        run_calibration(settings, arguments.calibrate)
+    elif arguments.sweep:
+        run_sweep(settings, arguments)
+    else:
+        run_once(settings, arguments)
+    return 0
+
+
+def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> None:
+    """Simulate, or find the highest load, and print the summary."""
+    from nanovllm.simulate.report import print_summary
+    from nanovllm.simulate.simulation import find_load, simulate
+
+    if not arguments.find_load:
+        summary = simulate(settings, arguments.perfetto)
+    elif arguments.perfetto is None:
+        summary = find_load(settings)
+    else:
+        raise UsageError("--perfetto shows one simulation: omit --find-load")
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        print_summary(summary)
+
+
+def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> None:
+    """Simulate each combination of settings, and print a table of them."""
+    from nanovllm.simulate.report import print_sweep
     from nanovllm.simulate.simulation import find_load, simulate
     from nanovllm.simulate.sweep import combinations, mark_frontier, run_all
 
-    settings = {name: vars(arguments)[name] for name in known_settings()}
-    if arguments.calibrate is not None:
-        return run_calibration(settings, arguments.calibrate)
-    function = find_load if arguments.find_load else simulate
-    if arguments.perfetto is not None and (arguments.sweep or arguments.find_load):
-        raise UsageError("--perfetto shows one simulation: do not combine it with others")
-    if not arguments.sweep:
-        if arguments.perfetto is not None:
-            summary = simulate(settings, arguments.perfetto)
-        else:
-            summary = function(settings)
-        return print(json.dumps(summary)) if arguments.json else print_summary(summary)
+    if arguments.perfetto is not None:
+        raise UsageError("--perfetto shows one simulation: omit --sweep")
     points = combinations(parse_sweep(arguments.sweep))
     summaries = run_all(
-        function, [settings | point for point in points], arguments.processes, arguments.ray
+        find_load if arguments.find_load else simulate,
+        [{**settings, **point} for point in points],
+        arguments.processes,
+        arguments.ray,
     )
     mark_frontier(summaries)
     if arguments.json:
         results = zip(points, summaries, strict=True)
-        return print(json.dumps([{"settings": point, **summary} for point, summary in results]))
-    print_sweep(points, summaries)
+        print(json.dumps([{"settings": point, **summary} for point, summary in results]))
+    else:
+        print_sweep(points, summaries)
+
+
+def run_replay(path: str) -> int:
+    """Replay a trace, and print whether its plans are equal; see `replay.run`."""
+    from nanovllm.simulate import replay
+
+    try:
+        return replay.run(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: name a file") from error
 
 
 def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:

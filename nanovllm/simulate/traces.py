@@ -9,7 +9,7 @@ import itertools
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
+from nanovllm.trace.record import Arrival, StepRecord
 from nanovllm.trace.trace import GZIP_MAGIC, read_trace
 
 FORMATS = (
@@ -73,10 +74,13 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
     first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
     keys = _keys(first)
     whole = itertools.chain([first], lines)
+    block_size = MOONCAKE_BLOCK_SIZE
     if not first:
         raise UsageError(f"{path} is empty: {FORMATS}")
     if "nanovllm_trace" in keys:
-        requests = _traced_requests(path)
+        settings, _, records = read_trace(path)
+        block_size = settings.block_size or block_size
+        requests = _traced_requests(records, block_size)
     elif "request_throughput" in keys or first.strip() == b"{":
         requests = _bench_requests(path, b"".join(whole))
     elif "input_length" in keys or (first.startswith(b"{") and not keys):
@@ -85,8 +89,12 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
         requests = _requests(path, rows, lambda line: _mooncake_request(decode(line)))
     else:
         requests = _csv_requests(path, whole)
-    requests = _scaled(path, itertools.islice(requests, limit), speedup)
-    return Workload(Path(path).name, requests, MOONCAKE_BLOCK_SIZE)
+    return Workload(
+        name=Path(path).name,
+        requests=_scaled(path, itertools.islice(requests, limit), speedup),
+        prefix_block_size=block_size,
+        names_outputs="nanovllm_trace" in keys,
+    )
 
 
 def _lines(path: str | Path) -> Iterator[bytes]:
@@ -213,34 +221,55 @@ def _bench_requests(path: str | Path, text: bytes) -> Iterator[WorkloadRequest]:
         )
 
 
-def _traced_requests(path: str | Path) -> Iterator[WorkloadRequest]:
+def _traced_requests(records: Iterable[StepRecord], block_size: int) -> Iterator[WorkloadRequest]:
     """The requests of a trace in the order of their arrivals. Each is known when it has ended, or
-    when the trace has."""
-    queue: deque[WorkloadRequest] = deque()
+    when the trace has. One that was aborted would have got as many tokens as it may."""
+    queue: deque[tuple[int, WorkloadRequest]] = deque()
+    prefixes: list[tuple[int, int]] = []
     lengths: Counter[str] = Counter()
     ended: dict[str, int | None] = {}  # when they were aborted, if they were
-    for record in read_trace(path)[2]:
-        now = round(record.start * SECOND)
-        for request_id, length in record.arrived.items():
-            queue.append(
-                WorkloadRequest(
-                    request_id=request_id,
-                    arrival=now,
-                    num_prompt_tokens=length,
-                    num_output_tokens=0,
-                )
+
+    def complete(number: int, request: WorkloadRequest) -> WorkloadRequest:
+        num_output_tokens = lengths.pop(request.request_id, 0)
+        abort = ended.pop(request.request_id, None)
+        if abort is not None:
+            num_output_tokens = max(num_output_tokens, request.num_output_tokens)
+        num_blocks = -(-(request.num_prompt_tokens + num_output_tokens) // block_size)
+        return replace(
+            request,
+            num_output_tokens=num_output_tokens,
+            abort=abort,
+            prefix_ids=[_owner(prefixes, number, i) << 32 | i for i in range(num_blocks)],
+        )
+
+    for record in records:
+        for name, length in record.arrived.items():
+            arrival = record.arrivals.get(name) or Arrival(time=record.start, max_tokens=0)
+            request = WorkloadRequest(
+                request_id=name,
+                arrival=round(arrival.time * SECOND),
+                num_prompt_tokens=length,
+                num_output_tokens=arrival.max_tokens,
+                priority=arrival.priority,
             )
+            queue.append((len(prefixes), request))
+            prefixes.append(arrival.prefix or (0, 0))
         lengths.update({share.request_id: len(share.sampled) for share in record.requests})
-        ended |= {
-            request_id: now if reason == "abort" else None
-            for request_id, reason in record.finished.items()
-        }
-        while queue and (name := queue[0].request_id) in ended:
-            yield replace(
-                queue.popleft(), num_output_tokens=lengths.pop(name, 0), abort=ended.pop(name)
-            )
-    for request in queue:
-        yield replace(request, num_output_tokens=lengths[request.request_id])
+        now = round(record.start * SECOND)
+        for name, reason in record.finished.items():
+            ended[name] = now if reason == "abort" else None
+        while queue and queue[0][1].request_id in ended:
+            yield complete(*queue.popleft())
+    for number, request in queue:
+        yield complete(number, request)
+
+
+def _owner(prefixes: Sequence[tuple[int, int]], number: int, index: int) -> int:
+    """Return which arrival was the first with a block, given for each the arrival that has so many
+    of its first blocks."""
+    while index < prefixes[number][1]:
+        number = prefixes[number][0]
+    return number
 
 
 def _scaled(

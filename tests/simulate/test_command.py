@@ -190,6 +190,16 @@ def test_a_mistake_is_a_line(
         raise UsageError(error)
 
 
+def test_a_replay_compares_every_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"nanovllm_trace": 2, "settings": {}}\n')
+    assert main(["simulate", "--replay", str(path)]) == 2
+    assert main(["simulate", "--replay", str(tmp_path / "missing")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "record it again" in errors[0]
+    assert "No such file" in errors[1]
+
+
 def test_an_unknown_setting_is_named() -> None:
     with pytest.raises(UsageError, match="no setting 'replica'; did you mean replicas"):
         simulate({"replica": 3})

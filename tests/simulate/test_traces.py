@@ -10,6 +10,7 @@ from nanovllm.data.errors import UsageError
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import SECOND, WorkloadRequest
+from nanovllm.trace.record import Arrival
 from nanovllm.trace.trace import StepRecord, Trace, TracedRequest
 
 MOONCAKE = (
@@ -96,6 +97,34 @@ def test_a_trace_of_serve_is_a_workload(tmp_path: Path) -> None:
         1,
     )
     assert b.abort is None
+
+
+def test_a_trace_says_when_requests_arrived_and_what_they_share(tmp_path: Path) -> None:
+    trace = Trace(settings=TraceSettings(block_size=16, num_blocks=9, token_budget=64))
+    arrivals = {
+        "a": Arrival(time=0.25, max_tokens=30, priority=2),
+        "b": Arrival(time=0.75, max_tokens=30, prefix=(0, 2)),
+        "c": Arrival(time=0.75, max_tokens=30, prefix=(1, 3)),
+    }
+    shares = [TracedRequest(name, 0, 40, 40, [0], [5] * 9) for name in arrivals]
+    arrived = dict.fromkeys(arrivals, 40)
+    trace.record(StepRecord(0, 1.0, 0.5, 64, shares, arrived=arrived, arrivals=arrivals))
+    ends = {"a": "length", "b": "stop", "c": "abort"}
+    trace.record(StepRecord(1, 1.5, 0.5, 64, [], finished=ends))
+    path = tmp_path / "run.jsonl"
+    trace.save(path)
+    workload = read_workload(path)
+    assert (workload.prefix_block_size, workload.names_outputs) == (16, True)
+    a, b, c = workload.requests
+    assert [r.arrival for r in (a, b, c)] == [0, SECOND // 2, SECOND // 2]
+    assert (a.priority, b.priority) == (2, 0)
+    assert [r.num_output_tokens for r in (a, b, c)] == [9, 9, 30], "c would have continued"
+    assert (a.abort, c.abort) == (None, 5 * SECOND // 4)
+    assert [len(r.prefix_ids) for r in (a, b, c)] == [4, 4, 5]
+    assert list(b.prefix_ids[:2]) == list(a.prefix_ids[:2])
+    assert list(c.prefix_ids[:3]) == list(b.prefix_ids[:3])
+    others = [*a.prefix_ids, *b.prefix_ids[2:], *c.prefix_ids[3:]]
+    assert len(set(others)) == len(others)
 
 
 def test_a_workload_can_be_faster_and_shorter(tmp_path: Path) -> None:
