@@ -74,9 +74,10 @@ class IncrementalDetokenizer:
         if self._tokens_are_bytes:
             if not self._skipped.isdisjoint(token_ids):
                 token_ids = [index for index in token_ids if index not in self._skipped]
-            if len(token_ids) == 1 and not self._begun:  # the same in less time, as in most steps
-                if (text := self._tokenizer.ascii_text(token_ids[0])) is not None:
-                    return text
+            # The same in less time, as in most steps.
+            is_single = len(token_ids) == 1 and not self._begun
+            if is_single and (text := self._tokenizer.ascii_text(token_ids[0])) is not None:
+                return text
             return self._decode_bytes(b"".join(map(self._tokenizer.token_bytes, token_ids)))
         end = 0  # in self._pending, the end of the last token after which the text is final
         for index in token_ids:

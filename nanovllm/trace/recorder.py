@@ -93,8 +93,8 @@ class StepRecorder(Recorder):
         self._num_arrivals += 1
 
     def _shared_blocks(self, request: Request, number: int, first: int) -> tuple[int, int] | None:
-        """Name a request's blocks, beginning with index `first`. Return which arrival had how many of its
-        blocks before, if one of these is among them; see `Arrival.prefix`."""
+        """Name a request's blocks, beginning with index `first`. Return which arrival had how many
+        of its blocks before, if one of these is among them; see `Arrival.prefix`."""
         manager = self.scheduler.manager
         hashes = manager.block_hashes(request) if manager.enable_prefix_caching else []
         names = [self._owners.setdefault(block_hash, number) for block_hash in hashes[first:]]
