@@ -88,6 +88,8 @@ class TransferPeers(Peers):
                 engine.add_request(request)
         for request_id in received.aborts:
             engine.abort_request(request_id)
+        if received.finished_sending or received.finished_recving:
+            engine.recorder.transfers_ended(received)
         failed = self.transfer.update_from_transfers(received, engine.scheduler)
         for output in failed:
             engine.recorder.ended(output.request_id, "error")

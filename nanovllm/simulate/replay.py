@@ -7,16 +7,19 @@ import functools
 import itertools
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nanovllm.assembly.scheduling import create_manager, create_scheduler, loop_settings
 from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.engine import EngineCore
+from nanovllm.core.peers import Peers
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
+from nanovllm.data.kv_transfer import RemoteKV
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.data.sampling_params import SamplingParams
@@ -28,7 +31,9 @@ from nanovllm.features.speculation.scheduling import (
     Speculation,
     num_drafts_wanted,
 )
-from nanovllm.trace.record import StepRecord
+from nanovllm.kv_transfer.connector import KVConnectorScheduler
+from nanovllm.kv_transfer.scheduling import KVTransfer
+from nanovllm.trace.record import StepRecord, TransfersEnded
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
@@ -51,6 +56,8 @@ COMPARED = (
 )
 # An event between two steps, with the number of steps whose results were missing.
 Event = tuple[int, Callable[[], object]]
+# Connectors of prefill and decode engines.
+PEER_CONNECTORS = ("local", "nixl")
 # Token ids do not matter, except that one of them ends a request.
 TOKEN = 0
 STOP = 1
@@ -116,9 +123,16 @@ def config_of(settings: TraceSettings) -> ResolvedConfig:
             "the trace does not state the settings that decide plans: record it again, with this "
             "version of nanovllm"
         )
-    if settings.in_lock_step or settings.kv_connector:
-        reason = "runs in lock-step" if settings.in_lock_step else "shares KV with others"
-        raise UsageError(f"the trace is of an engine that {reason}: replay one of an engine alone")
+    if settings.in_lock_step:
+        raise UsageError(
+            "the trace is of an engine in lock-step with others: replay one of an engine that "
+            "steps alone"
+        )
+    if settings.kv_connector not in ("", *PEER_CONNECTORS):
+        raise UsageError(
+            f"the trace does not state what the store of kv_connector {settings.kv_connector!r} "
+            f"held: replay one without it, or with {' or '.join(PEER_CONNECTORS)}"
+        )
     given = EngineConfig(
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
@@ -131,6 +145,7 @@ def config_of(settings: TraceSettings) -> ResolvedConfig:
         preemption_mode=settings.preemption_mode,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         speculative_config=settings.speculative_config or None,
+        kv_connector=settings.kv_connector or None,
     )
     return ResolvedConfig(
         given=given,
@@ -188,6 +203,44 @@ class ManyDrafts(NgramProposer):
         return [TOKEN] * count
 
 
+class RecordedTransfers(KVConnectorScheduler):
+    """Takes the place of a connector between prefill and decode engines."""
+
+    def __init__(self, config: EngineConfig, steps: Sequence[StepRecord]) -> None:
+        super().__init__(config, identity={}, ranks=())
+        # Requests that load their prompt's KV once there are blocks for it, and those whose blocks
+        # are held after their end.
+        self.remote: set[str] = set()
+        self.held: set[str] = set()
+        loaded: set[str] = set()
+        ended: set[str] = set()
+        for record in steps:
+            loaded |= record.held.keys() & record.waiting
+            self.held |= ended.intersection(record.held, *(each.sent for each in record.transfers))
+            self.remote |= {name for name, each in record.arrivals.items() if each.is_remote}
+            self.remote -= {share.request_id for share in record.requests} - loaded
+            ended |= record.finished.keys()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `ConsumerSide`."""
+        is_remote = request.request_id in self.remote
+        return (request.num_prompt_tokens - num_computed_tokens) * is_remote, True
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Load the KV of each request once."""
+        self.remote.discard(request.request_id)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, RemoteKV | None]:
+        """See `KVConnectorScheduler`."""
+        return request.request_id in self.held, None
+
+
 class _Replay(StepRecorder, Executor):
     """Takes the places of the engine's ranks, whose results are the recorded ones, and of its
     recorder, which compares each step.
@@ -201,10 +254,16 @@ class _Replay(StepRecorder, Executor):
 
     def __init__(self, trace: Trace) -> None:
         config = config_of(trace.settings)
-        scheduler = create_scheduler(config, create_manager(config))
+        connector = None
+        peers = Peers()
+        if config.given.kv_transfer is not None:
+            connector = RecordedTransfers(config.given, trace.steps)
+            peers.may_free_blocks = True
+        scheduler = create_scheduler(config, create_manager(config), connector)
         super().__init__(None, scheduler)
         self.now = 0.0
-        self.core = EngineCore(scheduler, self, loop_settings(config), clock=lambda: self.now)
+        settings = loop_settings(config)
+        self.core = EngineCore(scheduler, self, settings, peers, clock=lambda: self.now)
         self.core.recorder = self
         self.steps = trace.steps
         self.names = BlockNames(trace)
@@ -229,7 +288,9 @@ class _Replay(StepRecorder, Executor):
                     event()
                 while record.requests and self.expected is record:
                     self._step(record)
-            except (Difference, InvariantError, ValueError) as error:
+                if self.expected is record and not self.in_flight:
+                    self._look(record)
+            except (Difference, InvariantError, LookupError, ValueError) as error:
                 return ReplayResult(self.num_steps, f"step {record.step} differs: {error}")
         return ReplayResult(self.num_steps)
 
@@ -244,12 +305,23 @@ class _Replay(StepRecorder, Executor):
         if self.expected is record and len(self.in_flight) == num_in_flight:
             raise Difference("replayed, it has nothing to compute")
 
+    def _look(self, record: StepRecord) -> None:
+        """Compare the state of an engine that has planned nothing."""
+        if self._held() != record.held:  # it has begun to load KV
+            self.core.step()
+        mine = self.begin(SchedulerOutput(), record.step, record.start)
+        self.finish(mine, 0.0, ModelRunnerOutput(), [])
+
+    def flush(self, step: int, start: float, is_idle: bool = True) -> None:
+        """The trace states when the recorded engine did this."""
+
     def _events(self, record: StepRecord) -> list[Event]:
         """Return what happened before a step, in order."""
         core = self.core
         aborts: dict[str, Event] = {
             name: (in_flight, functools.partial(core.abort_request, name, record.finished[name]))
             for name, in_flight in record.aborted.items()
+            if record.finished[name] != "error"  # its KV did not arrive
         }
         arrivals: list[Event] = [
             (arrival.in_flight, functools.partial(self._add, name, record))
@@ -257,10 +329,14 @@ class _Replay(StepRecorder, Executor):
         ]
         resets: list[Event] = [(count, core.reset_prefix_cache) for count in record.cache_resets]
         # A request that has not arrived yet is aborted after it has.
-        live = [
-            aborts.pop(name) for name in record.aborted if name in core.scheduler.queues.requests
+        live = core.scheduler.queues.requests.keys()
+        first = [aborts.pop(name) for name in list(aborts) if name in live]
+        transfers: list[Event] = [
+            (ended.in_flight, functools.partial(self._end_transfers, ended))
+            for ended in record.transfers
         ]
-        return sorted([*resets, *live, *arrivals, *aborts.values()], key=lambda event: -event[0])
+        events = [*resets, *first, *arrivals, *aborts.values(), *transfers]
+        return sorted(events, key=lambda event: -event[0])
 
     def _add(self, name: str, record: StepRecord) -> None:
         """Queue a request that the scheduler treats like the recorded one."""
@@ -275,6 +351,17 @@ class _Replay(StepRecorder, Executor):
         )
         prompt = [TOKEN] * record.arrived[name]
         self.core.add_request(EngineRequest(name, prompt, params, priority=arrival.priority))
+
+    def _end_transfers(self, ended: TransfersEnded) -> None:
+        transfer = self.scheduler.external_kv
+        assert isinstance(transfer, KVTransfer)
+        output = KVConnectorOutput(
+            finished_sending=set(ended.sent),
+            finished_recving=set(ended.received),
+            invalid_block_ids={name: set(ids) for name, ids in ended.invalid_blocks.items()},
+            reasons=dict.fromkeys(ended.failed, "as recorded"),
+        )
+        transfer.update_from_transfers(output, self.scheduler)
 
     # ---------------------------------------------------------------- as the ranks
 

@@ -60,6 +60,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             blocks that have the same tokens as blocks of an earlier request; None: no block has.
         looks_back: see `SamplingParams.looks_back`.
         prompt_logprobs: the whole prompt is computed, and nothing taken from the prefix cache.
+        is_remote: another engine may have computed the prompt.
         num_speculative_tokens: the most drafts per step; None: as many as for others.
     """
 
@@ -70,7 +71,25 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix: tuple[int, int] | None = None
     looks_back: bool = False
     prompt_logprobs: bool = False
+    is_remote: bool = False
     num_speculative_tokens: int | None = None
+
+
+class TransfersEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """KV transfers that have ended between two steps; see `KVConnectorOutput`.
+
+    Attributes:
+        in_flight: steps whose results were missing.
+        sent, received: ids of the requests whose blocks are no longer read, or written.
+        invalid_blocks: request id to blocks whose content did not arrive.
+        failed: requests that end, since their KV did not arrive.
+    """
+
+    in_flight: int = 0
+    sent: list[str] = []
+    received: list[str] = []
+    invalid_blocks: dict[str, list[int]] = {}
+    failed: list[str] = []
 
 
 @dataclass
@@ -112,6 +131,7 @@ class StepRecord:
             have ended between two steps.
         cache_resets: the number of steps whose results were missing, for each time that all cached
             prefixes were forgotten since the last step.
+        transfers: KV transfers that have ended since the last step.
         admitted: request id to tokens found in the prefix cache.
         resumed: swapped requests that run again.
         preempted: request id to "recompute" or "swap".
@@ -141,6 +161,7 @@ class StepRecord:
     prefixes: dict[str, tuple[int, int]] = field(default_factory=dict)
     aborted: dict[str, int] = field(default_factory=dict)
     cache_resets: list[int] = field(default_factory=list)
+    transfers: list[TransfersEnded] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     preempted: dict[str, str] = field(default_factory=dict)

@@ -7,8 +7,9 @@ from nanovllm.core.recorder import Recorder
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineOutput
-from nanovllm.trace.record import Arrival
+from nanovllm.trace.record import Arrival, TransfersEnded
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
@@ -88,6 +89,7 @@ class StepRecorder(Recorder):
             prefix=self._shared_blocks(request, self._num_arrivals, 0),
             looks_back=request.looks_back,
             prompt_logprobs=params.prompt_logprobs is not None,
+            is_remote=bool((request.kv_transfer_params or {}).get("do_remote_prefill")),
             num_speculative_tokens=0 if params.structured_outputs is not None else drafts,
         )
         self._num_arrivals += 1
@@ -112,6 +114,19 @@ class StepRecorder(Recorder):
         self._next.finished[request_id] = reason
         self._next.aborted[request_id] = len(self._begun)
         self._forget([request_id], self._next)
+
+    def transfers_ended(self, ended: KVConnectorOutput) -> None:
+        """Note in the next record that KV transfers have ended between two steps."""
+        invalid = ended.invalid_block_ids.items()
+        self._next.transfers.append(
+            TransfersEnded(
+                in_flight=len(self._begun),
+                sent=sorted(ended.finished_sending),
+                received=sorted(ended.finished_recving),
+                invalid_blocks={name: sorted(block_ids) for name, block_ids in invalid},
+                failed=sorted(ended.reasons),
+            )
+        )
 
     def _forget(self, request_ids: Iterable[str], record: StepRecord) -> None:
         """Name the last blocks of requests that have ended; see `StepRecord.prefixes`."""

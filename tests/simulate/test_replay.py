@@ -21,6 +21,7 @@ from nanovllm.lab.bench.workloads import NAMED, Workload
 from nanovllm.simulate.replay import replay, run
 from nanovllm.trace.trace import Trace, TracedRequest
 from tests.examples import examples
+from tests.kv_transfer.test_disaggregated import WAYS, make_fleet, prompts, send
 from tests.oracle import make_checkpoint
 from tests.stages import staged  # noqa: F401
 
@@ -373,7 +374,7 @@ def test_a_step_that_failed_ends_the_replay(
     [
         ({"async_scheduling": None}, "does not state the settings"),
         ({"in_lock_step": True}, "in lock-step"),
-        ({"kv_connector": "offloading"}, "shares KV"),
+        ({"kv_connector": "offloading"}, "what the store of"),
     ],
     ids=str,
 )
@@ -391,3 +392,31 @@ def test_a_trace_without_its_beginning_cannot_be_replayed(recorded: pathlib.Path
     del trace.steps[:3]
     with pytest.raises(UsageError, match="begins in the middle"):
         replay(trace)
+
+
+# ---------------------------------------------------------------- prefill and decode engines
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prefill_and_decode_engines(way: str, checkpoint: str) -> None:
+    fleet = make_fleet(checkpoint, "small producer")
+    traces = [Trace(settings=engine.trace_settings) for engine in fleet.engines]
+    for engine, trace in zip(fleet.engines, traces, strict=True):
+        engine.watch(trace.record)
+    for turn in range(2):  # the second time, some of it is in the caches
+        for i, prompt in enumerate(prompts()):
+            # 3 is aborted while its KV is on its way, or later.
+            send(fleet, way, f"{turn} {i}", prompt, max_tokens=40 if i == 3 else 5)
+        fleet.engines[1].abort_request(f"{turn} 3")
+        for i in range(len(prompts())):
+            if i != 3:
+                fleet.complete(f"{turn} {i}")
+        fleet.settle()
+    fleet.close()
+    for trace in traces:
+        assert str(replay(trace)) == f"{count(trace)} steps, all plans equal"
+        assert any(step.transfers for step in trace)
+    assert any(arrival.is_remote for step in traces[1] for arrival in step.arrivals.values())
+    step = next(step for step in traces[1] if step.transfers)
+    step.transfers = []
+    assert " differs: " in replay(traces[1]).difference
