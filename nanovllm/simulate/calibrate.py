@@ -93,8 +93,11 @@ def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
     found += [[(size_up_to(min(longest, budget), numbers), 2)] for _ in range(8)]
     count = 1
     while count <= resolved.given.max_num_seqs:
-        most = max(8, min(longest, room // count, max(32, budget // count)))
-        found.append([(size_up_to(most, numbers), numbers.randint(8, 16)) for _ in range(count)])
+        most = max(16, min(longest, room // count, max(32, 3 * budget // count)))
+        # Long and short ones tell the price of context from that of requests.
+        for top in (most, max(16, most // 8)):
+            sizes = [numbers.randint(top // 2, top) for _ in range(count)]
+            found.append([(size, numbers.randint(8, 16)) for size in sizes])
         count *= 2
     numbers.shuffle(found)
     return found
