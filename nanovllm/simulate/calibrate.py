@@ -94,7 +94,7 @@ def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
     count = 1
     while count <= resolved.given.max_num_seqs:
         most = max(16, min(longest, room // count, max(32, 3 * budget // count)))
-        # Long and short ones tell the price of context from that of requests.
+        # With both, the cost of context is told from the cost of requests.
         for top in (most, max(16, most // 8)):
             sizes = [numbers.randint(top // 2, top) for _ in range(count)]
             found.append([(size, numbers.randint(8, 16)) for size in sizes])
