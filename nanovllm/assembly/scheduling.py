@@ -39,6 +39,7 @@ def create_scheduler(
     manager: KVCacheManager,
     connector: KVConnectorScheduler | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
+    queues: Queues | None = None,
 ) -> Scheduler:
     """Create a scheduler with empty queues, and the features that the settings ask for.
 
@@ -46,8 +47,9 @@ def create_scheduler(
         config: the settings with which the engine runs.
         connector: the scheduler's half of the KV connector, if the engine has one.
         scheduler_class: for experiments, a class that decides in another way.
+        queues: empty; by default new ones.
     """
-    queues = Queues()
+    queues = queues or Queues()
     features = choose_features(config, queues, manager)
     kv_transfer = None
     if connector is not None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.simulate.cost import StepCost, StepWork
+from nanovllm.simulate.decoding import DecodingQueues, SettlingKV, Shares
+from nanovllm.simulate.pool import SimulatedManager
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
 from nanovllm.simulate.workload import SECOND
+
+if TYPE_CHECKING:
+    from nanovllm.kv_transfer.connector import KVConnectorScheduler
 
 TOKEN = SampledToken(0)
 
@@ -29,6 +39,34 @@ class StepInFlight(NamedTuple):
     end: int
 
 
+class Run(NamedTuple):
+    """Steps that compute a token for each member of the group of decoding requests, and nothing
+    else. `finish` makes them all.
+
+    Attributes:
+        num_steps: how many.
+        origin: the end of the step in flight; without one, the begin of the first of these steps.
+        base, per_context: price of a step, see `StepCost.decode`.
+        size: requests that compute.
+        context: tokens that these attend to in the first step.
+    """
+
+    num_steps: int
+    origin: int
+    base: int
+    per_context: int
+    size: int
+    context: int
+
+    def total_context(self, num_steps: int) -> int:
+        """Return the tokens that requests attend to in the first steps."""
+        return num_steps * self.context + self.size * (num_steps * (num_steps - 1) // 2)
+
+    def price(self, num_steps: int) -> int:
+        """Return the time of the first steps."""
+        return num_steps * self.base + self.per_context * self.total_context(num_steps)
+
+
 class SimulatedEngine:
     """Does what `EngineCore` does, on a virtual clock. All times are in picoseconds.
 
@@ -41,6 +79,8 @@ class SimulatedEngine:
         gaps: counts the times between tokens; engines may share one.
 
     Attributes:
+        group: the scheduler's queues, if they advance decoding requests as a group. Then steps in
+            which nothing else happens are made in one call, with equal results.
         end: when the next result arrives; None: the engine is idle.
         counters: its totals so far.
     """
@@ -58,32 +98,24 @@ class SimulatedEngine:
         self.cost = cost
         self.steps_ahead = steps_ahead
         self.gaps = gaps or TokenGaps()
+        queues = scheduler.queues
+        self.group = queues if isinstance(queues, DecodingQueues) else None
         self.end: int | None = None
         self._in_flight: deque[StepInFlight] = deque()
+        self._run: Run | None = None
+        self._blocked_by = ""  # why the last plan admitted no more; "": this may have changed
         self._stage_ends = [0] * num_stages
         self._aborts: list[str] = []
         # All requests have ended: the results that are missing come before the next plan.
         self._is_draining = False
-        self.num_requests = 0
-        self.num_steps = 0
-        self.num_decode_steps = 0
-        self.num_decodes = 0
-        self.decode_context = 0
-        self.num_prefill_tokens = 0
-        self.busy = 0
+        self._totals = ReplicaCounters()
 
     @property
     def counters(self) -> ReplicaCounters:
         """The totals so far."""
         scheduler = self.scheduler
-        return ReplicaCounters(
-            num_steps=self.num_steps,
-            num_decode_steps=self.num_decode_steps,
-            num_decodes=self.num_decodes,
-            decode_context=self.decode_context,
-            num_prefill_tokens=self.num_prefill_tokens,
-            busy=self.busy,
-            num_requests=self.num_requests,
+        return replace(
+            self._totals,
             num_preemptions=scheduler.num_preemptions,
             num_queried_tokens=scheduler.num_queried_tokens,
             num_hit_tokens=scheduler.num_hit_tokens,
@@ -111,15 +143,20 @@ class SimulatedEngine:
             ValueError: the request could never run here; see `Scheduler.add_request`.
         """
         self.scheduler.add_request(request)
-        self.num_requests += 1
-        return self.end is None and self.begin(now)
+        self._totals.num_requests += 1
+        if self.end is None:
+            return self.begin(now)
+        if request is self.scheduler.queues.next_in_line:
+            self._blocked_by = ""
+        return self._run is not None and not self._is_blocked and self._shorten(self._run, now)
 
     def abort(self, request_id: str, now: int) -> bool:
         """End a request as soon as the next result has arrived: requests end between two steps.
         Returns whether `end` has changed."""
-        if request_id in self.scheduler.queues.requests:
-            self._aborts.append(request_id)
-        return False
+        if request_id not in self.scheduler.queues.requests:
+            return False
+        self._aborts.append(request_id)
+        return self._run is not None and self._shorten(self._run, now)
 
     def wake(self, now: int) -> bool:
         """Plan again, since a KV transfer has ended, if the engine is idle. Returns whether `end`
@@ -150,7 +187,11 @@ class SimulatedEngine:
             if self._is_draining and in_flight:
                 break
             self._is_draining = False
+            if len(in_flight) == self.steps_ahead and (num_steps := self._num_uneventful()):
+                self._begin_run(num_steps, now)
+                return True
             plan = scheduler.schedule()
+            self._blocked_by = plan.blocked_by
             if plan.empty:
                 if not in_flight and not self._awaits_transfers:
                     raise InvariantError(f"requests wait, yet none runs: {plan.blocked_by}")
@@ -161,10 +202,15 @@ class SimulatedEngine:
 
     def finish(self) -> list[SimulatedRequest]:
         """Take the result that arrives at `end`. Returns the requests that have ended."""
-        step = self._in_flight.popleft()
-        ended = self._take(step)
+        if self._run is not None:
+            ended = self._finish_run(self._run)
+            self._run = None
+        else:
+            ended = self._take(self._in_flight.popleft())
         if self._aborts:
             ended += self._abort_requests()
+        if ended:
+            self._blocked_by = ""
         self._is_draining = not self.scheduler.has_unfinished
         return ended
 
@@ -173,38 +219,61 @@ class SimulatedEngine:
         seconds = self.cost.step(work)
         stages = self._stage_ends
         start = max(now, stages[0])
-        self.num_steps += 1
-        self.num_decode_steps += not work.prefills
-        self.num_decodes += work.num_decodes
-        self.decode_context += work.decode_context
-        self.num_prefill_tokens += sum(num_tokens for _, num_tokens in work.prefills)
-        self.busy += seconds
+        self._count(1, work.num_decodes, work.decode_context, seconds)
+        if work.prefills:
+            self._totals.num_decode_steps -= 1
+            self._totals.num_prefill_tokens += sum(num_tokens for _, num_tokens in work.prefills)
         end = start
         for i in range(len(stages)):
             # The last stage gets the rest, so that the parts add up.
             part = seconds * (i + 1) // len(stages) - seconds * i // len(stages)
             end = stages[i] = max(end, stages[i]) + part
+        if self.group is not None:
+            self.group.ahead = len(self._in_flight)
+            self.group.planned += 1
         self._in_flight.append(StepInFlight(plan, start, end))
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:
+        """Pass a step's result to the scheduler. Returns the requests that have ended."""
         plan = step.plan
         now = step.end
+        group = self.group
         requests = self.scheduler.queues.requests
-        sampling = [requests.get(share.request_id) for share in plan.requests if share.samples]
-        result = ModelRunnerOutput(
-            {share.request_id: [TOKEN] for share in plan.requests if share.samples}
-        )
-        self.scheduler.update_from_output(plan, result)
+        sampled: dict[str, list[SampledToken]] = {}
+        sampling: list[SimulatedRequest] = []
+        for share in plan.requests:
+            if share.samples:
+                sampled[share.request_id] = [TOKEN]
+                request = requests.get(share.request_id)
+                if request is None:  # aborted
+                    continue
+                assert isinstance(request, SimulatedRequest)
+                sampling.append(request)
+                if request.is_member and group is not None:
+                    group.settle(request)
+        self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
         self.scheduler.took(plan, (now - step.start) / SECOND)
         ended = []
         for request in sampling:
-            if request is None:  # aborted
-                continue
-            assert isinstance(request, SimulatedRequest)
+            request.taken += 1
             self._count_token(request, now)
             if request.finish_reason is not None:
                 ended.append(request)
+        if group is not None:
+            if isinstance(plan.requests, Shares) and plan.requests.silent:
+                self.gaps.add(now - group.last_end, plan.requests.silent)
+            group.taken += 1
+            group.last_end = now
         return ended
+
+    def _count(self, num_steps: int, num_decodes: int, context: int, time: int) -> None:
+        """Count steps that only decode."""
+        totals = self._totals
+        totals.num_steps += num_steps
+        totals.num_decode_steps += num_steps
+        totals.num_decodes += num_decodes
+        totals.decode_context += context
+        totals.busy += time
 
     def _count_token(self, request: SimulatedRequest, now: int) -> None:
         if request.last_token is None:
@@ -213,13 +282,130 @@ class SimulatedEngine:
             self.gaps.add(now - request.last_token)
         request.last_token = now
 
+    # ---------------------------------------------------------------- many steps
+
+    @property
+    def _is_blocked(self) -> bool:
+        """No request is admitted as long as only decoding requests compute and none ends."""
+        queues = self.scheduler.queues
+        return (
+            self._blocked_by == "kv blocks"
+            or queues.num_seated >= self.scheduler.settings.max_num_seqs
+        )
+
+    def _num_uneventful(self) -> int:
+        """Return how many steps can be made in one call."""
+        group = self.group
+        if group is None:
+            return 0
+        if (group.waiting or group.swapped) and not self._is_blocked:
+            return 0
+        num_steps = group.num_uneventful()
+        for step in self._in_flight:
+            for share in step.plan.requests:
+                request = group.requests.get(share.request_id)
+                if request is None or not request.is_member or request.is_ending:
+                    return min(num_steps, 1)  # requests may end with this step
+        return num_steps
+
+    def _begin_run(self, num_steps: int, now: int) -> None:
+        group = self.group
+        assert group is not None
+        group.removed_ids = []
+        base, per_context = self.cost.decode(group.size)
+        origin = self._in_flight[0].end if self._in_flight else now
+        run = Run(num_steps, origin, base, per_context, group.size, group.context)
+        self._run = run
+        self.end = origin + run.price(num_steps - self.steps_ahead)
+
+    def _shorten(self, run: Run, now: int) -> bool:
+        """Make only the steps that were planned before `now`. Returns whether `end` has changed."""
+        results = range(1 - self.steps_ahead, run.num_steps - self.steps_ahead)
+        num_results = bisect_left(results, now - run.origin, key=run.price) + results.start
+        if num_results == results.stop:
+            return False
+        self._run = run._replace(num_steps=num_results + self.steps_ahead)
+        self.end = run.origin + run.price(num_results)
+        return True
+
+    def _finish_run(self, run: Run) -> list[SimulatedRequest]:
+        """Make the steps of a run. Returns the requests that have ended.
+
+        With a step in flight, its result follows the first plan, and the last plan stays in
+        flight."""
+        group = self.group
+        assert group is not None
+        group.ahead = self.steps_ahead
+        group.advance(run.num_steps)
+        ended = self._take(self._in_flight.popleft()) if self._in_flight else []
+        num_taken = run.num_steps - self.steps_ahead
+        num_steps = run.num_steps
+        context = run.total_context(num_steps)
+        self._count(num_steps, num_steps * run.size, context, run.price(num_steps))
+        self.gaps.add_growing(
+            first=run.base + run.per_context * run.context,
+            growth=run.per_context * run.size,
+            num_steps=num_taken,
+            count=run.size,
+        )
+        group.taken += num_taken
+        group.last_end = run.origin + run.price(num_taken)
+        end = self._stage_ends[0] = run.origin + run.price(run.num_steps)
+        if self.steps_ahead:
+            self._in_flight.append(StepInFlight(group.plan_silently(), group.last_end, end))
+        return ended
+
+
+EngineT = TypeVar("EngineT", bound=SimulatedEngine)
+
+
+def create_engine(
+    kind: Callable[..., EngineT],
+    config: ResolvedConfig,
+    cost: StepCost,
+    *,
+    connector: KVConnectorScheduler | None = None,
+    fast: bool = True,
+) -> EngineT:
+    """Create an engine with these settings.
+
+    Args:
+        kind: its class.
+        connector: see `create_scheduler`.
+        fast: make steps in one call in which requests only decode, with equal results. Settings
+            with which more happens, such as drafts, are simulated step by step. Between two calls,
+            `manager.pool` does not show the blocks that such steps take.
+    """
+    given = config.given
+    manager = SimulatedManager(
+        config.num_kv_blocks, given.block_size, given.enable_prefix_caching, config.num_host_blocks
+    )
+    is_plain = given.batching_policy == "chunked" and given.pipeline_parallel_size == 1
+    has_a_say = connector or given.speculative or given.max_step_ms or given.in_lock_step
+    group = DecodingQueues(manager) if fast and is_plain and not has_a_say else None
+    scheduler = create_scheduler(config, manager, connector, queues=group)
+    if group is not None:
+        scheduler.fill = group.fill
+        scheduler.hooks.may_plan = ()  # the tokens of simulated requests are always known
+        scheduler.external_kv = SettlingKV(group)
+    return kind(
+        scheduler,
+        cost,
+        steps_ahead=given.pipeline_parallel_size - 1 or int(config.async_scheduling),
+        num_stages=given.pipeline_parallel_size,
+    )
+
 
 def work_of(plan: SchedulerOutput) -> StepWork:
     """Return what a step computes."""
+    shares = plan.requests
     num_decodes = 0
     decode_context = 0
+    if isinstance(shares, Shares):
+        num_decodes = shares.silent
+        decode_context = shares.context
     prefills = []
-    for share in plan.requests:
+    for share in shares:
         if share.num_tokens == 1:
             num_decodes += 1
             decode_context += share.start + 1

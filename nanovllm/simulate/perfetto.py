@@ -52,7 +52,7 @@ class RecordedEngine(SimulatedEngine):
         return ended
 
     def _launch(self, plan: SchedulerOutput, now: int) -> None:
-        self._records.append(self._recorder.begin(plan, self.num_steps, 0.0))
+        self._records.append(self._recorder.begin(plan, self.counters.num_steps, 0.0))
         super()._launch(plan, now)
         self._records[-1].start = self._in_flight[-1].start / SECOND
 

@@ -11,6 +11,8 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.simulate.results import ServedRequest
 from nanovllm.simulate.workload import WorkloadRequest
 
+NEVER = 1 << 62
+
 
 class SimulatedRequest(Request):
     """A request on its way through a simulated engine. Each of its tokens is a byte, and its
@@ -20,6 +22,12 @@ class SimulatedRequest(Request):
         arrival: when it arrived, in picoseconds, like all times here.
         first_token, last_token: when these were sampled; None: not yet.
         replica: the engine that serves it.
+        is_member: see `DecodingQueues`, like all that follows.
+        is_ending: its last token is in flight, so that the next step has no share for it.
+        planned, taken: steps as of which its counters are right.
+        last_step: the step that samples its last token, while it is a member.
+        event: the next step in which something happens to it.
+        last_event: the last such step.
     """
 
     def __init__(self, source: WorkloadRequest, names: list[int], order: tuple[int, int]) -> None:
@@ -33,6 +41,13 @@ class SimulatedRequest(Request):
         self.first_token: int | None = None
         self.last_token: int | None = None
         self.replica = 0
+        self.is_member = False
+        self.is_ending = False
+        self.planned = 0
+        self.taken = 0
+        self.last_step = NEVER
+        self.event = NEVER
+        self.last_event = -1
 
     def served(self) -> ServedRequest:
         """Return what became of it."""

@@ -36,7 +36,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
     outcome: str = "length"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ReplicaCounters:
     """Totals of an engine.
 
@@ -97,7 +97,8 @@ class TokenGaps:
         `num_steps - 1`."""
         self.count += count * num_steps
         self.total += count * (num_steps * first + growth * (num_steps * (num_steps - 1) // 2))
-        self.longest = max(self.longest, first + (num_steps - 1) * growth)
+        if num_steps:
+            self.longest = max(self.longest, first + (num_steps - 1) * growth)
         i = 0
         while i < num_steps:
             bucket = bucket_of(first + i * growth)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanovllm.assembly.flags import words_of
-from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
@@ -20,7 +19,7 @@ from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
 from nanovllm.simulate.drafts import DraftingEngine
-from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.lock_step import LockStepEngine, LockStepFleet
 from nanovllm.simulate.machines import find_machine
@@ -169,15 +168,13 @@ class FleetPlan:
         kind: Callable[..., EngineT],
         connector: type[PrefillConnector] | type[DecodeConnector] | None = None,
     ) -> EngineT:
-        given = self.resolved.given
-        manager = create_manager(self.resolved)
-        return kind(
-            create_scheduler(
-                self.resolved, manager, None if connector is None else connector(given)
-            ),
+        return create_engine(
+            kind,
+            self.resolved,
             self.cost,
-            steps_ahead=given.pipeline_parallel_size - 1 or int(self.resolved.async_scheduling),
-            num_stages=given.pipeline_parallel_size,
+            connector=None if connector is None else connector(self.resolved.given),
+            # Engines of other kinds do something in each step.
+            fast=kind is SimulatedEngine,
         )
 
     def _create_router(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.resolved_config import resolve
+from nanovllm.data.resolved_config import ResolvedConfig, resolve
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.workload import Workload, WorkloadRequest
 
 
@@ -32,18 +31,22 @@ class AffineCost:
         return self.base + self.per_token * num_decodes, self.per_context
 
 
-def engine_of(num_blocks: int = 100, model_max_len: int = 4096, **options: Any) -> SimulatedEngine:
-    """An engine with these settings; without `async_scheduling`, steps are synchronous."""
-    config = EngineConfig(num_kv_blocks=num_blocks, **options)
-    resolved = resolve(
-        config, model_max_len=model_max_len, num_kv_blocks=num_blocks, num_host_blocks=num_blocks
+def config_of(num_blocks: int = 100, model_max_len: int = 4096, **options: Any) -> ResolvedConfig:
+    """The settings of an engine; without `async_scheduling`, steps are synchronous."""
+    return resolve(
+        EngineConfig(num_kv_blocks=num_blocks, **options),
+        model_max_len=model_max_len,
+        num_kv_blocks=num_blocks,
+        num_host_blocks=num_blocks,
     )
-    return SimulatedEngine(
-        create_scheduler(resolved, create_manager(resolved)),
-        AffineCost(),
-        steps_ahead=config.pipeline_parallel_size - 1 or int(resolved.async_scheduling),
-        num_stages=config.pipeline_parallel_size,
-    )
+
+
+def engine_of(
+    num_blocks: int = 100, model_max_len: int = 4096, *, fast: bool = True, **options: Any
+) -> SimulatedEngine:
+    """An engine with these settings."""
+    config = config_of(num_blocks, model_max_len, **options)
+    return create_engine(SimulatedEngine, config, AffineCost(), fast=fast)
 
 
 def request_of(number: int, arrival: int, prompt: int, output: int, **more: Any) -> WorkloadRequest:

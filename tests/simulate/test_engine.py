@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+
+import pytest
 
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import RequestMaker
@@ -124,3 +127,26 @@ def test_requests_run_by_priority() -> None:
     options = {"max_num_seqs": 1, "scheduling_policy": "priority"}
     result = Fleet([engine_of(**options)], by_priority=True).run(workload_of(*requests))
     assert [each.request_id for each in result.requests] == ["r0", "r3", "r2", "r1"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_decoding_takes_few_plans(is_async: bool) -> None:
+    engine = engine_of(block_size=16, async_scheduling=is_async)
+    plans = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore
+    requests = [request_of(i, 0, prompt=10, output=400) for i in range(3)]
+    result = Fleet([engine]).run(workload_of(*requests))
+    assert result.replicas[0].num_steps == 401 + is_async
+    assert len(plans) < 10
+
+
+def test_a_run_keeps_pythons_garbage_collector_away_and_restores_it() -> None:
+    seen = []
+
+    def requests() -> Iterator[WorkloadRequest]:
+        seen.append(gc.isenabled())
+        yield request_of(0, 0, prompt=1, output=1)
+
+    Fleet([engine_of()]).run(Workload("one", requests()))
+    assert seen == [False] and gc.isenabled() and gc.get_freeze_count() == 0

@@ -56,6 +56,11 @@ BENCHMARKS = {
         "part dry-run repeats threads vllm-python",
     ),
     "kv": ("the cost of KV transfer, and the gain from stored KV", "part dry-run repeats threads"),
+    "simulate": (
+        "requests simulated per second (of the trace of Mooncake's in the folder NANOVLLM_TRACES, "
+        "if it is set)",
+        "part dry-run repeats threads",
+    ),
     "gpu": ("test and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
     "quality": (
         "the loss of quality from quantized weights or another setting",

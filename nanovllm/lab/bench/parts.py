@@ -1,5 +1,5 @@
-"""The benchmarks that have parts (`bench scheduler`, `parallel`, `speculation`, `kv`, `gpu`), and
-the runner that starts each part in its own process."""
+"""The benchmarks that have parts (`bench scheduler`, `parallel`, `speculation`, `kv`, `simulate`,
+`gpu`), and the runner that starts each part in its own process."""
 
 from __future__ import annotations
 
@@ -137,6 +137,7 @@ class Part:
 
 _PARALLEL = "nanovllm.lab.bench.parallel."
 _KV = "nanovllm.lab.bench.kv."
+_SIMULATE = "nanovllm.lab.bench.simulate:"
 _DRAFTS = "nanovllm.lab.bench.speculation:measure"
 #: What `--part` names.
 PARTS = {
@@ -164,6 +165,10 @@ PARTS = {
             "time to first token with remote prefill", _KV + "first_token:first_token"
         ),
         "tiers": Part("prefixes in other stores", _KV + "tiers:tiers"),
+    },
+    "simulate": {
+        "trace": Part("a trace on eight simulated engines", _SIMULATE + "trace"),
+        "fleet": Part("1,250 simulated engines", _SIMULATE + "fleet"),
     },
 }
 

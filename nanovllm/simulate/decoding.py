@@ -1,0 +1,291 @@
+"""Decoding requests that cost nothing until something happens to them."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from nanovllm.core.external_kv import ExternalKV
+from nanovllm.core.kv_cache_manager import KVCacheManager
+from nanovllm.core.queues import Queues
+from nanovllm.core.request import Request, RequestStatus
+from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
+from nanovllm.core.scheduler import Scheduler
+from nanovllm.simulate.requests import NEVER, SimulatedRequest
+
+
+class Shares(list[ScheduledRequest]):
+    """The shares of a plan, of which `silent` are not listed. Each of these is a single token.
+
+    Attributes:
+        context: tokens that the silent ones attend to; their sum.
+    """
+
+    silent = 0
+    context = 0
+
+    def __bool__(self) -> bool:
+        return self.silent > 0 or len(self) > 0
+
+
+class DecodingQueues(Queues):
+    """Queues that advance decoding requests as a group.
+
+    The group is the head of `running`, as far as each request computes a single token in the next
+    step. A step is an *event* for a member if the member takes a block or samples its last token.
+    It then has a share in the plan's list, and the scheduler treats it as any other request.
+    Otherwise it is silent: the plan only counts it, and its own counters are brought up to date
+    later (`settle`). So the time of planning a step depends on its events, not on the number of
+    running requests.
+
+    Blocks are cached late, when their request is settled. This changes nothing, since no other
+    request has blocks with these hashes (`_has_own_hashes`), and requests are settled before they
+    lose blocks.
+
+    Steps have numbers, from 0. At most one step is in flight when the next one is planned.
+
+    Attributes:
+        planned, taken: steps that were planned, and whose results were taken.
+        ahead: steps that were in flight when the last one was planned.
+        last_end: when the last result was taken.
+        size: members that compute in the next step.
+        context: tokens that these attend to in the next step; their sum.
+    """
+
+    requests: dict[str, SimulatedRequest]  # type: ignore[assignment]
+    running: list[SimulatedRequest]  # type: ignore[assignment]
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        super().__init__()
+        self.manager = manager
+        self.planned = self.taken = self.ahead = 0
+        self.last_end = 0
+        self.size = self.context = 0
+        # Requests at the head of `running` that sample their last token in a step in flight.
+        self._num_ending = 0
+        # `running` may have another request before a member.
+        self._is_mixed = False
+        # The next event of each member, and the step of its last token, as heaps. Entries of
+        # requests that have left, or had the event, stay until they are at the top.
+        self._events: list[tuple[int, tuple[int, int], SimulatedRequest]] = []
+        self._last_steps: list[tuple[int, tuple[int, int], SimulatedRequest]] = []
+
+    # ---------------------------------------------------------------- members
+
+    def move(self, request: Request, status: RequestStatus) -> None:
+        """Put a request into the queue of another status. It is no member (see `SettlingKV`)."""
+        super().move(request, status)
+        head = self.size + self._num_ending
+        if status is RequestStatus.RUNNING and head and request.order < self.running[head].order:
+            self._is_mixed = True
+
+    def leave(self, request: SimulatedRequest) -> None:
+        """Take a request out of the group, if it is a member. A silent share of it in flight
+        becomes a listed one."""
+        if request.is_member:
+            self.settle(request)
+        if request.is_ending:
+            self._num_ending -= 1
+        elif request.is_member:
+            self.size -= 1
+            self.context -= request.num_computed_tokens + 1
+            for plan in self.in_flight:
+                if isinstance(plan.requests, Shares) and request.last_event != self.planned - 1:
+                    plan.requests.silent -= 1
+                    start = request.num_computed_tokens - 1
+                    share = ScheduledRequest(request.request_id, start, 1, [], [], samples=1)
+                    plan.requests.append(share)
+        request.is_member = request.is_ending = False
+        request.last_step = NEVER
+
+    def settle(self, request: SimulatedRequest) -> None:
+        """Bring a member's counters and cached blocks up to date."""
+        end = request.last_step + 1
+        num_planned = min(self.planned, end) - request.planned
+        num_taken = min(self.taken, end) - request.taken
+        if not num_planned and not num_taken:
+            return
+        before = min(request.num_computed_tokens, len(request.token_ids))
+        request.planned += num_planned
+        request.taken += num_taken
+        request.num_computed_tokens += num_planned
+        request.num_sent_tokens = request.num_computed_tokens - self.ahead
+        request.num_pending_tokens = request.planned - request.taken
+        if num_taken:
+            request.token_ids.extend(bytes(num_taken))
+            request.last_token = self.last_end
+        self.manager.cache_blocks(request, before)
+
+    def join(self) -> None:
+        """Let requests join the group that follow it in `running`, as far as they can."""
+        if self._is_mixed:
+            self._separate()
+        ahead = self.planned - self.taken
+        for request in self.running[self.size + self._num_ending :]:
+            known = len(request.token_ids)
+            pending = request.num_pending_tokens
+            if pending and known + pending >= request.max_num_tokens:
+                request.is_ending = True
+                self._num_ending += 1
+            elif (
+                request.num_computed_tokens + 1 == known + pending
+                and request.num_computed_tokens >= request.num_prompt_tokens
+                and pending == ahead
+                and request.num_sent_tokens
+                and (pending or request.last_token == self.last_end)
+                and self._has_own_hashes(request)
+            ):
+                self._add_member(request)
+            else:
+                return
+
+    def _has_own_hashes(self, request: SimulatedRequest) -> bool:
+        """Whether no other request has the hashes that this one may still use, and none of them is
+        in the cache. One may be if it has lost blocks by preemption, and computes them again."""
+        hashes = request.block_hashes[request.num_computed_tokens // self.manager.block_size :]
+        if hashes and hashes[0] >= 0:  # type: ignore[operator]  # see `RequestMaker`
+            return False
+        cached = self.manager.pool.cached_blocks
+        return not request.num_preemptions or cached.keys().isdisjoint(hashes)
+
+    def _add_member(self, request: SimulatedRequest) -> None:
+        request.is_member = True
+        request.planned = self.planned
+        request.taken = self.taken
+        request.last_event = self.planned - 1  # in flight, it has a share in the list
+        computed = request.num_computed_tokens
+        request.last_step = self.planned + request.max_num_tokens - 2 - computed
+        self.size += 1
+        self.context += computed + 1
+        heappush(self._last_steps, (request.last_step, request.order, request))
+        self._await_event(request, self.planned + -computed % self.manager.block_size)
+
+    def _await_event(self, request: SimulatedRequest, step: int) -> None:
+        """Note the step in which a member takes a block, or the one that samples its last token."""
+        request.event = min(step, request.last_step)
+        heappush(self._events, (request.event, request.order, request))
+
+    def _separate(self) -> None:
+        """Let members leave that are no longer at the head of `running`."""
+        self._is_mixed = False
+        is_head = True
+        for request in self.running:
+            is_head = is_head and (request.is_member or request.is_ending)
+            if not is_head:
+                self.leave(request)
+
+    # ---------------------------------------------------------------- one step
+
+    def fill(self, scheduler: Scheduler, plan: SchedulerOutput) -> None:
+        """Do what `decodes_first` does, but leave silent members out of the plan's list."""
+        self.join()
+        if not self.size or self._continue_group(scheduler, plan):
+            scheduler.continue_running(plan, self.running[self.size + self._num_ending :])
+        scheduler.admit(plan)
+
+    def _continue_group(self, scheduler: Scheduler, plan: SchedulerOutput) -> bool:
+        """Schedule a token for each member. Return False if results have to come first, since the
+        first member needs a block and none is free."""
+        number = self.planned
+        found = self._pop_events(number)
+        shares = plan.requests = Shares()
+        if found:
+            # The scheduler asks whether the plan is empty when it needs a block.
+            first = next(each for each in self.running if not each.is_ending)
+            shares.silent = int(first is not found[0])
+        listed = []
+        for request in found:
+            if not request.is_member:
+                continue  # preempted for a member before it
+            self.settle(request)
+            scheduler.continue_running(plan, [request])
+            if not shares:
+                for each in found:
+                    self._await_event(each, number)
+                return False
+            if request.is_member:
+                request.planned = number + 1
+                request.last_event = number
+                listed.append(request)
+        shares.silent = self.size - len(listed)
+        shares.context = self.context - sum(each.num_computed_tokens for each in listed)
+        plan.num_tokens += shares.silent
+        plan.num_samples += shares.silent
+        self.context += self.size
+        for request in listed:
+            if number == request.last_step:
+                request.is_ending = True
+                self.size -= 1
+                self._num_ending += 1
+                self.context -= request.num_computed_tokens + 1
+            else:
+                self._await_event(request, number + self.manager.block_size)
+        return True
+
+    def _pop_events(self, last: int) -> list[SimulatedRequest]:
+        """Return the members with an event up to a step, by step and order."""
+        found = []
+        events = self._events
+        while events and events[0][0] <= last:
+            step, _, request = heappop(events)
+            if request.is_member and request.event == step:
+                request.event = NEVER  # it may be in the heap twice
+                found.append(request)
+        return found
+
+    # ---------------------------------------------------------------- many steps
+
+    def num_uneventful(self) -> int:
+        """Return how many of the next steps compute one token for each member, and nothing else.
+        None of them samples a last token, and blocks suffice for all."""
+        self.join()
+        if not self.size or self.size + self._num_ending < len(self.running):
+            return 0
+        last_steps = self._last_steps
+        while last_steps[0][0] != last_steps[0][2].last_step or last_steps[0][0] < self.planned:
+            heappop(last_steps)
+        count = last_steps[0][0] - self.planned
+        # Each member takes at most one block in `block_size` steps.
+        safe = self.manager.pool.num_free // self.size * self.manager.block_size
+        return min(count, max(safe, self._events[0][0] - self.planned))
+
+    def advance(self, num_steps: int) -> None:
+        """Plan steps that `num_uneventful` has counted."""
+        end = self.planned + num_steps
+        events = self._events
+        while events and events[0][0] < end:
+            step, _, request = heappop(events)
+            if request.is_member and request.event == step:
+                start = request.num_computed_tokens + step - request.planned
+                self.manager.allocate_slots(request, start + 1)
+                self._await_event(request, step + self.manager.block_size)
+        self.context += num_steps * self.size
+        self.planned = end
+
+    def plan_silently(self) -> SchedulerOutput:
+        """Return the plan of the last step that `advance` has made, which stays in flight."""
+        plan = SchedulerOutput()
+        shares = plan.requests = Shares()
+        shares.silent = plan.num_tokens = plan.num_samples = self.size
+        shares.context = self.context - self.size
+        self.in_flight.append(plan)
+        return plan
+
+
+class SettlingKV(ExternalKV):
+    """Lets a request leave the group before it ends or is preempted."""
+
+    def __init__(self, queues: DecodingQueues) -> None:
+        self.queues = queues
+
+    def uses_blocks(self, request: Request) -> bool:
+        """A request ends."""
+        assert isinstance(request, SimulatedRequest)
+        self.queues.leave(request)
+        return False
+
+    def choose_victim(
+        self, request: Request, num_tokens: int, running: list[Request]
+    ) -> Request | None:
+        """Return the last running request."""
+        self.queues.leave(self.queues.running[-1])
+        return running[-1]
