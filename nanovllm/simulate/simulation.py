@@ -173,8 +173,9 @@ class FleetPlan:
             self.resolved,
             self.cost,
             connector=None if connector is None else connector(self.resolved.given),
-            # Engines of other kinds do something in each step.
-            fast=kind is SimulatedEngine,
+            # Engines of other kinds do something in each step, and a router that sees which blocks
+            # are cached has to see them after each step.
+            fast=kind is SimulatedEngine and self.config.routing_policy != "precise",
         )
 
     def _create_router(
