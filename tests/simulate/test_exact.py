@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulate.exact import case_of, compare
 
-CASES_BY_DAY = 200
+CASES_BY_DAY = 60
 
 
 def test_steps_at_once_are_equal_to_steps_one_by_one() -> None:
