@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulate.exact import case_of, compare
 
-CASES_BY_DAY = 60
+CASES_BY_DAY = 120
 
 
 def test_steps_at_once_are_equal_to_steps_one_by_one() -> None:
@@ -17,7 +17,7 @@ def test_steps_at_once_are_equal_to_steps_one_by_one() -> None:
     for seed in range(CASES_BY_DAY):
         total += compare(case_of(seed))
     for what in ("length", "abort", "preemptions", "hit tokens", "evictions"):
-        assert total[what] > 100, f"the cases have too little of it: {what}"
+        assert total[what] > 50, f"the cases have too little of it: {what}"
 
 
 @pytest.mark.nightly
