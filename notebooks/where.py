@@ -17,7 +17,7 @@ from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, ink_o
 # From the top to the ground: an import goes down or to the left, never up.
 FLOORS = """
     lab cli
-    server router offline
+    simulate server router offline
     trace assembly engine
     executor
     features kv_transfer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.data.outputs import EndedTransfers
 from nanovllm.data.request import EngineOutput
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Recorder:
     def ended(self, request_id: str, reason: str) -> None:
         """A request has ended between two steps."""
 
-    def transfers_ended(self, ended: KVConnectorOutput) -> None:
+    def transfers_ended(self, ended: EndedTransfers) -> None:
         """KV transfers have ended between two steps."""
 
     def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord | None:

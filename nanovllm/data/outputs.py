@@ -237,3 +237,7 @@ class KVConnectorOutput:
             self.invalid_block_ids[request_id] = (
                 self.invalid_block_ids.get(request_id, set()) | block_ids
             )
+
+
+# As the core calls them, which knows no connectors.
+EndedTransfers = KVConnectorOutput

@@ -26,6 +26,10 @@ class Pieces:
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
 
+    def ascii_text(self, token_id: int) -> str | None:
+        spelled = self.pieces[token_id]
+        return spelled.decode("ascii") if spelled.isascii() else None
+
     def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
         return [repr(self.pieces[token_id]) for token_id in token_ids]
 

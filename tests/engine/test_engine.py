@@ -907,6 +907,7 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_offloading_size": 0.5,
     "max_step_ms": 75.5,
     "kv_transfer_config": '{"kv_connector": "local", "engine_id": "one"}',
+    "sleep_config": '{"machine": "H100"}',
     "speculative_config": '{"method": "ngram"}',
 }
 
@@ -933,7 +934,10 @@ def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
     assert value != field.default
     companions = COMPANIONS.get(field.name, [])
     arguments += ["--" + name.replace("_", "-") for name in companions]
+    device = {"device": "sleep"} if field.name == "sleep_config" else {}
+    arguments += [f"--{name}={word}" for name, word in device.items()]
     parsed = read_flags(EngineConfig, parser.parse_args(arguments))
-    assert parsed == EngineConfig(**{field.name: value}, **dict.fromkeys(companions, True))
+    expected = EngineConfig(**{field.name: value}, **dict.fromkeys(companions, True), **device)
+    assert parsed == expected
     assert read_flags(EngineConfig, parser.parse_args([])) == EngineConfig()
     assert flag in parser.format_help()
