@@ -52,6 +52,7 @@ WANTED: dict[str, list[object]] = {
     "KV on the move": [{"kv_offloading_size": 0.1}, ["router", "--prefill", "http://127.0.0.1:1"]],
     "layers of several ranks": [],  # the executor is asked first
     "pipelines": [],
+    "the simulator": [["simulate"]],
     "many processes": [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}],
     "experts, latent attention, Gemma 2": ["mixtral", "deepseek-v2-dense", "gemma2"],
     "Triton": [{"attention_backend": "triton"}],

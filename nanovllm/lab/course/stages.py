@@ -119,6 +119,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     "the fast path for decodes": (43, ["features/decodes_first.py"]),
+    "the simulator": (51, ["simulate/*"]),
 }
 
 
