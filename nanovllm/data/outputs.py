@@ -239,5 +239,5 @@ class KVConnectorOutput:
             )
 
 
-# As the core calls them, which knows no connectors.
+# The name in the core, which speaks of no connector.
 EndedTransfers = KVConnectorOutput
