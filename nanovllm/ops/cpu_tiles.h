@@ -20,7 +20,8 @@ struct alignas(TILE_BYTES) TileMemory {
 
 // 16 rows of a tile are the lanes of a vector, and bytes are multiplied by VNNI where they are too few for tiles.
 #if defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
-#ifdef __AMX_BF16__
+// As in every machine with these tiles: the vectors beside them hold bfloat16, too.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define HAS_TILES 1
 #endif
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__)
