@@ -130,7 +130,7 @@ def fit(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     Errors are relative to the time; otherwise only the largest sizes would matter.
 
     Args:
-        sizes: in bytes; at least two different ones.
+        sizes: in bytes. If all are equal, the whole time counts as latency.
         seconds: the measured time of each size.
     """
     weights = [time**-2 for time in seconds]
@@ -140,6 +140,8 @@ def fit(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     centred = [size - mean_size for size in sizes]
     spread = sum(w * x * x for w, x in zip(weights, centred, strict=True))
     products = zip(weights, centred, seconds, strict=True)
-    per_byte = sum(w * x * (time - mean_time) for w, x, time in products) / spread
+    per_byte = 0.0
+    if min(sizes) < max(sizes):
+        per_byte = sum(w * x * (time - mean_time) for w, x, time in products) / spread
     latency = mean_time - per_byte * mean_size
     return Link(name, max(latency, 0.0), 1 / per_byte if per_byte > 0 else math.inf, "measured")

@@ -46,3 +46,10 @@ def test_alone_nothing_costs_anything():
     assert (
         cost_model.wire_bytes("all_reduce", 1, 8) == cost_model.wire_bytes("all_gather", 1, 8) == 0
     )
+
+
+def test_of_equal_sizes_the_whole_time_is_latency() -> None:
+    found = cost_model.fit("found", [200, 200, 200], [0.2, 0.2, 0.2])
+    assert found.latency == pytest.approx(0.2)
+    assert found.bandwidth == float("inf")
+    assert found.message(200) == pytest.approx(0.2)
