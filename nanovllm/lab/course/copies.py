@@ -2,10 +2,9 @@
 not follow the copies."""
 
 import json
-import shutil
 from pathlib import Path
 
-from nanovllm.lab.course.notebook import source_of
+from nanovllm.lab.course.notebook import GPU_TAG, source_of
 
 # Beside notebooks/, so that links and imports relative to a lecture lead to the same places.
 FOLDER = "my_notebooks"
@@ -15,7 +14,8 @@ _ORIGINALS = ".originals"
 
 def copy_lectures(root: Path) -> list[str]:
     """Bring the working copies up to date: copy what is missing, and replace what the learner has
-    neither run nor changed.
+    neither run nor changed. Copies have no outputs, so that these do not answer a prediction before
+    the learner does; only cells that need a GPU keep the result of the last run on one.
 
     Returns:
         The copies that the learner has run or changed and whose lecture has changed since they were
@@ -31,8 +31,9 @@ def copy_lectures(root: Path) -> list[str]:
         copy = folder / lecture.name
         original = originals / lecture.name
         if not copy.exists() or (original.exists() and copy.read_bytes() == original.read_bytes()):
-            shutil.copyfile(lecture, copy)
-            shutil.copyfile(lecture, original)
+            fresh = _without_outputs(lecture)
+            copy.write_bytes(fresh)
+            original.write_bytes(fresh)
         elif not original.exists() or _text(original) != _text(lecture):
             older.append(copy.name)
     return older
@@ -48,6 +49,21 @@ def edited_copies(root: Path) -> list[str]:
         if copy.exists() and _exported(copy) != _exported(original):
             found.append(copy.name)
     return found
+
+
+def _without_outputs(path: Path) -> bytes:
+    """Return the content of a copy."""
+    content = path.read_bytes()
+    if path.suffix != ".ipynb":
+        return content
+    notebook = json.loads(content)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and GPU_TAG not in cell["metadata"].get("tags", []):
+            cell["outputs"] = []
+            cell["execution_count"] = None
+            cell["metadata"].pop("jupyter", None)  # it may hide outputs
+    text = json.dumps(notebook, ensure_ascii=False, indent=1)
+    return f"{text}\n".encode()
 
 
 def _exported(path: Path) -> list[str]:

@@ -12,13 +12,13 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from nanovllm.lab.course.notebook import CourseError
-
-GPU_TAG = "gpu"
+from nanovllm.lab.course.notebook import GPU_TAG, CourseError
 
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _READING_TIME = re.compile(r"(?<=Reading time: )about .*?(?=\.(\s|$))")
+_QUESTION = re.compile(r"^(\w+) = course\.predict\(", re.MULTILINE)
+_ANSWER = re.compile(r"\b(\w+)\.reveal\(")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -99,8 +99,9 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
     """Remove from a notebook everything that differs from run to run, in place, and return it.
 
     The reading time is stated anew. Counts become 1..n, timing and widget state go, addresses and
-    paths are masked, and consecutive outputs of one stream become one. Ids stay. (`viz.use_style`
-    keeps versions and dates out of images.)"""
+    paths are masked, and consecutive outputs of one stream become one. Ids stay. JupyterLab shows
+    the outputs that answer a prediction after a click. (`viz.use_style` keeps versions and dates
+    out of images.)"""
     rules = _rules(root)
     notebook.nbformat = 4
     notebook.nbformat_minor = 5
@@ -123,7 +124,25 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
         cell.outputs = _merged(output for output in cell.outputs if _keep(output))
         for output in cell.outputs:
             _normalise_output(output, count, rules)
+    _hide_answers(notebook)
     return notebook
+
+
+def _hide_answers(notebook: NotebookNode) -> None:
+    """Hide the outputs between a prediction and the end of the cell that compares it with what was
+    measured."""
+    open_questions: set[str] = set()
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        view = cell.metadata.pop("jupyter", {})
+        view.pop("outputs_hidden", None)
+        asked = set(_QUESTION.findall(cell.source))
+        if open_questions and not asked:
+            view["outputs_hidden"] = True
+        if view:
+            cell.metadata.jupyter = view
+        open_questions = (open_questions | asked) - set(_ANSWER.findall(cell.source))
 
 
 def reading_time(cells: Iterable[tuple[str, str]]) -> str:

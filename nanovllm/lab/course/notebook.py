@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "nanovllm"
+# A cell with this tag is run only where there is a GPU.
+GPU_TAG = "gpu"
 
 _DIRECTIVE = re.compile(r"#\|\s*(\S*)\s*(.*?)\s*$")
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

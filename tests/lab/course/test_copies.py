@@ -95,6 +95,26 @@ def test_a_file_that_was_there_before_the_first_copy_stays(root: Path) -> None:
     assert "mine" in (root / FOLDER / "11_second.ipynb").read_text()
 
 
+def test_a_copy_shows_no_answer_before_it_is_run(root: Path) -> None:
+    lecture = root / "notebooks/10_first.ipynb"
+    cells = [v4.new_code_cell("1 + 1", outputs=[v4.new_output("stream", text="2")])]
+    cells.append(
+        v4.new_code_cell(
+            "measure()",
+            outputs=[v4.new_output("stream", text="H200: 7 ms")],
+            metadata={"tags": ["gpu"], "jupyter": {"outputs_hidden": True}},
+            execution_count=2,
+        )
+    )
+    nbformat.write(v4.new_notebook(cells=cells), lecture)
+    copy_lectures(root)
+    first, gpu = json.loads((root / FOLDER / lecture.name).read_text())["cells"]
+    assert (first["outputs"], first["execution_count"]) == ([], None)
+    # Few learners have a GPU, so the recorded result stays, and a click shows it.
+    assert gpu == json.loads(lecture.read_text())["cells"][1]
+    nbformat.validate(nbformat.read(root / FOLDER / lecture.name, as_version=4))
+
+
 @pytest.mark.parametrize("command", ["build", "run"])
 def test_commands_refuse_a_copy_for_a_lecture(
     root: Path, command: str, capsys: pytest.CaptureFixture[str]

@@ -96,6 +96,26 @@ def test_a_cell_that_takes_too_long_is_named(
     assert "cell 2 (In [1]): took longer than 1 s" in capsys.readouterr().err
 
 
+def test_outputs_that_answer_a_prediction_are_hidden(tmp_path: Path) -> None:
+    sources = [
+        "print(1)",
+        "first = course.predict('How long?')",
+        "second = course.predict('How many?')",
+        "measure()",
+        "first.reveal(1)",
+        "second.reveal(2)",
+        "print(2)",
+    ]
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# Title")])
+    notebook.cells += [v4.new_code_cell(source) for source in sources]
+    notebook.cells[1].metadata.jupyter = {"outputs_hidden": True}  # from an earlier question
+    for _ in range(2):
+        normalise(notebook, tmp_path)
+        hidden = [cell.source for cell in notebook.cells if "jupyter" in cell.metadata]
+        assert hidden == sources[3:6]
+    assert notebook.cells[4].metadata.jupyter == {"outputs_hidden": True}
+
+
 def test_normalise_removes_timing_widgets_and_machine_paths(tmp_path: Path) -> None:
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
     error = v4.new_output(
