@@ -14,23 +14,37 @@ from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload
 from nanovllm.simulate.settings import (
     DEFAULT_MODEL,
-    ENGINE_FLAGS,
+    ENGINE_GROUPS,
+    FLEET_GROUPS,
     FleetConfig,
     create,
     known_settings,
 )
 
+EXAMPLES = """examples:
+  nanovllm simulate --request-rate 20 --replicas 2
+  nanovllm simulate --workload trace.jsonl --model llama-3.1-70b -tp 4 --machine H200 --replicas 8
+  nanovllm simulate --goodput ttft:300 tpot:25 --find-load
+  nanovllm simulate --request-rate 12 --sweep max-num-batched-tokens=512,2048,8192
+"""
+
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Flags of one simulation."""
-    add_flags(FleetConfig, parser.add_argument_group("fleet"))
-    add_flags(SyntheticWorkload, parser.add_argument_group("synthetic workload"))
-    add_flags(EngineConfig, parser.add_argument_group("engines"), ENGINE_FLAGS)
+    for title, names in FLEET_GROUPS.items():
+        add_flags(FleetConfig, parser.add_argument_group(title), names)
+        if "workload" in names:
+            add_flags(SyntheticWorkload, parser.add_argument_group("synthetic workload"))
+    for title, names in ENGINE_GROUPS.items():
+        add_flags(EngineConfig, parser.add_argument_group(title), names)
     parser.set_defaults(model=DEFAULT_MODEL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
+    parser.usage = "nanovllm simulate [flags]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
     add_settings(parser)
     output = parser.add_argument_group("runs and output")
     output.add_argument(
@@ -99,7 +113,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> None:
     """Simulate, or find the highest load, and print the summary."""
-    from nanovllm.simulate.report import print_summary
     from nanovllm.simulate.simulation import find_load, simulate
 
     if not arguments.find_load:
@@ -111,12 +124,13 @@ def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> N
     if arguments.json:
         print(json.dumps(summary))
     else:
+        from nanovllm.simulate.tables import print_summary
+
         print_summary(summary)
 
 
 def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> None:
     """Simulate each combination of settings, and print a table of them."""
-    from nanovllm.simulate.report import print_sweep
     from nanovllm.simulate.simulation import find_load, simulate
     from nanovllm.simulate.sweep import combinations, mark_frontier, run_all
 
@@ -134,6 +148,8 @@ def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> 
         results = zip(points, summaries, strict=True)
         print(json.dumps([{"settings": point, **summary} for point, summary in results]))
     else:
+        from nanovllm.simulate.tables import print_sweep
+
         print_sweep(points, summaries)
 
 

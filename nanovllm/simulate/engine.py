@@ -228,6 +228,11 @@ class SimulatedEngine:
             # The last stage gets the rest, so that the parts add up.
             part = seconds * (i + 1) // len(stages) - seconds * i // len(stages)
             end = stages[i] = max(end, stages[i]) + part
+        for name in plan.admitted:
+            request = self.scheduler.queues.requests[name]
+            assert isinstance(request, SimulatedRequest)
+            if request.scheduled is None:
+                request.scheduled = now
         if self.group is not None:
             self.group.ahead = len(self._in_flight)
             self.group.planned += 1

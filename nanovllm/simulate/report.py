@@ -1,8 +1,7 @@
-"""Sums up a simulation: plain data under the names of `vllm bench serve`, and a table."""
+"""Sums up a simulation: plain data under the names of `vllm bench serve`."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,31 +11,6 @@ from nanovllm.simulate.workload import SECOND
 
 MILLISECOND = SECOND // 1000
 PERCENTILES = (90, 95, 99)
-MAX_ENGINES = 16
-# Of tables that are not shown in a terminal.
-WIDTH = None if sys.stdout.isatty() else 120
-# Columns of tables, with short names.
-ENGINE_COLUMNS = {
-    "num_requests": "requests",
-    "num_steps": "steps",
-    "utilization": "busy",
-    "mean_num_decodes": "decoding",
-    "mean_kv_usage": "KV",
-    "prefix_cache_hit_rate": "hits",
-    "num_preemptions": "preempted",
-    "bottleneck": "bottleneck",
-}
-SWEEP_COLUMNS = {
-    "request_rate": "rate",
-    "speedup": "speedup",
-    "request_throughput": "req/s",
-    "output_throughput": "tok/s",
-    "p99_ttft_ms": "P99 TTFT",
-    "p99_tpot_ms": "P99 TPOT",
-    "request_goodput": "good/s",
-    "dollars_per_million_output_tokens": "$/M out",
-    "bottleneck": "bottleneck",
-}
 Summary = dict[str, object]
 # Times of a request in picoseconds, by vLLM's names.
 TIMES: dict[str, Callable[[ServedRequest], float]] = {
@@ -151,6 +125,9 @@ def _goodput(
 def _latencies(result: FleetResult, done: Sequence[ServedRequest]) -> Summary:
     times = {name: sorted(map(time, done)) for name, time in TIMES.items()}
     times["tpot"] = sorted(time for each in done if (time := time_per_token(each)) is not None)
+    times["queue_time"] = sorted(
+        each.scheduled - each.arrival for each in done if each.scheduled is not None
+    )
     summary: Summary = {}
     for name, values in times.items():
         summary[f"mean_{name}_ms"] = sum(values) / max(1, len(values)) / MILLISECOND
@@ -193,53 +170,3 @@ def _bottleneck(
     counters: ReplicaCounters, bottleneck: Callable[[ReplicaCounters], str] | None
 ) -> str:
     return bottleneck(counters) if bottleneck is not None and counters.num_steps else "none"
-
-
-def print_summary(summary: Summary) -> None:
-    """Print the tables of a simulation: totals, latencies, and the first engines."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    totals = Table(Column(style="bold"), Column(justify="right"), show_header=False)
-    for name, value in summary.items():
-        if not name.endswith("_ms") and not isinstance(value, list):
-            totals.add_row(name.replace("_", " "), _shown(value))
-    names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
-    latencies = Table("ms", *(Column(name, justify="right") for name in names))
-    for time in (*TIMES, "itl"):
-        latencies.add_row(time.upper(), *(_shown(summary[f"{name}_{time}_ms"]) for name in names))
-    replicas = summary["replicas"]
-    assert isinstance(replicas, list)
-    engines = Table("engine", *ENGINE_COLUMNS.values())
-    for number, replica in enumerate(replicas[:MAX_ENGINES]):
-        engines.add_row(str(number), *(_shown(replica[name]) for name in ENGINE_COLUMNS))
-    Console(width=WIDTH).print(totals, latencies, engines)
-
-
-def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:
-    """Print a table with a row per point, where a star marks the frontier, and then the points that
-    are impossible."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = [name for name in SWEEP_COLUMNS if any(name in summary for summary in summaries)]
-    names = (name.replace("_", " ") for name in points[0])
-    table = Table(*names, *(SWEEP_COLUMNS[name] for name in columns), "")
-    console = Console(width=WIDTH)
-    errors = []
-    for point, summary in zip(points, summaries, strict=True):
-        if "error" in summary:
-            errors.append(f"{_shown(dict(point))}: {summary['error']}")
-            continue
-        row = (_shown(summary[name]) for name in columns)
-        table.add_row(*map(_shown, point.values()), *row, "*" * bool(summary["on_frontier"]))
-    console.print(table, *errors, highlight=False)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
-    if isinstance(value, float) and abs(value) < 1000:
-        return f"{value:.4g}"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{value:,.0f}" if is_number else str(value)

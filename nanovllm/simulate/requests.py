@@ -20,6 +20,7 @@ class SimulatedRequest(Request):
 
     Attributes:
         arrival: when it arrived, in picoseconds, like all times here.
+        scheduled: when the first step was planned that computes it; None: not yet.
         first_token, last_token: when these were sampled; None: not yet.
         replica: the engine that serves it.
         is_member: see `DecodingQueues`, like all that follows.
@@ -38,6 +39,7 @@ class SimulatedRequest(Request):
         self.block_hashes = names  # type: ignore[assignment]
         self.order = order
         self.arrival = source.arrival
+        self.scheduled: int | None = None
         self.first_token: int | None = None
         self.last_token: int | None = None
         self.replica = 0
@@ -57,6 +59,7 @@ class SimulatedRequest(Request):
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
             num_cached_tokens=max(0, self.num_cached_tokens),
+            scheduled=self.scheduled,
             first_token=self.first_token,
             last_token=self.last_token,
             replica=self.replica,

@@ -17,6 +17,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
     Attributes:
         num_output_tokens: tokens that it has sampled.
         num_cached_tokens: prompt tokens that the prefix cache had when it was first admitted.
+        scheduled: when the first step was planned that computes it; None: there was none.
         first_token, last_token: when these were sampled; None: it has sampled no token.
         replica: the engine that served it; -1: none accepted it.
         outcome: "length": it is complete; "abort": its client has disconnected; "rejected": its
@@ -29,6 +30,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    scheduled: int | None = None
     first_token: int | None = None
     last_token: int | None = None
     replica: int = -1

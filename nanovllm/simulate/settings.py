@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -14,29 +15,44 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload
 
-# The engine's settings on which plans, or the times of steps, depend.
-ENGINE_FLAGS = (
-    "model",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "enable_expert_parallel",
-    "kv_cache_dtype",
-    "gpu_memory_utilization",
-    "num_kv_blocks",
-    "block_size",
-    "swap_space",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "long_prefill_token_threshold",
-    "max_step_ms",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "batching_policy",
-    "scheduling_policy",
-    "preemption_mode",
-    "async_scheduling",
-)
+# The engine's settings on which plans, or the times of steps, depend, in groups of the help.
+ENGINE_GROUPS = {
+    "model and layout": (
+        "model",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "enable_expert_parallel",
+        "max_model_len",
+    ),
+    "KV cache of an engine": (
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "num_kv_blocks",
+        "block_size",
+        "enable_prefix_caching",
+        "preemption_mode",
+        "swap_space",
+    ),
+    "scheduler of an engine": (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "long_prefill_token_threshold",
+        "max_step_ms",
+        "enable_chunked_prefill",
+        "batching_policy",
+        "scheduling_policy",
+        "async_scheduling",
+    ),
+}
+ENGINE_FLAGS = tuple(itertools.chain(*ENGINE_GROUPS.values()))
+FLEET_GROUPS = {
+    "fleet": ("machine", "replicas", "prefill", "decode", "data_parallel_size", "expert_imbalance"),
+    "workload from a file": ("workload", "speedup", "limit"),
+    "router": ("routing_policy", "metrics_interval"),
+    "failures": ("failures", "cold_start", "retry_failed"),
+    "speculative decoding": ("spec_acceptance", "draft_time"),
+    "objectives and price": ("goodput", "slo_attainment", "price_per_hour"),
+}
 DEFAULT_MODEL = "llama-3.1-8b"
 T = TypeVar("T", bound=DataclassInstance)
 

@@ -68,13 +68,14 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     result = fleet.run(workload)
     if perfetto is not None:
         write_events(perfetto, fleet.engines)
-    return summarize(
+    summary = summarize(
         result,
         goodput=goodput,
         bottleneck=plan.bottleneck,
         kv_tokens=plan.resolved.num_kv_blocks * block_size,
         dollars_per_hour=plan.price_per_hour * len(fleet.engines),
     )
+    return {"setup": plan.description, **summary}
 
 
 def find_load(settings: Mapping[str, object]) -> Summary:
@@ -110,6 +111,26 @@ class FleetPlan:
     resolved: ResolvedConfig
     cost: Roofline | MeasuredCost
     price_per_hour: float
+
+    @property
+    def description(self) -> str:
+        """Name model, machine, layout, engines and router in a line."""
+        config = self.config
+        given = self.resolved.given
+        model = self.cost.model if isinstance(self.cost, MeasuredCost) else self.cost.model.name
+        layout = [f"TP {given.tensor_parallel_size}", f"PP {given.pipeline_parallel_size}"]
+        if config.data_parallel_size > 1:
+            layout.append(f"DP {config.data_parallel_size}")
+        if given.enable_expert_parallel:
+            layout.append("EP")
+        engines = f"engines: {config.replicas}"
+        if config.prefill:
+            engines = f"engines: {config.prefill} for prefill, {config.decode} for decode"
+        return (
+            f"{model} on {config.machine}, {', '.join(layout)}; {engines}, each with "
+            f"{self.resolved.num_kv_blocks:,} KV blocks of {given.block_size} tokens; router: "
+            f"{config.routing_policy}"
+        )
 
     def create_fleet(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
         """Create engines and their routers."""

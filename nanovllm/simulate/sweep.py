@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.report import Summary
@@ -43,6 +41,10 @@ def run_all(
     Raises:
         UsageError: Ray is wanted, and not installed; or all points are impossible.
     """
+    # A browser, in which single simulations run, too, has no processes.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     jobs = [(run, point) for point in points]
     num_processes = min(len(points), num_processes or _num_cores())
     if use_ray or ("ray" in sys.modules and sys.modules["ray"].is_initialized()):

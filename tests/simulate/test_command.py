@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import nanovllm
+from nanovllm.assembly.flags import flags_of
 from nanovllm.cli.main import main
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.command import parse_sweep
 from nanovllm.simulate.report import Summary
+from nanovllm.simulate.settings import FLEET_GROUPS, FleetConfig
 from nanovllm.simulate.simulation import simulate
 
 PACKAGE = Path(nanovllm.__file__).parent
 SMALL = ["--num-prompts", "40", "--request-rate", "20", "--random-output-len", "16"]
 FEW = {"num_prompts": 40, "request_rate": 20.0, "random_output_len": 16}
+EVERY_PART: list[dict[str, object]] = [
+    {"prefill": 1, "decode": 1},
+    {"replicas": 2, "failures": ["0@1"]},
+    {"replicas": 2, "data_parallel_size": 2},
+    {"spec_acceptance": "0.5"},
+    {"goodput": "ttft:200", "price_per_hour": 1.0},
+]
 ROWS = "".join(
     json.dumps(
         {
@@ -51,8 +62,11 @@ def test_a_function_returns_what_the_command_prints(capsys: pytest.CaptureFixtur
     printed = results(capsys, *SMALL, "--replicas", "2", "--goodput", "ttft:500")
     assert printed == json.loads(json.dumps(summary))
     table = run(capsys, *SMALL, "--replicas", "2", "--goodput", "ttft:500")
-    for text in ("request goodput", "TTFT", "bottleneck", "dollars per million"):
+    for text in ("duration (s)", "goodput (req/s)", "TTFT", "queue", "dollars per million"):
         assert text in table
+    first = table.partition("\n")[0]
+    assert first.startswith("llama-3.1-8b on H100, TP 1, PP 1; engines: 2, each with ")
+    assert first.endswith(" KV blocks of 16 tokens; router: estimated")
 
 
 def test_a_file_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +217,31 @@ def test_a_replay_compares_every_plan(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_an_unknown_setting_is_named() -> None:
     with pytest.raises(UsageError, match="no setting 'replica'; did you mean replicas"):
         simulate({"replica": 3})
+
+
+@pytest.mark.started
+def test_the_function_runs_where_a_browser_runs_python() -> None:
+    """Pyodide has msgspec and pydantic, which checks a model's configuration, but no processes."""
+    code = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "from nanovllm.simulate.simulation import simulate\n"
+        f"for more in {EVERY_PART!r}:\n"
+        "    simulate({'num_prompts': 5, 'random_output_len': 5, **more})\n"
+        "found = {name.partition('.')[0] for name in sys.modules.keys() - before}\n"
+        "print(*sorted(found - set(sys.stdlib_module_names)))\n"
+        "assert found.isdisjoint({'multiprocessing', 'fcntl', 'termios', 'resource'})\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    found = {name for name in finished.stdout.split() if not name.startswith("_")}
+    of_pydantic = {"annotated_types", "pydantic_core", "typing_extensions", "typing_inspection"}
+    assert found - of_pydantic == {"msgspec", "nanovllm", "pydantic"}
+
+
+def test_the_help_has_each_setting_once() -> None:
+    grouped = Counter(itertools.chain(*FLEET_GROUPS.values()))
+    assert grouped == Counter(field.name for field in flags_of(FleetConfig))
 
 
 @pytest.mark.started

@@ -126,3 +126,33 @@ def test_a_summary_adds_up() -> None:
     assert summary["replicas"][0]["bottleneck"].endswith(" steps")
     ttft, tpot, e2el = (summary[f"mean_{name}_ms"] for name in ("ttft", "tpot", "e2el"))
     assert 0 < tpot < ttft < e2el
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_queues_until_the_first_step_that_computes_it_is_planned(
+    async_scheduling: bool,
+) -> None:
+    engine = engine_of(block_size=4, max_num_seqs=1, async_scheduling=async_scheduling)
+    requests = [
+        request_of(0, 0, prompt=10, output=2),
+        request_of(1, 100, prompt=10, output=1),
+        request_of(2, 200, prompt=9000, output=1),  # rejected: it never queues
+    ]
+    result = Fleet([engine]).run(workload_of(*requests))
+    # A step takes 1000, 100 per computed token, and 1 per token of context.
+    ends = 2010 + 1111
+    scheduled = {each.request_id: each.scheduled for each in result.requests}
+    assert scheduled == {"r0": 0, "r1": ends, "r2": None}
+    summary = summarize(result)
+    assert summary["mean_queue_time_ms"] == pytest.approx((ends - 100) / 2 / MS)
+    assert summary["p99_queue_time_ms"] == pytest.approx(0.99 * (ends - 100) / MS)
+
+
+def test_preemption_does_not_queue_a_request_again() -> None:
+    requests = [request_of(i, i, prompt=14, output=30) for i in range(3)]
+    result = Fleet([engine_of(16, block_size=4)]).run(workload_of(*requests))
+    assert sum(each.num_preemptions for each in result.requests) > 0
+    assert all(
+        each.scheduled is not None and each.scheduled < (each.first_token or 0)
+        for each in result.requests
+    )

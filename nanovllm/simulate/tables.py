@@ -1,0 +1,95 @@
+"""Tables of simulations, for a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from nanovllm.simulate.report import PERCENTILES, Summary
+
+MAX_ENGINES = 16
+# Of tables that are not shown in a terminal.
+WIDTH = None if sys.stdout.isatty() else 120
+TIME_ROWS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "itl": "ITL", "queue_time": "queue"}
+UNITS = {
+    "duration": "s",
+    "request_throughput": "req/s",
+    "input_throughput": "tok/s",
+    "output_throughput": "tok/s",
+    "total_token_throughput": "tok/s",
+    "goodput": "ms",
+    "request_goodput": "req/s",
+}
+# Columns of tables, with short names.
+ENGINE_COLUMNS = {
+    "num_requests": "requests",
+    "num_steps": "steps",
+    "utilization": "busy",
+    "mean_num_decodes": "decoding",
+    "mean_kv_usage": "KV",
+    "prefix_cache_hit_rate": "hits",
+    "num_preemptions": "preempted",
+    "bottleneck": "bottleneck",
+}
+SWEEP_COLUMNS = {
+    "request_rate": "rate",
+    "speedup": "speedup",
+    "request_throughput": "req/s",
+    "output_throughput": "tok/s",
+    "p99_ttft_ms": "P99 TTFT (ms)",
+    "p99_tpot_ms": "P99 TPOT (ms)",
+    "request_goodput": "good/s",
+    "dollars_per_million_output_tokens": "$/M out",
+    "bottleneck": "bottleneck",
+}
+
+
+def print_summary(summary: Summary) -> None:
+    """Print the tables of a simulation: totals, latencies, and the first engines."""
+    totals = Table(Column(style="bold"), Column(justify="right"), show_header=False)
+    names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
+    latencies = Table("ms", *(Column(name, justify="right") for name in names))
+    shown = {"setup"}
+    for time, label in TIME_ROWS.items():
+        cells = [f"{name}_{time}_ms" for name in names]
+        latencies.add_row(label, *(_shown(summary[cell]) for cell in cells))
+        shown.update(cells)
+    for name, value in summary.items():
+        if name not in shown and not isinstance(value, list):
+            unit = f" ({UNITS[name]})" if name in UNITS else ""
+            totals.add_row(name.replace("_", " ") + unit, _shown(value))
+    replicas = summary["replicas"]
+    assert isinstance(replicas, list)
+    engines = Table("engine", *ENGINE_COLUMNS.values())
+    for number, replica in enumerate(replicas[:MAX_ENGINES]):
+        engines.add_row(str(number), *(_shown(replica[name]) for name in ENGINE_COLUMNS))
+    Console(width=WIDTH).print(summary["setup"], totals, latencies, engines, highlight=False)
+
+
+def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:
+    """Print a table with a row per point, where a star marks the frontier, and then the points that
+    are impossible."""
+    columns = [name for name in SWEEP_COLUMNS if any(name in summary for summary in summaries)]
+    names = (name.replace("_", " ") for name in points[0])
+    table = Table(*names, *(SWEEP_COLUMNS[name] for name in columns), "")
+    console = Console(width=WIDTH)
+    errors = []
+    for point, summary in zip(points, summaries, strict=True):
+        if "error" in summary:
+            errors.append(f"{_shown(dict(point))}: {summary['error']}")
+            continue
+        row = (_shown(summary[name]) for name in columns)
+        table.add_row(*map(_shown, point.values()), *row, "*" * bool(summary["on_frontier"]))
+    console.print(table, *errors, highlight=False)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.4g}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:,.0f}" if is_number else str(value)
