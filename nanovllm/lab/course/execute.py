@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from nanovllm.lab.course import prose
 from nanovllm.lab.course.notebook import GPU_TAG, CourseError
 
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -55,6 +56,7 @@ def _execute(
 ) -> None:
     tags = {tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])}
     begun: list[int] = []
+    prose.ask(notebook)
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -68,8 +70,12 @@ def _execute(
     try:
         client.execute(env=environment)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        runs = sum(cell.cell_type == "code" for cell in notebook.cells[: begun[-1] + 1])
-        place = f"{path.relative_to(root).as_posix()}: cell {begun[-1] + 1} (In [{runs}])"
+        ran = notebook.cells[: begun[-1] + 1]
+        own = [cell for cell in ran if not prose.is_inserted(cell)]
+        runs = sum(cell.cell_type == "code" for cell in own)
+        place = f"{path.relative_to(root).as_posix()}: cell {len(own)} (In [{runs}])"
+        if prose.is_inserted(ran[-1]):
+            place = f"{path.relative_to(root).as_posix()}: cell {len(own) + 1} (values in its text)"
         if isinstance(error, CellExecutionError):
             raise CourseError(_failure(place, error)) from None
         what = (
@@ -78,6 +84,7 @@ def _execute(
             else "the kernel died"
         )
         raise CourseError(f"{place}: {what}") from None
+    prose.answer(notebook)
 
 
 def _sees_gpu() -> bool:

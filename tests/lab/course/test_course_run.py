@@ -96,6 +96,34 @@ def test_a_cell_that_takes_too_long_is_named(
     assert "cell 2 (In [1]): took longer than 1 s" in capsys.readouterr().err
 
 
+def test_measured_values_come_into_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path, "x = 2", "x = {'a': 1234.5}", "x['b']")
+    notebook = nbformat.read(path, as_version=4)
+    text = "It took <!--= x['a'] / 1000 | .2f -->?<!--/--> s, or <!--= x --><!--/-->."
+    notebook.cells.insert(3, v4.new_markdown_cell(text, id="text"))
+    nbformat.write(notebook, path)
+    # The place of a failure is that of the saved notebook.
+    assert main(["--root", str(tmp_path), "run", "10"]) == 1
+    assert "cell 5 (In [3]), line 1: KeyError: 'b'" in capsys.readouterr().err
+    notebook.cells[4].source = "x['a'] = 0"
+    nbformat.write(notebook, path)
+    for _ in range(2):
+        assert main(["--root", str(tmp_path), "run", "10"]) == 0
+        cells = cells_of(path)
+        assert "".join(cells[3]["source"]) == (
+            "It took <!--= x['a'] / 1000 | .2f -->1.23<!--/--> s, "
+            "or <!--= x -->{'a': 1234.5}<!--/-->."
+        )
+        assert [cell["id"] for cell in cells] == ["id-0", "id-1", "id-2", "text", "id-3"]
+    notebook.cells[3].source = "<!--= y -->1<!--/-->"
+    nbformat.write(notebook, path)
+    capsys.readouterr()
+    assert main(["--root", str(tmp_path), "run", "10"]) == 1
+    assert "cell 4 (values in its text), line 1: NameError" in capsys.readouterr().err
+
+
 def test_outputs_that_answer_a_prediction_are_hidden(tmp_path: Path) -> None:
     sources = [
         "print(1)",
