@@ -5,7 +5,7 @@ A sentence that states a measured value would be false on the next machine. Inst
     A step takes <!--= 1e3 * seconds | .2f -->4.31<!--/--> ms.
 
 where `1e3 * seconds` is an expression of the lecture's own names, evaluated above the text, and
-`.2f` is its format (there need not be one). Pages do not show the comments.
+`.2f` is its format, which may be omitted. Pages do not show the comments.
 """
 
 import re
