@@ -104,14 +104,20 @@ class SentPrefixes(PrefixIndex):
     def remember(self, server: int, names: Sequence[Hashable]) -> None:
         """Record that a prompt was sent to a server."""
         sent = self._sent[server]
+        where = self.where
+        bit = 1 << server
         for name in reversed(names):  # the last block first, so that it is forgotten first
             if name in sent:
                 sent.move_to_end(name)
             else:
                 sent[name] = None
-                self.add(server, name)
-        while len(sent) > self.capacity:
-            self.remove(server, sent.popitem(last=False)[0])
+                where[name] = where.get(name, 0) | bit
+        for _ in range(len(sent) - self.capacity):
+            name, _ = sent.popitem(last=False)
+            if where[name] == bit:
+                del where[name]
+            else:
+                where[name] ^= bit
 
     def forget(self, server: int) -> None:
         """Forget what was sent to a server, since its cache was emptied."""

@@ -8,6 +8,7 @@ follow each other: nothing overlaps. Sliding windows count as full attention.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from nanovllm.data.errors import UsageError
@@ -17,8 +18,7 @@ from nanovllm.simulate.machines import GIB, Machine
 from nanovllm.simulate.models import Layout, Matrix, ModelShape
 from nanovllm.simulate.workload import SECOND
 
-# Activations have 16 bits. The small operators between two products read the outputs of the one
-# and write the inputs of the other once more.
+# Activations have 16 bits.
 ACTIVATION_BYTES = 2
 
 
@@ -34,6 +34,29 @@ class Part(NamedTuple):
     bound: str
 
 
+class Product(NamedTuple):
+    """Times of the products with a matrix, in seconds.
+
+    Attributes:
+        read: to read the weights, of all copies.
+        move: to read the input and write the output of one row. The small operators before and
+            after a product take this time once more.
+        compute: to multiply one row.
+    """
+
+    part: str
+    read: float
+    move: float
+    compute: float
+
+    def of(self, rows: float, copies: float) -> Part:
+        """Return the part of a step in which so many rows use this share of the copies."""
+        moving = copies * self.read + rows * self.move
+        computing = rows * self.compute
+        bound = "bytes" if moving > computing else "FLOPs"
+        return Part(self.part, max(moving, computing), bound)
+
+
 class Roofline:
     """A `StepCost`: see `create_cost`."""
 
@@ -45,21 +68,44 @@ class Roofline:
         self.config = model.config
         self.reach = machine.reach
         self.matrices = model.matrices(layout)
+        self._products = [self._product(matrix) for matrix in self.matrices]
+        num_kernels = model.config.num_layers + 2 * sum(each.layers for each in self.matrices)
+        self._launches = num_kernels * self.reach.kernel
+        config = model.config
+        decode_channels = prompt_channels = 2 * config.head_dim
+        if config.kv_lora_rank:  # decodes work on latents, and prompts on keys and values
+            decode_channels = config.latent_width + config.kv_lora_rank
+            prompt_channels = config.qk_nope_head_dim + config.head_dim + config.v_head_dim
+        self._decode_pair = self._pair(decode_channels, self.reach.attention_products)
+        self._prompt_pair = self._pair(prompt_channels, self.reach.prompt_attention)
+        # Seconds to read keys and values of a token.
+        self._read = model.kv_bytes_per_token(layout.tensor_parallel_size) / (
+            machine.bandwidth * self.reach.attention_bandwidth
+        )
+        # Times that occur again and again, of a number of tokens, samples or decodes.
+        self._token_times: dict[tuple[int, bool], float] = {}
+        self._sample_times: dict[int, float] = {}
         self._decodes: dict[int, tuple[int, int]] = {}
 
     def step(self, work: StepWork) -> int:
         """Return the time of a step, in picoseconds, over all stages of the pipeline."""
-        if not work.prefills and work.num_samples == work.num_decodes:
-            base, per_token = self.decode(work.num_decodes)
-            return base + per_token * work.decode_context
-        return round(sum(part.seconds for part in self.parts(work)) * SECOND)
+        num_decodes, context, prefills, num_samples = work
+        if not prefills and num_samples == num_decodes:
+            base, per_token = self.decode(num_decodes)
+            return base + per_token * context
+        num_tokens = num_decodes
+        for _, count in prefills:
+            num_tokens += count
+        seconds = self._fixed(num_tokens, num_samples, num_decodes + len(prefills), not prefills)
+        seconds += self._attention(context).seconds + self._prompt_attention(prefills).seconds
+        return round(seconds * SECOND)
 
     def decode(self, num_decodes: int) -> tuple[int, int]:
         """Return base and price per token of context: see `StepCost`."""
         if num_decodes not in self._decodes:
-            parts = self.parts(StepWork(num_decodes, 0, (), num_decodes))
-            base = round(sum(part.seconds for part in parts) * SECOND)
-            self._decodes[num_decodes] = base, round(self._attention(1).seconds * SECOND)
+            seconds = self._fixed(num_decodes, num_decodes, num_decodes, True)
+            per_token = self._attention(1).seconds
+            self._decodes[num_decodes] = round(seconds * SECOND), round(per_token * SECOND)
         return self._decodes[num_decodes]
 
     def bottleneck(self, work: StepWork) -> Part:
@@ -68,90 +114,112 @@ class Roofline:
 
     def parts(self, work: StepWork) -> list[Part]:
         """Return the parts of a step: one for each matrix, and others."""
-        reach = self.reach
         num_tokens = work.num_decodes + sum(count for _, count in work.prefills)
-        num_requests = work.num_decodes + len(work.prefills)
-        uses = [self._uses(matrix, num_tokens, work.num_samples) for matrix in self.matrices]
-        pairs = list(zip(self.matrices, uses, strict=True))
-        num_kernels = self.config.num_layers + 2 * sum(m.layers for m in self.matrices)
-        moved = sum(use * _activation_bytes(matrix) for matrix, use in pairs)
+        *layers, operators = self._token_parts(num_tokens, not work.prefills)
+        head, more_operators = self._sample_parts(work.num_samples)
         return [
-            *(self._product(matrix, use, num_tokens) for matrix, use in pairs),
-            self._larger("operators", moved, reach.bandwidth, 0, 1),
+            *layers,
+            head,
+            operators._replace(seconds=operators.seconds + more_operators.seconds),
             self._attention(work.decode_context),
-            self._prompt_attention(work),
-            Part("launches", num_kernels * reach.kernel, "host"),
-            Part("host", reach.host_step + reach.host_request * num_requests, "host"),
-            *self._collectives(num_tokens, is_decode=not work.prefills),
+            self._prompt_attention(work.prefills),
+            Part("host", self._host(work.num_decodes + len(work.prefills)), "host"),
         ]
 
-    def _larger(
-        self, name: str, num_bytes: float, bandwidth: float, flops: float, peak: float
-    ) -> Part:
-        """Return a part that reaches this share of the bandwidth, or `peak` FLOP/s."""
-        moving = num_bytes / (self.machine.bandwidth * bandwidth)
-        computing = flops / peak
-        bound = "bytes" if moving > computing else "FLOPs"
-        return Part(name, max(moving, computing), bound)
+    def _fixed(
+        self, num_tokens: int, num_samples: int, num_requests: int, is_decode: bool
+    ) -> float:
+        """Return the seconds of a step without attention."""
+        if (tokens := self._token_times.get((num_tokens, is_decode))) is None:
+            tokens = sum(part.seconds for part in self._token_parts(num_tokens, is_decode))
+            self._token_times[num_tokens, is_decode] = tokens
+        if (samples := self._sample_times.get(num_samples)) is None:
+            samples = sum(part.seconds for part in self._sample_parts(num_samples))
+            self._sample_times[num_samples] = samples
+        return tokens + samples + self._host(num_requests)
 
-    def _uses(self, matrix: Matrix, num_tokens: int, num_samples: int) -> float:
-        """Return the rows that a matrix, or all experts of a rank, multiply with."""
-        if matrix.part != "experts" or self.config.moe is None:
-            return num_samples if matrix.part == "head" else num_tokens
-        # Each engine's tokens go to all ranks, of which this engine has as many as it has shares.
-        imbalance = self.layout.expert_imbalance * self.layout.data_parallel_size
-        uses = num_tokens * self.config.moe.top_k
-        return uses * (imbalance / self.layout.expert_ranks if self._is_spread else 1)
+    def _host(self, num_requests: int) -> float:
+        return self.reach.host_step + self.reach.host_request * num_requests
+
+    def _token_parts(self, num_tokens: int, is_decode: bool) -> list[Part]:
+        """Return the parts whose time depends on the number of tokens; the operators last."""
+        parts = []
+        operators = 0.0
+        for product in self._products[:-1]:
+            uses: float = num_tokens
+            copies = 1.0
+            if product.part == "experts":
+                uses *= self._uses_per_token
+                copies = self._share_of_experts(num_tokens)
+            parts.append(product.of(uses, copies))
+            operators += uses * product.move
+        parts.append(Part("launches", self._launches, "host"))
+        parts += self._collectives(num_tokens, is_decode=is_decode)
+        return [*parts, Part("operators", operators, "bytes")]
+
+    def _sample_parts(self, num_samples: int) -> tuple[Part, Part]:
+        """Return the product with the head, and the operators around it."""
+        head = self._products[-1]
+        operators = Part("operators", num_samples * head.move, "bytes")
+        return head.of(num_samples, copies=1.0 if num_samples else 0.0), operators
 
     @property
     def _is_spread(self) -> bool:
         return self.layout.expert_ranks > 1
 
-    def _product(self, matrix: Matrix, uses: float, num_tokens: int) -> Part:
-        copies = matrix.copies if uses else 0
-        if matrix.part == "experts" and self.config.moe is not None:
-            # The expected number of experts that are read, if all are equally likely.
-            ranks = self.layout.data_parallel_size if self._is_spread else 1
-            share = self.config.moe.top_k / (matrix.copies * self.layout.expert_ranks)
-            copies *= 1 - (1 - share) ** (num_tokens * ranks)
-        num_bytes = matrix.size * matrix.bytes_per_weight * copies + uses * _activation_bytes(
-            matrix
-        )
+    @property
+    def _uses_per_token(self) -> float:
+        """Rows that all experts of a rank multiply with, per token of the engine."""
+        moe = self.config.moe
+        assert moe is not None
+        if not self._is_spread:
+            return moe.top_k
+        # Each engine's tokens go to all ranks, of which this engine has as many as it has shares.
+        imbalance = self.layout.expert_imbalance * self.layout.data_parallel_size
+        return moe.top_k * (imbalance / self.layout.expert_ranks)
+
+    def _share_of_experts(self, num_tokens: int) -> float:
+        """Return the share of a rank's experts that is read, if all are equally likely."""
+        moe = self.config.moe
+        assert moe is not None
+        ranks = self.layout.data_parallel_size if self._is_spread else 1
+        slots = next(each.copies for each in self.matrices if each.part == "experts")
+        share = moe.top_k / (slots * self.layout.expert_ranks)
+        return float(1 - (1 - share) ** (num_tokens * ranks))
+
+    def _product(self, matrix: Matrix) -> Product:
+        bandwidth = self.machine.bandwidth * self.reach.bandwidth
         peak = self.machine.peak(matrix.bytes_per_weight) * self.reach.products
-        return self._larger(
-            matrix.part, num_bytes, self.reach.bandwidth, 2 * matrix.size * uses, peak
+        num_channels = (matrix.inputs + matrix.outputs) * matrix.layers
+        return Product(
+            part=matrix.part,
+            read=matrix.size * matrix.bytes_per_weight * matrix.copies / bandwidth,
+            move=ACTIVATION_BYTES * num_channels / bandwidth,
+            compute=2 * matrix.size / peak,
         )
 
     def _attention(self, context: int) -> Part:
-        """Return attention of decodes, which works on latents where there are some."""
-        config = self.config
-        channels = 2 * config.head_dim
-        if config.kv_lora_rank:
-            channels = config.latent_width + config.kv_lora_rank
-        heads = config.num_heads // self.layout.tensor_parallel_size
-        return self._larger(
-            "attention",
-            context * self.model.kv_bytes_per_token(self.layout.tensor_parallel_size),
-            self.reach.attention_bandwidth,
-            context * 2 * config.num_layers * heads * channels,
-            self.machine.flops["bf16"] * self.reach.attention_products,
-        )
+        bound = "bytes" if self._read > self._decode_pair else "FLOPs"
+        return Part("attention", context * max(self._read, self._decode_pair), bound)
 
-    def _prompt_attention(self, work: StepWork) -> Part:
-        config = self.config
-        channels = 2 * config.head_dim
-        if config.kv_lora_rank:
-            channels = config.qk_nope_head_dim + config.head_dim + config.v_head_dim
-        heads = config.num_heads // self.layout.tensor_parallel_size
-        pairs = sum(count * start + count * (count + 1) // 2 for start, count in work.prefills)
-        read = sum(start for start, _ in work.prefills)
-        return self._larger(
-            "prompt attention",
-            read * self.model.kv_bytes_per_token(self.layout.tensor_parallel_size),
-            self.reach.attention_bandwidth,
-            2 * config.num_layers * heads * channels * pairs,
-            self.machine.flops["bf16"] * self.reach.prompt_attention,
-        )
+    def _prompt_attention(self, prefills: Sequence[tuple[int, int]]) -> Part:
+        read = num_pairs = 0
+        for start, count in prefills:
+            read += start
+            num_pairs += count * start + count * (count + 1) // 2
+        moving, computing = read * self._read, num_pairs * self._prompt_pair
+        bound = "bytes" if moving > computing else "FLOPs"
+        return Part("prompt attention", max(moving, computing), bound)
+
+    def _pair(self, channels: int, reach: float) -> float:
+        """Return the seconds for the attention of one token to another.
+
+        Args:
+            channels: of a key and a value.
+            reach: share of the peak that is reached.
+        """
+        heads = self.config.num_heads // self.layout.tensor_parallel_size
+        return 2 * self.config.num_layers * heads * channels / (self.machine.flops["bf16"] * reach)
 
     def _collectives(self, num_tokens: int, *, is_decode: bool) -> list[Part]:
         layout = self.layout
@@ -206,11 +274,6 @@ class Roofline:
         others = (nodes - 1) / nodes if nodes > 1 else (ranks - 1) / ranks
         sent = num_bytes * copies * self.layout.expert_imbalance * others
         return self.reach.all_to_all + sent / self.machine.link(ranks).bandwidth
-
-
-def _activation_bytes(matrix: Matrix) -> int:
-    """Return the bytes that a product reads and writes per row."""
-    return ACTIVATION_BYTES * (matrix.inputs + matrix.outputs) * matrix.layers
 
 
 def distinct_nodes(num_groups: int, topk_group: int, top_k: int, nodes: int) -> float:

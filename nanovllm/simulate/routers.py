@@ -57,6 +57,8 @@ class PolicyRouter:
         self.refresh = refresh
         self.available = router.state.everyone
         self._names = names
+        # Engines whose loads may have changed since the last choice.
+        self._changed: dict[int, SimulatedEngine] = {}
         # Loads that the router does not know before the next look.
         self._unseen: dict[int, tuple[int, int]] = {}
         self._next_look = 0
@@ -70,20 +72,24 @@ class PolicyRouter:
     def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the number of the engine for a request."""
         self._look(now)
+        for replica, engine in self._changed.items():
+            self.router.state.set_load(replica, *self._load_of(engine))
+        self._changed.clear()
         names = self._names(request) if self.router.compares_prefixes else ()
         return self.router.choose(names, self.available)
 
     def set_load(self, replica: int, engine: SimulatedEngine, now: int) -> None:
         """The load of an engine may have changed."""
-        self._look(now)
-        if self.router.state.weights is None:
-            load = (load_score(engine.num_waiting, engine.num_running), 0)
-        else:
-            load = (engine.num_waiting, round(100 * engine.scheduler.manager.pool.usage))
         if self.refresh:
-            self._unseen[replica] = load
+            self._look(now)
+            self._unseen[replica] = self._load_of(engine)
         else:
-            self.router.state.set_load(replica, *load)
+            self._changed[replica] = engine
+
+    def _load_of(self, engine: SimulatedEngine) -> tuple[int, int]:
+        if self.router.state.weights is None:
+            return load_score(engine.num_waiting, engine.num_running), 0
+        return engine.num_waiting, round(100 * engine.scheduler.manager.pool.usage)
 
     def _look(self, now: int) -> None:
         """Learn the loads as they were at the last look, if it is due: before this event."""
