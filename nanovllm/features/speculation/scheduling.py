@@ -63,7 +63,7 @@ class NgramProposer:
         return []
 
 
-# The name under which the two halves exchange what they have to tell.
+# The key of this feature in the `extras` of plans and results.
 DRAFTS = "speculation"
 
 
