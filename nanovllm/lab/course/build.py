@@ -19,6 +19,7 @@ from nanovllm.lab.course.notebook import PACKAGE, CourseError, Lecture, read_lec
 # Sorted and used imports, no empty TYPE_CHECKING block; F821 finds names that only the notebook
 # knows.
 _RULES = "I,F401,F821,TC005"
+_IMPORT_IT = " in the module: define it, or import it in the exported cell that has the imports"
 
 
 def find_root(start: Path) -> Path:
@@ -133,7 +134,7 @@ def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tupl
             (
                 Path(item["filename"]).relative_to(folder).as_posix(),
                 item["location"]["row"],
-                item["message"],
+                item["message"] + (_IMPORT_IT if item["code"] == "F821" else ""),
             )
             for item in json.loads(report)
             if item["code"] in ("F821", "invalid-syntax", None)

@@ -121,9 +121,8 @@ def test_what_cannot_be_folded_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert check("11", changed(data, blank, "\n        return ="), tmp_path, capsys).startswith(
         f"{file}: cell "
     )
-    assert "Undefined name `np`" in check(
-        "11", changed(data, blank, "\n        return np"), tmp_path, capsys
-    )
+    undefined = check("11", changed(data, blank, "\n        return np"), tmp_path, capsys)
+    assert "Undefined name `np` in the module: define it, or import it in " in undefined
     gone = check("11", changed(data, "    def touch(", "    def tuch("), tmp_path, capsys)
     assert gone.startswith(f"{file}: cell ") and "this cell must define `BlockPool.touch`" in gone
     file.write_text("{")
