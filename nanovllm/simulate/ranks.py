@@ -56,8 +56,10 @@ class StageCost:
             prefills=[share for share in shares if share[1] > 1],
             num_samples=num_samples if self.is_last else 0,
         )
-        parts = self.stage.parts(work)
-        times = {part.name: round(part.seconds * SECOND) for part in parts if part.seconds}
+        parts = [part for part in self.stage.parts(work) if part.seconds]
+        times = dict.fromkeys((part.name for part in parts), 0)
+        for part in parts:
+            times[part.name] += round(part.seconds * SECOND)
         links = {part.name for part in parts if part.bound == "link"}
         communicate = sum(time for name, time in times.items() if name in links)
         return RankTimes(

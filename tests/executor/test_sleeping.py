@@ -25,7 +25,11 @@ from nanovllm.executor.rank_cost import RankCost, RankTimes
 from nanovllm.executor.virtual_clock import SECOND, RankRead, RankStep, read_timelines
 from nanovllm.lab.processes import CONTEXT
 from nanovllm.models.config import ModelConfig
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.machines import find_machine
+from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.ranks import create_rank_cost
+from nanovllm.simulate.roofline import create_cost
 from tests.kv_engines import Fleet
 from tests.kv_fleet import KVFleet
 from tests.oracle import make_tokenizer
@@ -102,11 +106,15 @@ class Run:
         return [each for each in self.timelines[f"rank {rank}"] if isinstance(each, RankStep)]
 
     def cost(self, stage: int = 0) -> RankCost:
-        sleep = self.config.sleep
+        return self.cost_of(self.config, stage)
+
+    @staticmethod
+    def cost_of(config: EngineConfig, stage: int = 0) -> RankCost:
+        sleep = config.sleep
         assert sleep is not None
-        num_layers = ModelConfig.from_pretrained(self.config.model).num_layers
-        layers = layer_range(num_layers, self.config.pipeline_parallel_size, stage)
-        return create_rank_cost(self.config, sleep, self.config.model, layers)
+        num_layers = ModelConfig.from_pretrained(config.model).num_layers
+        layers = layer_range(num_layers, config.pipeline_parallel_size, stage)
+        return create_rank_cost(config, sleep, config.model, layers)
 
 
 def predicted(cost: RankCost, steps: list[RankStep]) -> list[RankTimes]:
@@ -146,6 +154,16 @@ def test_one_rank_takes_the_predicted_times(llama: str, tmp_path: pathlib.Path) 
         assert step.answer == step.communicate + times.communicate
     for step, later in itertools.pairwise(steps):
         assert later.order == step.answer
+
+
+def test_a_rank_takes_all_parts_of_a_step(llama: str) -> None:
+    """A roofline may have several parts of one name."""
+    cost = Run.cost_of(EngineConfig(model=llama, device="sleep"))
+    times = cost.step([(200, 1)], 1)
+    work = StepWork(num_decodes=1, decode_context=201, prefills=[], num_samples=1)
+    roofline = create_cost(find_model(llama), find_machine("H100"), Layout())
+    assert times.compute + times.communicate == sum(times.parts.values())
+    assert times.compute + times.communicate == pytest.approx(roofline.step(work), abs=1000)
 
 
 def test_a_trace_has_virtual_times(llama: str, tmp_path: pathlib.Path) -> None:
