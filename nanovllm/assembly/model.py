@@ -122,7 +122,18 @@ def create_backend(
 ) -> AttentionBackend:
     """Choose the implementation of attention."""
     is_latent = model_config.kv_lora_rank > 0
-    backend = get_backend(config.attention_backend, device, model_config.head_dim, is_latent)
+    extras = {
+        "sliding windows": any(model_config.layer_windows),
+        "soft caps": model_config.attention_soft_cap > 0,
+        "a quantized KV cache": config.kv_cache_dtype != "auto",
+    }
+    backend = get_backend(
+        config.attention_backend,
+        device,
+        model_config.head_dim,
+        latent=is_latent,
+        extras=[name for name, is_wanted in extras.items() if is_wanted],
+    )
     if config.kv_cache_dtype == "auto":
         return backend
     quantize = load("nanovllm.attention.quantized:create", "kv_cache_dtype")

@@ -4,6 +4,7 @@ GPU never imports Triton."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +14,9 @@ from nanovllm.ops.support import why_no_triton
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("torch", "cpu", "triton")
+BACKENDS = ("torch", "cpu", "triton", "triton_simple")
+# The smallest kernel: plain attention over all earlier tokens (lecture 15).
+SIMPLE = "triton_simple"
 
 
 def backend_class(name: str, latent: bool) -> type[AttentionBackend]:
@@ -23,6 +26,10 @@ def backend_class(name: str, latent: bool) -> type[AttentionBackend]:
         name: one of `BACKENDS`.
         latent: for latent attention (lecture 26).
     """
+    if name == SIMPLE:
+        from nanovllm.attention.triton_simple import SimpleTritonBackend
+
+        return SimpleTritonBackend
     if name == "triton" and latent:
         from nanovllm.attention.latent_kernels import TritonLatentBackend
 
@@ -41,12 +48,17 @@ def backend_class(name: str, latent: bool) -> type[AttentionBackend]:
 
 
 def get_backend(
-    name: str, device: torch.device, head_dim: int = 64, latent: bool = False
+    name: str,
+    device: torch.device,
+    head_dim: int = 64,
+    latent: bool = False,
+    extras: Sequence[str] = (),
 ) -> AttentionBackend:
     """Create the backend called `name`; "auto" takes the fastest one for the device.
 
     Args:
         latent: for latent attention.
+        extras: of the model or the settings, in words: such as "sliding windows".
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run this model on this device; names
@@ -58,20 +70,25 @@ def get_backend(
         )
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"attention backend 'cpu' does not run on {device.type}; use 'torch'")
+    if name == SIMPLE and (lacks := ["latent attention"] * latent + [*extras]):
+        raise ValueError(
+            f"attention backend {SIMPLE!r} does not support {' or '.join(lacks)}; use 'triton'"
+        )
     if name == "auto" and device.type == "cpu":
         name = "cpu"
-    if name in ("auto", "triton"):
+    if name in ("auto", "triton", SIMPLE):
         obstacle = why_no_triton(device, head_dim)
-        if obstacle is not None and name == "triton":
+        if obstacle is not None and name != "auto":
             raise ValueError(
-                f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'"
+                f"attention backend {name!r} cannot run here: {obstacle}; use 'auto' or 'torch'"
             )
         if obstacle is not None:
             logger.warning(
                 "using the slow attention backend 'torch', because 'triton' cannot run: %s",
                 obstacle,
             )
-        name = "triton" if obstacle is None else "torch"
+        if name == "auto":
+            name = "triton" if obstacle is None else "torch"
     with needed_for(f"attention backend {name!r}"):
         kind = backend_class(name, latent)
     return kind()

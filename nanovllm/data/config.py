@@ -124,7 +124,7 @@ class EngineConfig(Keywords):
         scheduling_policy: order of requests
         preemption_mode: recompute the KV of a preempted request, or swap it to host memory
         attention_backend: implementation of attention (auto: triton on a GPU, compiled loops on a
-            CPU)
+            CPU; triton_simple: the small kernel of lecture 15)
         async_scheduling: prepare the next step while the GPU computes the current one (default: on
             a GPU; on a CPU it would only add delay)
         enforce_eager: call every operator of a step from Python, instead of replaying a CUDA graph
@@ -213,7 +213,7 @@ class EngineConfig(Keywords):
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     # The names in `attention.backends.BACKENDS`, a module that this one cannot import: it imports
     # torch.
-    attention_backend: Literal["auto", "torch", "cpu", "triton"] = "auto"
+    attention_backend: Literal["auto", "torch", "cpu", "triton", "triton_simple"] = "auto"
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     speculative_config: str | None = None

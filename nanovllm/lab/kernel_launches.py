@@ -15,6 +15,7 @@ from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.attention.latent_kernels import TritonLatentBackend
 from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.attention.triton_quantized import QuantizedTritonBackend
+from nanovllm.attention.triton_simple import SimpleTritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, Target, record_launches, specialise
 from nanovllm.ops import triton as ops
 from nanovllm.ops import triton_quantized as quantized
@@ -134,6 +135,26 @@ def launch_attention(case: Case, target: Target) -> None:
             )
 
 
+def launch_simple_attention(dtype_name: str, head_dims: Sequence[int]) -> None:
+    """Run the smallest backend."""
+    dtype = getattr(torch, dtype_name)
+    num_heads = 4 * NUM_KV_HEADS
+    batch = DECODES[0]
+    with torch.device("meta"):
+        for head_dim in head_dims:
+            heads = torch.empty(
+                batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, head_dim, dtype=dtype
+            )
+            q, k, v = heads.split([num_heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+            num_blocks = 2**32 // (NUM_KV_HEADS * 16 * head_dim)
+            kv_cache = torch.empty(
+                kv_cache_shape(num_blocks, NUM_KV_HEADS, 16, head_dim), dtype=dtype
+            )
+            SimpleTritonBackend().forward(
+                q, k, v, kv_cache, metadata=_metadata(batch, 16), scale=0.1
+            )
+
+
 def launch_latent_attention(dtype_name: str, target: Target) -> None:
     """Run the Triton backend of latent attention on batches of decodes (torch computes prompts)."""
     backend = TritonLatentBackend(_hardware(target))
@@ -224,6 +245,7 @@ def engine_launches(target: str, dtypes: Sequence[str], head_dims: Sequence[int]
         for case in cases(dtypes, head_dims):
             launch_attention(case, gpu)
         for dtype in dtypes:
+            launch_simple_attention(dtype, head_dims)
             launch_latent_attention(dtype, gpu)
             launch_operators(dtype, head_dims)
 

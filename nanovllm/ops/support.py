@@ -13,6 +13,7 @@ KERNELS = (
     "ops/triton_interpreter.py",
     "attention/triton.py",
     "attention/triton_kernels.py",
+    "attention/triton_simple.py",
 )
 # cp.async and bfloat16 products begin with Ampere; the tiles were not chosen for older GPUs.
 LEAST_CAPABILITY = (8, 0)

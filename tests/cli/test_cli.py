@@ -143,7 +143,10 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["chat", "--max-tokens", "0"], "max_tokens"),
         (["serve", "--preemption-mode", "swap", "--swap-space", "0"], "raise swap_space"),
         (["serve", "--max-model-len", "8kB"], "8k (8000)"),
-        (["serve", "--attention-backend", "flash"], "'auto', 'torch', 'cpu', 'triton'"),
+        (
+            ["serve", "--attention-backend", "flash"],
+            "'auto', 'torch', 'cpu', 'triton', 'triton_simple'",
+        ),
         (["chat", "--api-key", "secret"], "--api-key has no effect without --url"),
         (["chat", "--url", "127.0.0.1:8000"], "--url must be like http://127.0.0.1:8000"),
         (["chat", "--url", "http://127.0.0.1:abc"], "got 'http://127.0.0.1:abc'"),

@@ -820,7 +820,8 @@ def test_swapping_needs_swap_space(checkpoint: str) -> None:
 
 def test_attention_backends_are_those_that_exist() -> None:
     assert choices_of(EngineConfig)["attention_backend"] == ("auto", *BACKENDS)
-    with pytest.raises(ValueError, match="must be one of auto, torch, cpu, triton, got 'flash'"):
+    message = "must be one of auto, torch, cpu, triton, triton_simple, got 'flash'"
+    with pytest.raises(ValueError, match=message):
         EngineConfig(attention_backend="flash")  # type: ignore[arg-type]
 
 

@@ -158,19 +158,43 @@ def refuse_without_triton() -> None:
         pytest.skip(obstacle)
 
 
-@parameters(SMALL, all_cases())
-def test_attention(seed: int, options: dict[str, Any]) -> None:
-    from nanovllm.attention.triton import TritonBackend
-
+def _skip_without_memory(options: dict[str, Any]) -> None:
     if (
         DEVICE.type == "cuda"
         and "num_blocks" in options
         and torch.cuda.mem_get_info()[0] < 16 * 2**30
     ):
         pytest.skip("less than 16 GiB of memory are free")
+
+
+@parameters(SMALL, all_cases())
+def test_attention(seed: int, options: dict[str, Any]) -> None:
+    from nanovllm.attention.triton import TritonBackend
+
+    _skip_without_memory(options)
     case = attention_case(seed, device=DEVICE, **options)
     options = (case.scale, case.sliding_window, case.soft_cap, case.rotary)
     out = TritonBackend().forward(case.q, case.k, case.v, case.kv_cache, case.metadata, *options)
+    assert case.error(out) <= case.tolerance and case.cache_error() <= case.tolerance
+
+
+# What the smallest kernel supports.
+PLAIN = {
+    name: options
+    for name, options in (SMALL | all_cases()).items()
+    if not options.keys() & {"sliding_window", "soft_cap", "rotary"}
+}
+
+
+@parameters(PLAIN, {})
+def test_attention_of_the_smallest_kernel(seed: int, options: dict[str, Any]) -> None:
+    from nanovllm.attention.triton_simple import SimpleTritonBackend
+
+    _skip_without_memory(options)
+    case = attention_case(seed, device=DEVICE, **options)
+    out = SimpleTritonBackend().forward(
+        case.q, case.k, case.v, case.kv_cache, case.metadata, case.scale
+    )
     assert case.error(out) <= case.tolerance and case.cache_error() <= case.tolerance
 
 

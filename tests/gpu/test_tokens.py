@@ -30,6 +30,11 @@ _GRAPHS = {"device": "cuda", "attention_backend": "triton", "enforce_eager": Fal
 ON_GPU: dict[str, dict[str, Any]] = {
     "torch attention": {"device": "cuda", "attention_backend": "torch", "enforce_eager": True},
     "Triton attention": {"device": "cuda", "attention_backend": "triton", "enforce_eager": True},
+    "the smallest Triton kernel": {
+        "device": "cuda",
+        "attention_backend": "triton_simple",
+        "enforce_eager": True,
+    },
     "Triton attention, CUDA graphs": _GRAPHS,
     "Triton attention, CUDA graphs, each step waited for": _GRAPHS | {"async_scheduling": False},
 }

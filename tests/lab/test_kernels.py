@@ -204,10 +204,12 @@ def test_a_large_tile_without_wgmma_is_a_fault() -> None:
 
 def test_keys_that_are_waited_for_are_a_fault() -> None:
     @triton.jit
-    def waiting_kernel(x_ptr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    def waiting_kernel(
+        x_ptr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr
+    ):
         tl.store(x_ptr + tl.arange(0, TILE_KEYS), BLOCK_SIZE)
 
-    launch = launch_of(waiting_kernel, tensor(16), BLOCK_SIZE=16, TILE_KEYS=16)
+    launch = launch_of(waiting_kernel, tensor(16), BLOCK_SIZE=16, TILE_ROWS=16, TILE_KEYS=16)
     assert kernels.examine(launch, "sm_80")["problems"] == [
         "waits for each tile of keys: no cp.async"
     ]
@@ -275,6 +277,20 @@ def test_without_triton(
     assert cli.main(["kernels"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("nanovllm kernels: error: the package 'triton' is not installed")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float32", 80)])
+def test_the_smallest_backend_compiles_for_nvidias_gpus(
+    target: str, dtype: str, head_dim: int
+) -> None:
+    launches = record_launches(lambda: kernel_launches.launch_simple_attention(dtype, [head_dim]))
+    names = [launch.function.__name__ for launch in launches]
+    assert names == ["write_kv_kernel", "paged_decode_kernel"]
+    found = [kernels.examine(launch, target) for launch in launches]
+    assert [row["problems"] for row in found] == [[], []]
+    assert found[1]["spilled_bytes"] == 0
+    assert found[1]["instructions"]["16-byte load"] > 0
 
 
 def test_every_size_occurs_and_no_launch_twice() -> None:

@@ -72,6 +72,7 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path, forked_part
     passed = [row["test"] for row in tables[proofs.TITLE] if row["passed"]]
     assert len(passed) >= 9 and sum("experts that move" in name for name in passed) == 1
     assert all(row["% of copy"] > 0 for row in tables[plan.DECODE] + tables[plan.LATENT])
+    assert len(tables[plan.SIMPLE]) == 1, "the dry run has one batch"
     implementations = {row["implementation"] for row in tables[plan.PREFILL] if "ms" in row}
     assert implementations == {"nanovllm", "SDPA flash", "flex_attention"}
     assert len({row["engine"] for row in tables[plan.MODELS]}) == 3 and all(

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from nanovllm.attention.base import AttentionMetadata, kv_cache_shape
 from nanovllm.lab.bench.gpu.machine import median_seconds
-from nanovllm.lab.bench.gpu.plan import DECODE, LATENT, OURS, PREFILL
+from nanovllm.lab.bench.gpu.plan import DECODE, LATENT, OURS, PREFILL, SIMPLE
 from nanovllm.lab.bench.parts import Setting, Skip, reason_of
 from nanovllm.lab.bench.report import Row
 from nanovllm.ops.support import why_no_triton
@@ -88,11 +88,14 @@ class Pool:
         )
 
 
-def _attention(num_tokens: int, pool: Pool, metadata: AttentionMetadata) -> Callable[[], Tensor]:
-    from nanovllm.attention.triton import paged_attention
+def _attention(
+    num_tokens: int, pool: Pool, metadata: AttentionMetadata, is_simple: bool = False
+) -> Callable[[], Tensor]:
+    from nanovllm.attention import triton, triton_simple
 
+    attend = triton_simple.paged_attention if is_simple else triton.paged_attention
     q = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM, device=pool.order.device).to(torch.bfloat16)
-    return functools.partial(paged_attention, q, pool.kv_cache, metadata, HEAD_DIM**-0.5)
+    return functools.partial(attend, q, pool.kv_cache, metadata, HEAD_DIM**-0.5)
 
 
 def _device_with_triton(setting: Setting, head_dim: int) -> torch.device:
@@ -122,19 +125,22 @@ def _fitting_blocks(wanted: int, block_bytes: int, device: torch.device) -> int:
 
 
 def decode(setting: Setting) -> Iterator[Row]:
-    """One new token for each sequence of a batch."""
+    """One new token for each sequence of a batch; by the smallest kernel, too, at 8k."""
     device = _device_with_triton(setting, HEAD_DIM)
     batches, contexts = ((2,), (16,)) if setting.dry_run else (BATCHES, CONTEXTS)
     block_bytes = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
     pool = Pool(
         _fitting_blocks(max(batches) * max(contexts) // BLOCK_SIZE, block_bytes, device), device
     )
-    for num_seqs, context in itertools.product(batches, contexts):
-        row: Row = {"table": DECODE, "sequences": num_seqs, "context": context}
+    shapes = [(DECODE, *shape) for shape in itertools.product(batches, contexts)]
+    shapes += [(SIMPLE, num_seqs, contexts[len(contexts) // 2]) for num_seqs in batches]
+    for table, num_seqs, context in shapes:
+        row: Row = {"table": table, "sequences": num_seqs, "context": context}
         if num_seqs * context > len(pool.order) * BLOCK_SIZE:
             yield row | {"why not": "does not fit into the memory"}
             continue
-        work = _attention(num_seqs, pool, pool.metadata([1] * num_seqs, context))
+        metadata = pool.metadata([1] * num_seqs, context)
+        work = _attention(num_seqs, pool, metadata, is_simple=table == SIMPLE)
         yield row | speed(setting, median_seconds(work, device), decode_bytes(num_seqs, context))
 
 

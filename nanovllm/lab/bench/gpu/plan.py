@@ -10,6 +10,7 @@ from nanovllm.lab.bench.report import Row, goal
 
 _HERE = "nanovllm.lab.bench.gpu."
 DECODE = "Decode attention, 32/8 heads of 128, bf16, blocks of 16"
+SIMPLE = "Decode attention of the smallest kernel (triton_simple), the same shape"
 LATENT = "Latent decode, absorbed, latents of 512 + 64, bf16, blocks of 16"
 PREFILL = "Prefill attention, the same shape, causal FLOPs"
 MODELS = "Whole models of random weights"
