@@ -52,8 +52,8 @@ STAND_INS = set(
 # 1,400 and has 2,800: its engine, which makes steps at once, 710; fleets, links and routers 540;
 # costs 370; inputs, reports, sweeps and command 780; replays 230; what is measured here 170. 510
 # are for devices that sleep, and 150 for what traces record for replays; 200 for KV tiers, for
-# fleets that combine several of these, and for queueing times. A new feature brings its
-# own number. `nanovllm/core/` counts in the engine, too.
+# fleets that combine several of these, and for queueing times; 90 for the smallest Triton backend,
+# from which lecture 15 grows. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -68,7 +68,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_560,
-    "statements, engine": 24_760,
+    "statements, engine": 24_850,
     "statements, lab": 6_850,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
