@@ -53,7 +53,8 @@ STAND_INS = set(
 # costs 370; inputs, reports, sweeps and command 780; replays 230; what is measured here 170. 510
 # are for devices that sleep, and 150 for what traces record for replays; 200 for KV tiers, for
 # fleets that combine several of these, and for queueing times; 90 for the smallest Triton backend,
-# from which lecture 15 grows. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
+# from which lecture 15 grows. A new feature brings its own number. `nanovllm/core/` counts in the
+# engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
