@@ -15,10 +15,9 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
-from nanovllm.kv_transfer.scheduling import KVTransfer
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet, ReplicaRouter
-from nanovllm.simulate.links import Links
+from nanovllm.simulate.links import Links, report, transfer_of
 from nanovllm.simulate.requests import RequestMaker, SimulatedRequest
 from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.workload import Workload, WorkloadRequest
@@ -239,8 +238,8 @@ class DisaggregatedFleet(Fleet):
         num_bytes = round(num_blocks * block_size * self.kv_bytes_per_token)
 
         def arrived() -> None:
-            self._report(prefill, KVConnectorOutput(finished_sending={request_id}))
-            self._report(replica, KVConnectorOutput(finished_recving={request_id}))
+            report(self, prefill, KVConnectorOutput(finished_sending={request_id}))
+            report(self, replica, KVConnectorOutput(finished_recving={request_id}))
 
         self.links.send(prefill, replica, num_bytes, arrived)
 
@@ -250,21 +249,4 @@ class DisaggregatedFleet(Fleet):
     def _release_from(self, prefill: SimulatedRequest) -> None:
         """Free a prompt's blocks in its prefill engine."""
         ended = KVConnectorOutput(finished_sending={prefill.request_id})
-        self._report(prefill.replica, ended)
-
-    def _report(self, replica: int, ended: KVConnectorOutput) -> None:
-        """Tell an engine about transfers that have ended."""
-        engine = self.engines[replica]
-        transfer = transfer_of(engine)
-        transfer.connector.update_connector_output(ended)
-        transfer.update_from_transfers(transfer.connector.take_output(), engine.scheduler)
-        if engine.wake(self.now):
-            self._await(replica)
-        self.router.set_load(replica, engine, self.now)
-
-
-def transfer_of(engine: SimulatedEngine) -> KVTransfer:
-    """Return what connects an engine's scheduler to its connector."""
-    transfer = engine.scheduler.external_kv
-    assert isinstance(transfer, KVTransfer)
-    return transfer
+        report(self, prefill.replica, ended)

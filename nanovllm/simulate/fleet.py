@@ -144,6 +144,13 @@ class Fleet:
             self._await(replica)
         self.router.set_load(replica, engine, self.now)
 
+    def wake(self, replica: int) -> None:
+        """Let an engine plan again, if it is idle: a KV transfer has ended."""
+        engine = self.engines[replica]
+        if engine.wake(self.now):
+            self._await(replica)
+        self.router.set_load(replica, engine, self.now)
+
     def _await(self, replica: int) -> None:
         """Put the engine's next result into the heap; one that is there already is void."""
         version = self._versions[replica] = self._versions[replica] + 1

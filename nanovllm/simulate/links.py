@@ -1,4 +1,4 @@
-"""Links between engines, whose bandwidth simultaneous transfers share."""
+"""Links to and from engines, whose bandwidth simultaneous transfers share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.kv_transfer.scheduling import KVTransfer
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.workload import SECOND
 
 
@@ -118,3 +122,19 @@ class Links:
         self._expect_next()
         for transfer in ended:
             transfer.arrived()
+
+
+def transfer_of(engine: SimulatedEngine) -> KVTransfer:
+    """Return what connects an engine's scheduler to its connector."""
+    transfer = engine.scheduler.external_kv
+    assert isinstance(transfer, KVTransfer)
+    return transfer
+
+
+def report(fleet: Fleet, replica: int, ended: KVConnectorOutput) -> None:
+    """Tell an engine about transfers that have ended."""
+    engine = fleet.engines[replica]
+    transfer = transfer_of(engine)
+    transfer.connector.update_connector_output(ended)
+    transfer.update_from_transfers(transfer.connector.take_output(), engine.scheduler)
+    fleet.wake(replica)

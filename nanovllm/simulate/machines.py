@@ -53,6 +53,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bandwidth: bytes per second of its memory.
         flops: dense FLOP/s, by type of number: "bf16", and "fp8" if it has such units.
         inside, between: links to other devices of a node, and to other nodes.
+        host: link to the host's memory.
         efficiency: name of the corrections.
         price_per_hour: in US dollars; None: unknown.
         devices: per node.
@@ -64,6 +65,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops: dict[str, float]
     inside: Link
     between: Link
+    host: Link
     efficiency: str
     price_per_hour: float | None = None
     devices: int = 8
@@ -78,6 +80,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the slowest link between so many devices, as collectives reach it."""
         found = self.inside if num_devices <= self.devices else self.between
         return replace(found, bandwidth=found.bandwidth * self.reach.links)
+
+    @property
+    def host_link(self) -> Link:
+        """The link to the host's memory, as copies reach it."""
+        return replace(self.host, bandwidth=self.host.bandwidth * self.reach.links)
 
     def peak(self, bytes_per_weight: float) -> float:
         """Return the FLOP/s of products with weights of this size: a machine without FP8 units

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nanovllm.data.errors import UsageError
@@ -66,6 +66,9 @@ class UnreliableFleet(Fleet):
         engines, router, by_priority: see `Fleet`.
         outages: those of one replica do not overlap.
         retries: send lost requests to another replica.
+
+    Attributes:
+        restarted: called with the number of a replica that is ready again.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class UnreliableFleet(Fleet):
         super().__init__(engines, router, by_priority)
         self.policy_router = router
         self.retries = retries
+        self.restarted: Callable[[int], None] = lambda replica: None
         self._make: RequestMaker
         self._sources: dict[str, WorkloadRequest] = {}
         # Requests of a failed replica, until its step in flight should have ended.
@@ -110,6 +114,7 @@ class UnreliableFleet(Fleet):
         self.engines[replica].scheduler.manager.pool.reset_prefix_cache()
         self.policy_router.router.state.sent.forget(replica)
         self.policy_router.available |= 1 << replica
+        self.restarted(replica)
 
     def _arrive(self, source: WorkloadRequest, make: RequestMaker) -> None:
         self._make = make

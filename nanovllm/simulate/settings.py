@@ -32,6 +32,7 @@ ENGINE_GROUPS = {
         "enable_prefix_caching",
         "preemption_mode",
         "swap_space",
+        "kv_offloading_size",
     ),
     "scheduler of an engine": (
         "max_num_seqs",
@@ -48,6 +49,12 @@ ENGINE_FLAGS = tuple(itertools.chain(*ENGINE_GROUPS.values()))
 FLEET_GROUPS = {
     "fleet": ("machine", "replicas", "prefill", "decode", "data_parallel_size", "expert_imbalance"),
     "workload from a file": ("workload", "speedup", "limit"),
+    "KV beyond the device": (
+        "kv_offloading_bandwidth",
+        "kv_store_size",
+        "kv_store_bandwidth",
+        "kv_store_latency",
+    ),
     "router": ("routing_policy", "metrics_interval"),
     "failures": ("failures", "cold_start", "retry_failed"),
     "speculative decoding": ("spec_acceptance", "draft_time"),
@@ -88,6 +95,12 @@ class FleetConfig(Keywords):
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
             such as 0.8,0.6,0.4
         draft_time: with --spec-acceptance, time in ms to draft a token for all requests
+        kv_offloading_bandwidth: with --kv-offloading-size or --kv-store-size, GB/s between a device
+            and host memory, in one direction (default: the machine's)
+        kv_store_size: GiB of a store for KV blocks that all engines share, such as a disk or a
+            server: behind host memory, or alone (0: there is none)
+        kv_store_bandwidth: GB/s at which all engines together read from the store
+        kv_store_latency: ms until the first byte from the store arrives
         goodput: times in ms that a request must keep to count in request_goodput, such as ttft:200
             tpot:50 e2el:9000
         slo_attainment: with --find-load, share of requests that must keep these times
@@ -110,6 +123,10 @@ class FleetConfig(Keywords):
     expert_imbalance: Annotated[float, Meta(ge=0, le=100)] = 0.0
     spec_acceptance: str | None = None
     draft_time: Amount = 0.0
+    kv_offloading_bandwidth: Annotated[float, Meta(gt=0)] | None = None
+    kv_store_size: Amount = 0.0
+    kv_store_bandwidth: Annotated[float, Meta(gt=0)] = 10.0
+    kv_store_latency: Amount = 1.0
     goodput: str | Sequence[str] | None = None
     slo_attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
     price_per_hour: Amount | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,8 @@ from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.data.resolved_config import ResolvedConfig, resolve
+from nanovllm.distributed.cost_model import Link
+from nanovllm.kv_transfer.stores.store import HostKeys
 from nanovllm.router.policies import Router, RouterState
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
@@ -22,7 +25,7 @@ from nanovllm.simulate.drafts import DraftingEngine
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.lock_step import LockStepEngine, LockStepFleet
-from nanovllm.simulate.machines import find_machine
+from nanovllm.simulate.machines import GIB, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.outages import UnreliableFleet, parse_outages
@@ -34,6 +37,7 @@ from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
 from nanovllm.simulate.sweep import highest_load
+from nanovllm.simulate.tiers import TierConnector, Tiers
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import SECOND, Workload
 
@@ -61,10 +65,13 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         # The method does not matter, except that the runner drafts.
         drafts = {"method": "eagle3", "num_speculative_tokens": len(config.acceptance)}
         engine["speculative_config"] = json.dumps(drafts)
+    if config.kv_store_size and not settings.get("kv_offloading_size"):
+        engine["kv_connector"] = "pool"
     plan = plan_fleet(config, create(EngineConfig, engine))
     block_size = plan.resolved.given.block_size
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, RecordedEngine if perfetto else SimulatedEngine)
+    tiers = plan.create_tiers(fleet)
     result = fleet.run(workload)
     if perfetto is not None:
         write_events(perfetto, fleet.engines)
@@ -75,6 +82,9 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         kv_tokens=plan.resolved.num_kv_blocks * block_size,
         dollars_per_hour=plan.price_per_hour * len(fleet.engines),
     )
+    if tiers is not None:
+        num_queried = sum(each.num_queried_tokens for each in result.replicas)
+        summary |= tiers.summary(block_size, num_queried)
     return {"setup": plan.description, **summary}
 
 
@@ -105,12 +115,16 @@ class FleetPlan:
 
     Attributes:
         price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
+        num_host_blocks, num_store_blocks: room for KV blocks in each engine's host memory, and in
+            the store.
     """
 
     config: FleetConfig
     resolved: ResolvedConfig
     cost: Roofline | MeasuredCost
     price_per_hour: float
+    num_host_blocks: int = 0
+    num_store_blocks: int = 0
 
     @property
     def description(self) -> str:
@@ -126,10 +140,14 @@ class FleetPlan:
         engines = f"engines: {config.replicas}"
         if config.prefill:
             engines = f"engines: {config.prefill} for prefill, {config.decode} for decode"
+        blocks = f"{self.resolved.num_kv_blocks:,} KV blocks of {given.block_size} tokens"
+        if self.num_host_blocks:
+            blocks += f", and {self.num_host_blocks:,} in host memory"
+        if self.num_store_blocks:
+            blocks += f"; a store of {self.num_store_blocks:,} blocks"
         return (
             f"{model} on {config.machine}, {', '.join(layout)}; {engines}, each with "
-            f"{self.resolved.num_kv_blocks:,} KV blocks of {given.block_size} tokens; router: "
-            f"{config.routing_policy}"
+            f"{blocks}; router: {config.routing_policy}"
         )
 
     def create_fleet(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
@@ -184,16 +202,43 @@ class FleetPlan:
             engines, router, outages, retries=config.retry_failed, by_priority=by_priority
         )
 
+    def create_tiers(self, fleet: Fleet) -> Tiers | None:
+        """Connect the engines to host memory and the store; None if they have none."""
+        if self._create_tier_connector is None:
+            return None
+        assert isinstance(self.cost, Roofline)
+        layout = self.cost.layout
+        host = self.cost.machine.host_link
+        bandwidth = (self.config.kv_offloading_bandwidth or host.bandwidth / 1e9) * 1e9
+        size = self.cost.model.kv_bytes_per_token(layout.tensor_parallel_size)
+        return Tiers(
+            fleet,
+            # Each device has its own link.
+            replace(host, bandwidth=bandwidth * layout.devices),
+            Link(
+                "store", self.config.kv_store_latency / 1000, self.config.kv_store_bandwidth * 1e9
+            ),
+            size * layout.tensor_parallel_size * self.resolved.given.block_size,
+        )
+
+    @cached_property
+    def _create_tier_connector(self) -> Callable[[EngineConfig], TierConnector] | None:
+        if not self.num_host_blocks and not self.num_store_blocks:
+            return None
+        store = HostKeys(self.num_store_blocks) if self.num_store_blocks else None
+        return functools.partial(TierConnector, num_host_blocks=self.num_host_blocks, store=store)
+
     def _create_engine(
         self,
         kind: Callable[..., EngineT],
         connector: type[PrefillConnector] | type[DecodeConnector] | None = None,
     ) -> EngineT:
+        create_connector = connector or self._create_tier_connector
         return create_engine(
             kind,
             self.resolved,
             self.cost,
-            connector=None if connector is None else connector(self.resolved.given),
+            connector=create_connector(self.resolved.given) if create_connector else None,
             # Engines of other kinds do something in each step, and a router that sees which blocks
             # are cached has to see them after each step.
             fast=kind is SimulatedEngine and self.config.routing_policy != "precise",
@@ -266,7 +311,9 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
     price = config.price_per_hour
     if price is None:
         price = machine.price_per_hour or 0.0
-    return FleetPlan(config, resolved, cost, price * layout.devices)
+    size = engine.block_size * model.kv_bytes_per_token(1)
+    tiers = _tier_blocks(config, engine, bytes_per_token / layout.pipeline_parallel_size, size)
+    return FleetPlan(config, resolved, cost, price * layout.devices, *tiers)
 
 
 def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost) -> FleetPlan:
@@ -277,10 +324,15 @@ def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost
     """
     if engine.model not in (DEFAULT_MODEL, cost.model):
         raise UsageError(f"--machine {config.machine} was measured with {cost.model}: omit --model")
-    if engine.world_size > 1 or config.prefill or config.data_parallel_size > 1:
+    if (
+        engine.world_size > 1
+        or config.prefill
+        or config.data_parallel_size > 1
+        or engine.kv_transfer
+    ):
         raise UsageError(
             f"--machine {config.machine} describes one whole engine: omit --tensor-parallel-size, "
-            "--pipeline-parallel-size, --data-parallel-size, --prefill and --decode"
+            "--pipeline-parallel-size, --data-parallel-size, --prefill, --decode and tiers of KV"
         )
     resolved = _resolve(
         engine,
@@ -290,6 +342,38 @@ def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost
         on_gpu=cost.on_gpu,
     )
     return FleetPlan(config, resolved, cost, config.price_per_hour or 0.0)
+
+
+def _tier_blocks(
+    config: FleetConfig, engine: EngineConfig, bytes_per_token: float, block_bytes: float
+) -> tuple[int, int]:
+    """Return how many blocks fit in an engine's host memory, and in the store.
+
+    Args:
+        bytes_per_token: KV of a token on one rank.
+        block_bytes: KV of a block, each part counted once.
+
+    Raises:
+        UsageError: a tier without room for a block; or one that the engine cannot use.
+    """
+    host = int(engine.kv_offloading_size * GIB / engine.world_size / bytes_per_token)
+    sizes = {
+        "--kv-offloading-size": (engine.kv_offloading_size, host // engine.block_size),
+        "--kv-store-size": (config.kv_store_size, int(config.kv_store_size * GIB / block_bytes)),
+    }
+    for flag, (size, num_blocks) in sizes.items():
+        if size and not num_blocks:
+            raise UsageError(
+                f"{flag} {size} GiB has no room for a KV block of {block_bytes:,.0f} bytes: "
+                "raise it"
+            )
+        if size and not engine.enable_prefix_caching:
+            raise UsageError(f"{flag} needs --enable-prefix-caching: blocks have names by it")
+        if size and config.prefill:
+            raise UsageError(
+                f"{flag} cannot be combined with --prefill: an engine has one connector"
+            )
+    return sizes["--kv-offloading-size"][1], sizes["--kv-store-size"][1]
 
 
 def _resolve(

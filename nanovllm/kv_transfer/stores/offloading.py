@@ -24,11 +24,8 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.connector import KVConnectorScheduler, Tables
-from nanovllm.kv_transfer.stores.factory import open_store
-from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from nanovllm.kv_transfer.stores.store import BYTE, HostKeys, KVStore
 from nanovllm.processes.activity import waiting_for_others
-
-_BYTE = memoryview(b"\0")
 
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
@@ -129,17 +126,22 @@ class OffloadingScheduler(KVConnectorScheduler):
                 "not stored"
             )
         self._key = lru_cache(1 << 16)(partial(block_key, identity))
-        shared = open_store(config, max(rank.entry_bytes for rank in ranks), shared_only=True)
+        shared = self._open_shared(max(rank.entry_bytes for rank in ranks))
         self._is_shared = shared is not None
         self._below = _BelowHost(shared, list(dict.fromkeys(rank.share for rank in ranks)))
-        # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
-        self.host = HostStore(min(rank.num_slots for rank in ranks), 1, lower=self._below)
+        self.host = HostKeys(min(rank.num_slots for rank in ranks), lower=self._below)
         self.host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
         # Request id -> the request, and how many blocks from its beginning are kept, or have been
         # given to the ranks to be saved.
         self._saved: dict[str, tuple[Request, int]] = {}
         self._loading: dict[str, dict[bytes, int]] = {}  # request id -> key -> block id
         self._loads: dict[str, dict[bytes, int]] = {}  # those of them that begin with the next step
+
+    def _open_shared(self, entry_bytes: int) -> KVStore | None:
+        """Open the store that other engines use, too; None: there is none."""
+        from nanovllm.kv_transfer.stores.factory import open_store  # imports torch
+
+        return open_store(self.config, entry_bytes, shared_only=True)
 
     def _keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
         return [self._key(block_hash) for block_hash in block_hashes]
@@ -184,7 +186,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         blocks = dict(zip(keys, block_ids[first:end], strict=True))
         self._loads[request.request_id] = self._loading[request.request_id] = blocks
         self._in_flight.add(request.request_id)
-        self.host.put(keys, [_BYTE] * len(keys))  # blocks from a disk stay in host memory
+        self.host.put(keys, [BYTE] * len(keys))  # blocks from a disk stay in host memory
 
     # ---------------------------------------------------------------- a request's KV is kept
 
@@ -199,7 +201,7 @@ class OffloadingScheduler(KVConnectorScheduler):
                 saves |= self._new_blocks(scheduled.request_id, tables[scheduled.request_id])
         if self.host.num_slots:
             new = [key for key in saves if key not in self.host]
-            self.host.put(new[::-1], [_BYTE] * len(new))
+            self.host.put(new[::-1], [BYTE] * len(new))
             # A block that got a slot and lost it again in the same step is not copied at all.
             saves = {key: saves[key] for key in new if key in self.host}
         metadata = OffloadingMetadata(self._below.evicted, saves, self._loads)

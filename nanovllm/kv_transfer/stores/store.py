@@ -14,9 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Stands for an entry where only its key matters.
+BYTE = memoryview(b"\0")
 
 
 class KVStore:
@@ -102,9 +107,7 @@ class HostStore(KVStore):
         super().__init__()
         self.num_slots = num_bytes // entry_bytes
         self.lower = lower or KVStore()
-        self._memory = torch.zeros(
-            self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned
-        ).numpy()
+        self._memory = self._allocate(entry_bytes, pinned)
         self.slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.num_slots))
         self.is_in_use: Callable[[bytes], bool] = lambda key: False
@@ -112,6 +115,13 @@ class HostStore(KVStore):
         # empties slots holds `_writing`.
         self._lock = threading.Lock()
         self._writing = threading.RLock()
+
+    def _allocate(self, entry_bytes: int, pinned: bool) -> NDArray[np.uint8] | list[memoryview]:
+        """Return the memory of all slots, one after another."""
+        import torch  # takes seconds, and `HostKeys` does without
+
+        size = (self.num_slots, entry_bytes)
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=pinned).numpy()
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an entry is in this very store."""
@@ -143,6 +153,8 @@ class HostStore(KVStore):
         return [there or i in risen for i, there in enumerate(found)]
 
     def _read(self, key: bytes, buffer: memoryview) -> bool:
+        import numpy as np
+
         with self._lock:
             if there := key in self:
                 self.slots.move_to_end(key)
@@ -165,7 +177,7 @@ class HostStore(KVStore):
                     continue
                 slot = self._free.pop()
                 # No other thread knows this slot yet.
-                self._memory[slot] = np.frombuffer(buffer, np.uint8)
+                self._memory[slot] = buffer
                 with self._lock:
                     self.slots[key] = slot
                 self.stats.stored += 1
@@ -191,3 +203,13 @@ class HostStore(KVStore):
     def close(self) -> None:
         """Close the store below."""
         self.lower.close()
+
+
+class HostKeys(HostStore):
+    """The keys of a `HostStore`, in the same order, without the bytes."""
+
+    def __init__(self, num_slots: int, lower: KVStore | None = None) -> None:
+        super().__init__(num_slots, 1, lower=lower)
+
+    def _allocate(self, entry_bytes: int, pinned: bool) -> list[memoryview]:
+        return [BYTE] * self.num_slots
