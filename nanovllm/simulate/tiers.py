@@ -1,5 +1,5 @@
-"""KV beyond the device: in host memory, and in a store that all engines share. The decisions are
-those of the engine's own connector (`kv_transfer/stores/`)."""
+"""KV beyond the device: in host memory, and in a store that all engines share. The engine's own
+connector (`kv_transfer/stores/`) decides what is kept and loaded."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ class Tiers:
             load_from_host()
 
     def summary(self, block_size: int, num_queried_tokens: int) -> dict[str, object]:
-        """Return what was found in each tier, and how long it took to load it. `host` counts the
-        bytes on the link to host memory, which are those of both tiers."""
+        """Return the share of tokens that each tier had, and how long it took to load them. Blocks
+        from the store count as bytes and loads of the link to host memory, too."""
         found: dict[str, object] = {}
         tiers = {"host": (self.host, self.num_host_blocks)}
         if self.num_store_blocks or self.store.num_transfers:
