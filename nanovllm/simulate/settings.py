@@ -139,7 +139,7 @@ class FleetConfig(Keywords):
             "--prefill": self.prefill,
             "--failures": self.failures,
             "--data-parallel-size": self.data_parallel_size > 1,
-            "--spec-acceptance": self.spec_acceptance,
+            "--spec-acceptance": self.spec_acceptance and self.data_parallel_size > 1,
         }
         given = [flag for flag, value in special.items() if value]
         if len(given) > 1:

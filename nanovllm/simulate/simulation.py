@@ -153,11 +153,12 @@ class FleetPlan:
     def create_fleet(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
         """Create engines and their routers."""
         config = self.config
+        create = self._engine_class(kind)
         if not config.prefill:
-            return self._create_replicas(workload, kind)
+            return self._create_replicas(workload, create)
         assert isinstance(self.cost, Roofline)
         prefill = [self._create_engine(kind, PrefillConnector) for _ in range(config.prefill)]
-        decode = [self._create_engine(kind, DecodeConnector) for _ in range(config.decode)]
+        decode = [self._create_engine(create, DecodeConnector) for _ in range(config.decode)]
         layout = self.cost.layout
         link = self.cost.machine.between
         size = self.cost.model.kv_bytes_per_token(layout.tensor_parallel_size)
@@ -171,30 +172,34 @@ class FleetPlan:
             kv_bytes_per_token=size * layout.tensor_parallel_size,
         )
 
-    def _create_replicas(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
+    def _engine_class(self, kind: type[SimulatedEngine]) -> Callable[..., SimulatedEngine]:
+        """Return what creates the engines that generate outputs: `kind`, or one with drafts, or in
+        lock-step."""
+        config = self.config
+        in_lock_step = config.data_parallel_size > 1
+        if (config.acceptance or in_lock_step) and kind is not SimulatedEngine:
+            raise UsageError("--perfetto cannot show drafts or engines in lock-step")
+        if not config.acceptance:
+            return LockStepEngine if in_lock_step else kind
+        return functools.partial(
+            DraftingEngine,
+            acceptance=config.acceptance,
+            draft_time=round(config.draft_time * SECOND / 1000),
+        )
+
+    def _create_replicas(self, workload: Workload, create: Callable[..., SimulatedEngine]) -> Fleet:
         config = self.config
         by_priority = self.resolved.given.scheduling_policy == "priority"
-        is_special = bool(config.acceptance) or config.data_parallel_size > 1
-        if is_special and kind is not SimulatedEngine:
-            raise UsageError("--perfetto cannot show drafts or engines in lock-step")
-        create: Callable[..., SimulatedEngine] = kind
-        if config.acceptance:
-            create = functools.partial(
-                DraftingEngine,
-                acceptance=config.acceptance,
-                draft_time=round(config.draft_time * SECOND / 1000),
-            )
+        engines = [self._create_engine(create) for _ in range(config.replicas)]
+        router = self._create_router(engines, workload)
         if config.data_parallel_size > 1:
-            members = [self._create_engine(LockStepEngine) for _ in range(config.replicas)]
             return LockStepFleet(
-                members,
-                self._create_router(members, workload),
+                [engine for engine in engines if isinstance(engine, LockStepEngine)],
+                router,
                 config.data_parallel_size,
                 imbalance=config.expert_imbalance,
                 by_priority=by_priority,
             )
-        engines = [self._create_engine(create) for _ in range(config.replicas)]
-        router = self._create_router(engines, workload)
         outages = parse_outages(config.failures, config.cold_start, config.replicas)
         if not outages:
             return Fleet(engines, router, by_priority)

@@ -61,12 +61,30 @@ def test_accepted_drafts_save_steps() -> None:
     assert number(drafting, "mean_tpot_ms") < number(slow, "mean_tpot_ms")
 
 
+def test_drafts_on_decode_engines_and_in_fleets_that_fail() -> None:
+    drafts = {"spec_acceptance": "0.8,0.6,0.4"}
+    apart = {"prefill": 1, "decode": 2}
+    plain = run(**apart)
+    drafting = run(**apart, **drafts)
+    assert drafting["outcomes"] == {"length": 60}
+    assert drafting["num_transfers"] == plain["num_transfers"] == 60
+    assert number(drafting, "mean_tpot_ms") < 0.6 * number(plain, "mean_tpot_ms")
+    failing = {"replicas": 2, "failures": ["0@0.5"], "cold_start": 0.2}
+    survived = run(**failing, **drafts)
+    assert number(survived, "mean_tpot_ms") < 0.8 * number(run(**failing), "mean_tpot_ms")
+    outcomes = survived["outcomes"]
+    assert isinstance(outcomes, dict) and 0 < outcomes["failed"] < outcomes["length"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"failures": ["1@3"]}, "--failures must be an engine from 0 to 0"),
         ({"failures": ["0"]}, "such as 0@60, got '0'"),
-        ({"failures": ["0@1"], "spec_acceptance": "1"}, "cannot be combined with"),
+        (
+            {"replicas": 2, "data_parallel_size": 2, "spec_acceptance": "1"},
+            "--data-parallel-size cannot be combined with --spec-acceptance",
+        ),
         ({"prefill": 1, "decode": 1, "failures": ["0@1"]}, "--prefill cannot be combined"),
         ({"spec_acceptance": "0.3,0.5"}, "do not increase"),
         ({"spec_acceptance": "x"}, "such as 0.8,0.6,0.4, got 'x'"),

