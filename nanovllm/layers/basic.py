@@ -25,13 +25,13 @@ class Packable(nn.Module):
     packable = True
     __call__: Callable[..., Tensor]
 
-    def parameter_of(self, name: str) -> str:
-        """Return the name of the parameter that has a matrix of the checkpoint."""
-        return "weight"
-
     def pack(self) -> None:
         """Rearrange the matrices; see `ops.pack_weight`."""
         raise NotImplementedError
+
+    def parameter_of(self, name: str) -> str:
+        """Return the name of the parameter that has a matrix of the checkpoint."""
+        return "weight"
 
 
 class Layer(Packable):
@@ -41,11 +41,6 @@ class Layer(Packable):
     parts: tuple[str, ...] = ()
     weight: nn.Parameter
     packable = False
-
-    @property
-    def matrices(self) -> Packable:
-        """The module that has the layer's matrices: itself, or the experts of a mixture."""
-        return self
 
     def place(self, kind: str, part: int = 0) -> Place:
         """Where a tensor of the checkpoint belongs.
@@ -76,6 +71,11 @@ class Layer(Packable):
         self.weight = nn.Parameter(
             self.weight.view(packed.shape).copy_(packed), requires_grad=False
         )
+
+    @property
+    def matrices(self) -> Packable:
+        """The module that has the layer's matrices: itself, or the experts of a mixture."""
+        return self
 
 
 class Linear(Layer):

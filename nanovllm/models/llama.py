@@ -260,12 +260,6 @@ class LlamaForCausalLM(nn.Module):
         the rows that are needed."""
         return self.lm_head(hidden)
 
-    @property
-    def attention_layers(self) -> dict[int, AttentionLayer]:
-        """The attention of each layer that this model has, by the layer's number."""
-        found = [module for module in self.modules() if isinstance(module, AttentionLayer)]
-        return {module.layer: module for module in found}
-
     def checkpoint_places(self) -> dict[str, list[Place]]:
         """Where each of the checkpoint's tensors belongs, by name."""
         found: dict[str, list[Place]] = {}
@@ -287,6 +281,12 @@ class LlamaForCausalLM(nn.Module):
             f"{name}.".startswith(f"{unused}.") for unused in self.unused
         )
         return None if is_unused else name
+
+    @property
+    def attention_layers(self) -> dict[int, AttentionLayer]:
+        """The attention of each layer that this model has, by the layer's number."""
+        found = [module for module in self.modules() if isinstance(module, AttentionLayer)]
+        return {module.layer: module for module in found}
 
     def pack_weights(self) -> None:
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be

@@ -53,29 +53,6 @@ def checkpoint_tensors(
                 yield from standard_tensors(name, tensor)
 
 
-def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
-    """Return the configuration, without `tie_word_embeddings` if the folder contains an output head
-    that differs from the
-    embedding: as in transformers, this head is used."""
-    if not config.tie_word_embeddings or not has_own_head(checkpoint_tensors(folder)):
-        return config
-    logger.warning(
-        "tie_word_embeddings is true, but the output head in %s differs from the embedding, and is "
-        "used",
-        folder,
-    )
-    return replace(config, tie_word_embeddings=False)
-
-
-def stored_tensors(
-    config: ModelConfig, folder: pathlib.Path, only_shapes: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as `checkpoint_tensors` does. If embedding and output head are one matrix,
-    the file may contain either."""
-    tensors = checkpoint_tensors(folder, only_shapes)
-    return with_embedding(tensors) if config.tie_word_embeddings else tensors
-
-
 def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy each tensor to its place, and convert its dtype.
 
@@ -101,6 +78,28 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
         first = ", ".join(list(places)[:5])
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""
         raise CheckpointError(f"the checkpoint lacks {first}{more}")
+
+
+def stored_config(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
+    """Return the configuration, without `tie_word_embeddings` if the folder contains an output head
+    that differs from the embedding: as in transformers, this head is used."""
+    if not config.tie_word_embeddings or not has_own_head(checkpoint_tensors(folder)):
+        return config
+    logger.warning(
+        "tie_word_embeddings is true, but the output head in %s differs from the embedding, and is "
+        "used",
+        folder,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def stored_tensors(
+    config: ModelConfig, folder: pathlib.Path, only_shapes: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as `checkpoint_tensors` does. If embedding and output head are one matrix,
+    the file may contain either."""
+    tensors = checkpoint_tensors(folder, only_shapes)
+    return with_embedding(tensors) if config.tie_word_embeddings else tensors
 
 
 def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:

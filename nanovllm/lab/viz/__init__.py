@@ -29,6 +29,7 @@ real scheduler and block tables, without a model."""
 
 # What the package offers under its own name.
 # ruff: noqa: F401
+from nanovllm.lab.viz.blocks import draw_blocks
 from nanovllm.lab.viz.data import (
     Event,
     PoolState,

@@ -3,7 +3,7 @@ bundle, and a trace."""
 
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import anywidget
@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import traitlets
 
 from nanovllm.lab.viz import style
+from nanovllm.lab.viz.blocks import draw_still
 from nanovllm.lab.viz.data import request_ids
-from nanovllm.lab.viz.timeline import draw_timeline
 from nanovllm.trace.trace import Trace
 
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
@@ -105,18 +105,18 @@ class Player(anywidget.AnyWidget):
         self.lines = b"".join(trace.lines())
 
     def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The widget, and a picture of the whole trace for pages where no widget runs."""
+        """The widget, and a picture of its views for pages where no widget runs."""
         data, metadata = super()._repr_mimebundle_(**options) or ({}, {})
-        return data | still(self.trace), metadata
+        return data | still(self.trace, self.views), metadata
 
     def __repr__(self) -> str:
         steps = f"{len(request_ids(self.trace))} requests, {len(self.trace)} steps"
         return f"Player: {steps}; run this cell in JupyterLab to play it"
 
 
-def still(trace: Trace) -> dict[str, bytes]:
-    """The timeline of a trace as a PNG, by its MIME type."""
-    ax = draw_timeline(trace)
+def still(trace: Trace, views: Collection[str]) -> dict[str, bytes]:
+    """A picture of a trace as a PNG, by its MIME type; see `draw_still`."""
+    ax = draw_still(trace, views)
     plt.close(ax.get_figure(root=True))
     return {"image/png": style.image_bytes(ax)}
 

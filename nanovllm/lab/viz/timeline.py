@@ -81,7 +81,7 @@ def draw_timeline(
     ax.tick_params(axis="y", length=0, labelsize=10 if pitch > 0.17 else 9)
     ax.set_title(title)
     if legend:
-        _explain([ax], trace)
+        explain([ax], trace)
     return ax
 
 
@@ -178,7 +178,7 @@ def draw_budget(
     _set_x(ax, trace, x)
     ax.set(ylim=(0, highest * 1.08), ylabel="tokens per step")
     if legend:
-        _explain([ax], trace, kinds={"prefill", "decode"})
+        explain([ax], trace, kinds={"prefill", "decode"})
     return ax
 
 
@@ -202,7 +202,7 @@ def draw_usage(trace: Trace, x: StepScale = "step", *, ax: Axes | None = None) -
     _set_x(ax, trace, x)
     ax.set(ylim=(0, total * 1.1), ylabel="KV blocks")
     if legend:
-        _explain([ax], trace, kinds={"preempted"})
+        explain([ax], trace, kinds={"preempted"})
     return ax
 
 
@@ -220,14 +220,14 @@ def compare(traces: Mapping[str, Trace], x: StepScale = "step") -> list[Axes]:
     colors = RequestColors(request_ids(*traces.values()))
     rows = max(len(request_ids(trace)) for trace in traces.values())
     height = min(timeline_height(rows) + 0.2, 12.0 / len(traces))
-    axes = _stacked([height] * len(traces), 0.8)
+    axes = stacked([height] * len(traces), 0.8)
     limits = []
     for ax, (name, trace) in zip(axes, traces.items(), strict=True):
         draw_timeline(trace, x, colors=colors, title=name, ax=ax)
         limits.append(ax.get_xlim())
         ax.label_outer()
     axes[-1].set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    _explain(axes, *traces.values())
+    explain(axes, *traces.values())
     return axes
 
 
@@ -241,17 +241,17 @@ def overview(trace: Trace, x: StepScale = "step", *, title: str = "") -> list[Ax
         The Axes, from top to bottom.
     """
     colors = RequestColors(request_ids(trace))
-    axes = _stacked([timeline_height(len(colors)), 1.6, 1.6], 1.1 + (0.3 if title else 0))
+    axes = stacked([timeline_height(len(colors)), 1.6, 1.6], 1.1 + (0.3 if title else 0))
     draw_timeline(trace, x, colors=colors, title=title, ax=axes[0])
     draw_budget(trace, x, colors=colors, ax=axes[1])
     draw_usage(trace, x, ax=axes[2])
     for ax in axes:
         ax.label_outer()
-    _explain(axes, trace)
+    explain(axes, trace)
     return axes
 
 
-def _stacked(heights: Sequence[float], rest: float) -> list[Axes]:
+def stacked(heights: Sequence[float], rest: float) -> list[Axes]:
     """Axes under one another, of these heights in inches, on one x axis; `rest` is for titles and
     legends."""
     size = (style.MAX_WIDTH, sum(heights) + rest)
@@ -301,7 +301,7 @@ def _draw_levels(
 _LIMIT_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.4}
 
 
-def _explain(axes: Sequence[Axes], *traces: Trace, kinds: Iterable[str] = style.MARKS) -> None:
+def explain(axes: Sequence[Axes], *traces: Trace, kinds: Iterable[str] = style.MARKS) -> None:
     """One legend for pictures of these traces: of the marks `kinds`, those that occur, and all
     lines that have a label."""
     found = {span.kind for trace in traces for span in timeline_spans(trace)}

@@ -172,7 +172,7 @@ class WhatIf(widgets.VBox):
         )
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return super()._repr_mimebundle_(**options) | still(self.player.trace)
+        return super()._repr_mimebundle_(**options) | still(self.player.trace, self.player.views)
 
     def __repr__(self) -> str:
         return (

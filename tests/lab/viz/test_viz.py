@@ -26,6 +26,7 @@ from nanovllm.lab.viz import (
     SimulatedRequest,
     compare,
     draw_block_tables,
+    draw_blocks,
     draw_budget,
     draw_memory,
     draw_pool,
@@ -45,6 +46,7 @@ from nanovllm.lab.viz import (
     timeline_spans,
     use_style,
 )
+from nanovllm.lab.viz.blocks import draw_still
 from nanovllm.lab.viz.memory import cell_columns
 from nanovllm.trace.trace import StepRecord, Trace, TracedRequest
 
@@ -389,6 +391,44 @@ def test_block_table_drawing_has_an_arrow_an_entry():
     ax = draw_block_tables({"a": [7, 1, 3], "b": [7, 2]}, {"a": 35, "b": 20}, 16)
     arrows = [p for p in ax.patches if type(p).__name__ == "FancyArrowPatch"]
     assert len(arrows) == 2 * 5, "an arrow and its white rim"
+
+
+def bars_of_block(ax, block_id):
+    """Begin, end and label of a block's bars, from left to right."""
+    bars = sorted(
+        (p for p in ax.patches if round(p.get_y() + 0.42) == block_id), key=Rectangle.get_x
+    )
+    names = {round(t.xy[0] - 0.12): t.get_text() for t in ax.texts if t.xy[1] == block_id}
+    ends = [(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in bars]
+    return [(begin, end, names.get(begin, "")) for begin, end in ends]
+
+
+def test_blocks_are_drawn_with_their_holders_by_steps():
+    prefix = list(range(100, 108))
+    requests = [
+        SimulatedRequest(0, [*prefix, 1], 4, request_id="a"),
+        SimulatedRequest(2, [*prefix, 2], 4, request_id="b"),
+        SimulatedRequest(8, 30, 2, request_id="c"),
+    ]
+    trace = simulate(requests, num_kv_blocks=8, block_size=4)
+    ax = draw_blocks(trace)
+    assert bars_of_block(ax, 1) == [(0, 2, "a"), (2, 4, "a+b"), (4, 6, "b"), (8, 10, "c")]
+    assert [end for *_, end in bars_of_block(ax, 2)] == ["a", "", "c"], "free, but still cached"
+
+
+@pytest.mark.parametrize(
+    ("views", "labels"),
+    [
+        (["pool", "timeline"], ["", "block"]),
+        (["queues", "budget", "timeline"], ["", "tokens per step"]),
+        (["timeline", "usage", "tables"], ["", "block", "KV blocks"]),
+    ],
+)
+def test_a_still_shows_the_views_of_its_player(views, labels):
+    figure = draw_still(small_trace(), views).get_figure(root=True)
+    assert [ax.get_ylabel() for ax in figure.axes] == labels
+    many = draw_still(small_trace(num_kv_blocks=41), views).get_figure(root=True)
+    assert "block" not in [ax.get_ylabel() for ax in many.axes], "too many to be read"
 
 
 def test_memory_bars_add_up():
