@@ -114,10 +114,10 @@ class Dispatched(NamedTuple):
 class ExpertDispatcher:
     """Sends each token to the ranks that hold its experts, and sums their results.
 
-    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend: a token goes *once*
-    to each rank that holds any of its experts, and the rank sums their results before it sends them
-    back. Ranks may have different numbers of tokens, or none, but must make the same number of
-    calls.
+    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend. As in its
+    high-throughput mode, a token goes *once* to each rank that holds any of its experts, and the
+    rank sums their results before it sends them back. Ranks may have different numbers of tokens,
+    or none, but must make the same number of calls.
 
     Args:
         placement: see `place`.
