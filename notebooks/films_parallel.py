@@ -311,10 +311,13 @@ def shared_memory() -> Reel:
                     numbers(ax, at, rows[4], side, 4.4, results[rank][piece], is_whole=True)
             middle, y = x + 2 * side, rows[2 + number]
             if results[rank]:
-                for source in range(n):
-                    start = (16 + 21.5 * source + 2 * side, y + 4.8)
-                    look = {"color": MUTED, "linewidth": 0.8, "zorder": 0.5}
-                    ax.plot([start[0], middle], [start[1], 36.4], **look)
+                # Each rank reads all places: past their right ends, to a line below the memory, and
+                # from there to its sum.
+                look = {"color": MUTED, "linewidth": 0.8, "zorder": 0.5}
+                edge = x + 4 * side
+                ax.plot([edge, edge + 1.5, edge + 1.5], [y + 2.2, y + 2.2, 34.6], **look)
+                ax.plot([middle, middle], [34.6, 36.6], **look)
+                ax.plot([16 + 2 * side, 16 + 21.5 * (n - 1) + 4 * side + 1.5], [34.6] * 2, **look)
             elif counts[rank] == number + 1:
                 ax.text(
                     middle,
