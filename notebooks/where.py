@@ -65,6 +65,7 @@ engine.process EngineLoop.run
                             distributed.process_groups ProcessGroupCoordinator.all_reduce
                         attention.torch? TorchBackend.forward
                         attention.latent? TorchLatentBackend.forward
+                        attention.triton_simple? SimpleTritonBackend.forward
                         attention.triton TritonBackend.forward
                         models.moe? MoE.forward
                             distributed.expert_parallel? ExpertDispatcher.dispatch

@@ -1,7 +1,4 @@
-"""Paged attention on a GPU, in Triton: chooses kernels and tiles for a batch, and launches them.
-
-Built by notebooks/15_triton_attention.ipynb: edit it there.
-"""
+"""Paged attention on a GPU, in Triton: chooses kernels and tiles for a batch, and launches them."""
 
 from __future__ import annotations
 

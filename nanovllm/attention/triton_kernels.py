@@ -4,8 +4,6 @@ else.
 `cache[num_blocks, 2, num_kv_heads, block_size, head_dim]` is one layer's cache. Offsets of blocks
 and tokens are in 64
 bits: one layer's cache on a large GPU may have more than 2^31 elements.
-
-Built by notebooks/15_triton_attention.ipynb: edit it there.
 """
 
 from __future__ import annotations

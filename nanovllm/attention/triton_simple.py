@@ -1,7 +1,9 @@
 """The smallest paged attention in Triton: one program for each new token and query head.
 
-The `triton` backend computes the same, and more: windows, soft caps, latent attention and 8-bit
-caches, with programs that share what they read.
+The `triton` backend computes the same, and more: sliding windows and soft caps, with programs that
+share what they read.
+
+Built by notebooks/15_triton_attention.ipynb: edit it there.
 """
 
 from __future__ import annotations
