@@ -49,6 +49,7 @@ class DecodingQueues(Queues):
         last_end: when the last result was taken.
         size: members that compute in the next step.
         context: tokens that these attend to in the next step; their sum.
+        ending: the members whose last tokens the last step of `advance` samples.
     """
 
     requests: dict[str, SimulatedRequest]  # type: ignore[assignment]
@@ -60,6 +61,7 @@ class DecodingQueues(Queues):
         self.planned = self.taken = self.ahead = 0
         self.last_end = 0
         self.size = self.context = 0
+        self.ending: list[SimulatedRequest] = []
         # Requests at the head of `running` that sample their last token in a step in flight.
         self._num_ending = 0
         # `running` may have another request before a member.
@@ -213,13 +215,17 @@ class DecodingQueues(Queues):
         self.context += self.size
         for request in listed:
             if number == request.last_step:
-                request.is_ending = True
-                self.size -= 1
-                self._num_ending += 1
-                self.context -= request.num_computed_tokens + 1
+                self._await_end(request)
             else:
                 self._await_event(request, number + self.manager.block_size)
         return True
+
+    def _await_end(self, request: SimulatedRequest) -> None:
+        """A member's last token is in flight: it computes nothing any more."""
+        request.is_ending = True
+        self.size -= 1
+        self._num_ending += 1
+        self.context -= request.num_computed_tokens + 1
 
     def _pop_events(self, last: int) -> list[SimulatedRequest]:
         """Return the members with an event up to a step, by step and order."""
@@ -234,32 +240,41 @@ class DecodingQueues(Queues):
 
     # ---------------------------------------------------------------- many steps
 
-    def num_uneventful(self) -> int:
-        """Return how many of the next steps compute one token for each member, and nothing else.
-        None of them samples a last token, and blocks suffice for all."""
+    def num_uneventful(self) -> tuple[int, int]:
+        """Return how many of the next steps compute one token for each request, and nothing else,
+        since blocks suffice; and up to which one of them none has ended: it samples the first last
+        token."""
         self.join()
         if not self.size or self.size + self._num_ending < len(self.running):
-            return 0
+            return 0, 0
         last_steps = self._last_steps
         while last_steps[0][0] != last_steps[0][2].last_step or last_steps[0][0] < self.planned:
             heappop(last_steps)
-        count = last_steps[0][0] - self.planned
         # Each member takes at most one block in `block_size` steps.
         safe = self.manager.pool.num_free // self.size * self.manager.block_size
-        return min(count, max(safe, self._events[0][0] - self.planned))
+        num_steps = max(safe, self._events[0][0] - self.planned)
+        return num_steps, last_steps[0][0] + 1 - self.planned
 
     def advance(self, num_steps: int) -> None:
-        """Plan steps that `num_uneventful` has counted."""
+        """Plan steps that `num_uneventful` has counted, at most up to the first last token."""
         end = self.planned + num_steps
         events = self._events
+        self.ending = []
         while events and events[0][0] < end:
             step, _, request = heappop(events)
             if request.is_member and request.event == step:
                 start = request.num_computed_tokens + step - request.planned
                 self.manager.allocate_slots(request, start + 1)
-                self._await_event(request, step + self.manager.block_size)
+                if step == request.last_step:
+                    request.event = NEVER  # it may be in the heap twice
+                    self.ending.append(request)
+                else:
+                    self._await_event(request, step + self.manager.block_size)
         self.context += num_steps * self.size
         self.planned = end
+        for request in self.ending:
+            self.settle(request)
+            self._await_end(request)
 
     def plan_silently(self) -> SchedulerOutput:
         """Return the plan of the last step that `advance` has made, which stays in flight."""
@@ -267,6 +282,9 @@ class DecodingQueues(Queues):
         shares = plan.requests = Shares()
         shares.silent = plan.num_tokens = plan.num_samples = self.size
         shares.context = self.context - self.size
+        for request in self.ending:
+            start = request.num_computed_tokens - 1
+            plan.add(ScheduledRequest(request.request_id, start, 1, [], [], samples=1))
         self.in_flight.append(plan)
         return plan
 

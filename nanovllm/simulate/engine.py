@@ -45,6 +45,9 @@ class Run(NamedTuple):
 
     Attributes:
         num_steps: how many.
+        num_results: how many of them have ended when `finish` is called. The others stay in flight.
+        ends: the last step samples the last token of a member. Its result is taken, too, although
+            one more step may have to be planned before.
         origin: the end of the step in flight; without one, the begin of the first of these steps.
         base, per_context: price of a step, see `StepCost.decode`.
         size: requests that compute.
@@ -52,6 +55,8 @@ class Run(NamedTuple):
     """
 
     num_steps: int
+    num_results: int
+    ends: bool
     origin: int
     base: int
     per_context: int
@@ -187,8 +192,7 @@ class SimulatedEngine:
             if self._is_draining and in_flight:
                 break
             self._is_draining = False
-            if len(in_flight) == self.steps_ahead and (num_steps := self._num_uneventful()):
-                self._begin_run(num_steps, now)
+            if len(in_flight) == self.steps_ahead and self._begin_run(now):
                 return True
             plan = scheduler.schedule()
             self._blocked_by = plan.blocked_by
@@ -298,38 +302,55 @@ class SimulatedEngine:
             or queues.num_seated >= self.scheduler.settings.max_num_seqs
         )
 
-    def _num_uneventful(self) -> int:
-        """Return how many steps can be made in one call."""
+    def _begin_run(self, now: int) -> bool:
+        """Begin to make steps in one call, if the next one is uneventful. Returns whether it is."""
         group = self.group
-        if group is None:
-            return 0
-        if (group.waiting or group.swapped) and not self._is_blocked:
-            return 0
-        num_steps = group.num_uneventful()
+        if group is None or ((group.waiting or group.swapped) and not self._is_blocked):
+            return False
+        num_steps, to_end = group.num_uneventful()
+        if not num_steps:
+            return False
+        ahead = self.steps_ahead
+        if self._may_end_requests():
+            num_steps = 1
+            ends = False
+        else:
+            ends = to_end + ahead <= num_steps
+            num_steps = min(num_steps, to_end)
+        group.removed_ids = []
+        origin = self._in_flight[0].end if self._in_flight else now
+        base, per_context = self.cost.decode(group.size)
+        self._run = run = Run(
+            num_steps=num_steps,
+            num_results=num_steps if ends else num_steps - ahead,
+            ends=ends,
+            origin=origin,
+            base=base,
+            per_context=per_context,
+            size=group.size,
+            context=group.context,
+        )
+        self.end = origin + run.price(run.num_results)
+        return True
+
+    def _may_end_requests(self) -> bool:
+        """Whether requests may end with the step in flight."""
+        assert self.group is not None
         for step in self._in_flight:
             for share in step.plan.requests:
-                request = group.requests.get(share.request_id)
+                request = self.group.requests.get(share.request_id)
                 if request is None or not request.is_member or request.is_ending:
-                    return min(num_steps, 1)  # requests may end with this step
-        return num_steps
-
-    def _begin_run(self, num_steps: int, now: int) -> None:
-        group = self.group
-        assert group is not None
-        group.removed_ids = []
-        base, per_context = self.cost.decode(group.size)
-        origin = self._in_flight[0].end if self._in_flight else now
-        run = Run(num_steps, origin, base, per_context, group.size, group.context)
-        self._run = run
-        self.end = origin + run.price(num_steps - self.steps_ahead)
+                    return True
+        return False
 
     def _shorten(self, run: Run, now: int) -> bool:
         """Make only the steps that were planned before `now`. Returns whether `end` has changed."""
-        results = range(1 - self.steps_ahead, run.num_steps - self.steps_ahead)
+        results = range(1 - self.steps_ahead, run.num_results)
         num_results = bisect_left(results, now - run.origin, key=run.price) + results.start
         if num_results == results.stop:
             return False
-        self._run = run._replace(num_steps=num_results + self.steps_ahead)
+        num_steps = num_results + self.steps_ahead
+        self._run = run._replace(num_steps=num_steps, num_results=num_results, ends=False)
         self.end = run.origin + run.price(num_results)
         return True
 
@@ -343,22 +364,43 @@ class SimulatedEngine:
         group.ahead = self.steps_ahead
         group.advance(run.num_steps)
         ended = self._take(self._in_flight.popleft()) if self._in_flight else []
-        num_taken = run.num_steps - self.steps_ahead
         num_steps = run.num_steps
-        context = run.total_context(num_steps)
-        self._count(num_steps, num_steps * run.size, context, run.price(num_steps))
+        time = run.price(num_steps)
+        self._count(num_steps, num_steps * run.size, run.total_context(num_steps), time)
         self.gaps.add_growing(
             first=run.base + run.per_context * run.context,
             growth=run.per_context * run.size,
-            num_steps=num_taken,
+            num_steps=run.num_results,
             count=run.size,
         )
-        group.taken += num_taken
-        group.last_end = run.origin + run.price(num_taken)
-        end = self._stage_ends[0] = run.origin + run.price(run.num_steps)
-        if self.steps_ahead:
-            self._in_flight.append(StepInFlight(group.plan_silently(), group.last_end, end))
+        end = self._stage_ends[0] = run.origin + time
+        last_end = end if run.num_results == num_steps else run.origin + run.price(run.num_results)
+        ending = group.ending
+        if self.steps_ahead and run.ends:
+            self._plan_after(end)
+        elif self.steps_ahead:
+            self._in_flight.append(StepInFlight(group.plan_silently(), last_end, end))
+        group.taken += run.num_results
+        group.last_end = last_end
+        if run.ends:
+            for request in ending:
+                self.scheduler.finish(request, "length")
+            ended += ending
         return ended
+
+    def _plan_after(self, start: int) -> None:
+        """Plan the step after a run, before the last result of the run is taken."""
+        group = self.group
+        assert group is not None
+        size, context = group.size, group.context
+        if not size:
+            return
+        base, per_context = self.cost.decode(size)
+        time = base + per_context * context
+        group.advance(1)
+        self._count(1, size, context, time)
+        end = self._stage_ends[0] = start + time
+        self._in_flight.append(StepInFlight(group.plan_silently(), start, end))
 
 
 EngineT = TypeVar("EngineT", bound=SimulatedEngine)

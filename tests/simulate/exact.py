@@ -86,42 +86,70 @@ class LoggedEngine(SimulatedEngine):
         if self.group is not None:
             self.group.planned = planned + 1
 
-    def _begin_run(self, num_steps: int, now: int) -> None:
-        assert self.group is not None
-        self._removed = list(self.group.removed_ids)
-        self._waits = bool(self.group.waiting or self.group.swapped)
-        self._blocked_before = self._blocked_by
-        super()._begin_run(num_steps, now)
+    def _begin_run(self, now: int) -> bool:
+        if self.group is None:
+            return False
+        removed = list(self.group.removed_ids)
+        waits = bool(self.group.waiting or self.group.swapped)
+        begins = super()._begin_run(now)
+        if begins:
+            self._removed = removed
+            self._waits = waits
+            self._blocked_before = self._blocked_by
+        return begins
 
     def _finish_run(self, run: Run) -> list[SimulatedRequest]:
-        group = self.group
-        assert group is not None
         ended = []
         for i in range(run.num_steps):
-            origin = run.origin + run.price(i)
-            single = run._replace(num_steps=1, origin=origin, context=run.context + i * run.size)
-            planned_at = run.origin + run.price(i - self.steps_ahead)
-            waiting = [*group.waiting, *group.swapped]
-            self._reason = ""
-            if i:
-                self._waits = any(r.arrival <= planned_at for r in waiting)  # type: ignore[attr-defined]
-            if self._waits:
-                is_full = group.num_seated >= self.scheduler.settings.max_num_seqs
-                self._reason = "max_num_seqs" if is_full else self._blocked_before
-            silent = self._silent(SchedulerOutput(), group.ahead)
-            tables = {name: len(table) for name, table in group.manager.tables.items()}
+            ends = run.ends and i == run.num_steps - 1
+            single = run._replace(
+                num_steps=1,
+                num_results=1 if ends else 1 - self.steps_ahead,
+                ends=ends,
+                origin=run.origin + run.price(i),
+                context=run.context + i * run.size,
+            )
+            self._look(run, i)
             ended += super()._finish_run(single)
-            shares = []
-            for _, share in sorted(silent, key=lambda pair: pair[0]):
-                request_id, start, *_, num_new = share
-                blocks = group.manager.tables[request_id][tables[request_id] :]
-                shares.append((request_id, start, 1, blocks, 1, num_new))
-            counts = run.size, run.size, 0
-            nothing: tuple[object, ...] = ({}, {}, [], [], [])
-            end = origin + single.price(1)
-            self.plans.append((end, shares, counts, nothing, self._removed, self._reason))
-            self._removed = []
+            if not (ends and self.steps_ahead):
+                self._log_silently(single.origin + single.price(1), run.size)
         return ended
+
+    def _plan_after(self, start: int) -> None:
+        self._log_silently(start, self._whole.size)
+        self._look(self._whole, self._whole.num_steps)
+        assert self.group is not None
+        size = self.group.size
+        super()._plan_after(start)
+        if size:
+            self._log_silently(self._in_flight[-1].end, size)
+
+    def _look(self, run: Run, number: int) -> None:
+        """See what members and their tables are before the next of a run's steps is planned."""
+        group = self.group
+        assert group is not None
+        self._whole = run
+        planned_at = run.origin + run.price(number - self.steps_ahead)
+        waiting = [*group.waiting, *group.swapped]
+        self._reason = ""
+        if number:
+            self._waits = any(r.arrival <= planned_at for r in waiting)  # type: ignore[attr-defined]
+        if self._waits:
+            is_full = group.num_seated >= self.scheduler.settings.max_num_seqs
+            self._reason = "max_num_seqs" if is_full else self._blocked_before
+        self._before = self._silent(SchedulerOutput(), group.ahead)
+        self._tables = {name: (table, len(table)) for name, table in group.manager.tables.items()}
+
+    def _log_silently(self, end: int, size: int) -> None:
+        """Log the step that was planned after the last look."""
+        shares = []
+        for _, share in sorted(self._before, key=lambda pair: pair[0]):
+            request_id, start, *_, num_new = share
+            table, length = self._tables[request_id]
+            shares.append((request_id, start, 1, table[length:], 1, num_new))
+        nothing: tuple[object, ...] = ({}, {}, [], [], [])
+        self.plans.append((end, shares, (size, size, 0), nothing, self._removed, self._reason))
+        self._removed = []
 
 
 class LeastBusy:
