@@ -221,7 +221,7 @@ class DecodingQueues(Queues):
         return True
 
     def _await_end(self, request: SimulatedRequest) -> None:
-        """A member's last token is in flight: it computes nothing any more."""
+        """A member's last token is in flight: no later step computes one for it."""
         request.is_ending = True
         self.size -= 1
         self._num_ending += 1
