@@ -168,6 +168,7 @@ PARTS = {
     },
     "simulate": {
         "trace": Part("a trace on eight simulated engines", _SIMULATE + "trace"),
+        "command": Part("the whole command with a trace", _SIMULATE + "command"),
         "fleet": Part("1,250 simulated engines", _SIMULATE + "fleet"),
     },
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,11 +15,13 @@ from functools import partial
 
 import msgspec
 
+from nanovllm.assembly.flags import words_of
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
 from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal, paired
+from nanovllm.lab.processes import python_environment
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
@@ -115,6 +119,50 @@ def trace(setting: Setting) -> Iterator[Row]:
             "requests/s": estimate(rates),
             "x step by step": paired(found[True], found[False]),
         }
+
+
+def command(setting: Setting) -> Iterator[Row]:
+    """The whole command with its default model and machine, its start included."""
+    cases = {(1, 512): 8000, (6, 512): 6000, (1, 16): 1300}
+    reached = []
+    for (load, block_size), wanted in cases.items():
+        words = _workload_flags(setting, load)
+        words += ["--replicas", "8", "--block-size", str(block_size)]
+        words += ["--max-num-batched-tokens", "8192", "--json"]
+        rates = [_command_rate(words) for _ in range(setting.repeats)]
+        found = estimate(rates)
+        yield {
+            "table": "Requests per second of `nanovllm simulate`; 8 engines, token budget 8,192",
+            "arrival rate": f"{load}x",
+            "block size": block_size,
+            "requests/s": found,
+        }
+        figure = f"simulated requests/s of the command at {load}x, block size {block_size}"
+        reached.append(goal(figure, found["median"], at_least=wanted))
+    yield from reached
+
+
+def _workload_flags(setting: Setting, load: int) -> list[str]:
+    folder = os.environ.get("NANOVLLM_TRACES")
+    if folder and not setting.dry_run:
+        return ["--workload", str(pathlib.Path(folder) / TRACE), "--speedup", str(load)]
+    num_prompts = 20 if setting.dry_run else LIKE_THE_TRACE.num_prompts
+    rate = load * LIKE_THE_TRACE.request_rate
+    return words_of(replace(LIKE_THE_TRACE, num_prompts=num_prompts, request_rate=rate))
+
+
+def _command_rate(words: Sequence[str]) -> float:
+    """Run the command; returns the requests per second of its processor time."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", "simulate", *words],
+        env=python_environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return float(json.loads(done.stdout)["completed"] / seconds)
 
 
 def fleet(setting: Setting) -> Iterator[Row]:
