@@ -6,9 +6,10 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nanovllm.assembly.scheduling import create_manager, create_scheduler, loop_settings
 from nanovllm.core.block_pool import InvariantError
@@ -33,6 +34,7 @@ from nanovllm.features.speculation.scheduling import (
 )
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.scheduling import KVTransfer
+from nanovllm.simulate.recorded import Sample, first_with_block, recorded_requests
 from nanovllm.trace.record import StepRecord, TransfersEnded
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
@@ -54,8 +56,6 @@ COMPARED = (
     "num_free_blocks",
     "num_evictions",
 )
-# An event between two steps, with the number of steps whose results were missing.
-Event = tuple[int, Callable[[], object]]
 # Connectors of prefill and decode engines.
 PEER_CONNECTORS = ("local", "nixl")
 # Token ids do not matter, except that one of them ends a request.
@@ -82,6 +82,19 @@ class ReplayResult:
         return f"{text} ({self.ended_by})" if self.ended_by else text
 
 
+class Event(NamedTuple):
+    """What happened between two steps.
+
+    Attributes:
+        in_flight: the number of steps whose results were missing.
+        time: in seconds; for all but arrivals, that of the next plan.
+    """
+
+    in_flight: int
+    time: float
+    action: Callable[[], object]
+
+
 class Difference(Exception):
     """A step differs from the recorded one."""
 
@@ -93,12 +106,28 @@ def replay(trace: Trace) -> ReplayResult:
     Raises:
         UsageError: the trace does not have what a replay needs.
     """
+    check_begin(trace)
+    return _StepByStep(trace).run()
+
+
+def check_begin(trace: Trace) -> None:
+    """Check that a trace begins with the engine.
+
+    Raises:
+        UsageError: it does not.
+    """
     for first in trace.steps[:1]:
         if first.step or {*first.waiting, *first.running} - first.arrived.keys():
             raise UsageError(
                 "the trace begins in the middle of a run: record one with `nanovllm serve --trace`"
             )
-    return _Replay(trace).run()
+
+
+def has_failed(record: StepRecord) -> bool:
+    """Return whether the engine has lost requests before a step: others were to blame for it."""
+    shares = {share.request_id for share in record.requests}
+    lost = record.finished.keys() - record.aborted.keys() - shares
+    return any(record.finished[name] == "error" for name in lost)
 
 
 def run(path: str) -> int:
@@ -158,49 +187,16 @@ def config_of(settings: TraceSettings) -> ResolvedConfig:
     )
 
 
-class BlockNames:
-    """Names of the blocks of all requests of a trace, equal for blocks with equal tokens. They take
-    the place of the blocks' hashes."""
+class RecordedNgrams(NgramProposer):
+    """Drafts as many tokens as the recorded request had in its next step."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._block_size = trace.settings.block_size
-        # By arrival: request id, prompt length, and which arrival had how many of the first blocks.
-        self._arrivals: list[tuple[str, int, tuple[int, int]]] = []
-        # The same of blocks with output.
-        self._prefixes: dict[int, tuple[int, int]] = {}
-        self._num_sampled: Counter[str] = Counter()
-        numbers: dict[str, int] = {}
-        for record in trace.steps:
-            for name, length in record.arrived.items():
-                numbers[name] = len(self._arrivals)
-                self._arrivals.append((name, length, record.arrivals[name].prefix or (0, 0)))
-            self._prefixes |= {numbers[name]: prefix for name, prefix in record.prefixes.items()}
-            for share in record.requests:
-                self._num_sampled[share.request_id] += len(share.sampled)
-
-    def of(self, number: int) -> list[bytes]:
-        """Return the names of an arrival's full blocks, those with output included."""
-        name, length, _ = self._arrivals[number]
-        count = (length + self._num_sampled[name]) // self._block_size
-        return [b"%d %d" % (self._first_with(number, i), i) for i in range(count)]
-
-    def _first_with(self, number: int, index: int) -> int:
-        """Return which arrival was the first with this block."""
-        while True:
-            _, length, (owner, count) = self._arrivals[number]
-            if index >= length // self._block_size:
-                owner, count = self._prefixes.get(number, (0, 0))
-            if index >= count:
-                return number
-            number = owner
-
-
-class ManyDrafts(NgramProposer):
-    """Drafts as many tokens as the scheduler wants."""
+    def __init__(self, samples: deque[Sample]) -> None:
+        super().__init__(1, 1)
+        self.samples = samples
 
     def propose(self, token_ids: list[int], count: int) -> list[int]:
         """Return the drafts."""
-        return [TOKEN] * count
+        return [TOKEN] * min(count, self.samples[0].num_drafts if self.samples else count)
 
 
 class RecordedTransfers(KVConnectorScheduler):
@@ -241,102 +237,66 @@ class RecordedTransfers(KVConnectorScheduler):
         return request.request_id in self.held, None
 
 
-class _Replay(StepRecorder, Executor):
-    """Takes the places of the engine's ranks, whose results are the recorded ones, and of its
-    recorder, which compares each step.
+class ReplayedEngine(StepRecorder, Executor):
+    """The engine's loop and scheduler on a virtual clock. This class takes the place of the ranks,
+    whose results are the recorded ones, and of the engine's recorder.
+
+    Args:
+        trace: of the recorded engine.
+        replayed: gets the records of the steps that this engine makes; None: they are not kept.
 
     Attributes:
         now: the virtual time, in seconds.
-        expected: the next record of the trace; None once it was compared.
-        in_flight: the records of steps whose results are missing.
-        num_steps: steps that are equal.
+        samples: by request, the samples that it did not get yet.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, replayed: Trace | None = None) -> None:
         config = config_of(trace.settings)
         connector = None
         peers = Peers()
         if config.given.kv_transfer is not None:
             connector = RecordedTransfers(config.given, trace.steps)
             peers.may_free_blocks = True
+            peers.is_quiet = True
         scheduler = create_scheduler(config, create_manager(config), connector)
-        super().__init__(None, scheduler)
+        super().__init__(replayed, scheduler)
         self.now = 0.0
         settings = loop_settings(config)
         self.core = EngineCore(scheduler, self, settings, peers, clock=lambda: self.now)
         self.core.recorder = self
-        self.steps = trace.steps
-        self.names = BlockNames(trace)
-        self.speculation = [f for f in scheduler.features if isinstance(f, Speculation)]
-        self.expected: StepRecord | None = None
-        self.in_flight: deque[StepRecord] = deque()
-        self.num_steps = 0
+        self.recorded = recorded_requests(trace.steps)
+        self.samples: dict[str, deque[Sample]] = {}
+        self._ends: dict[str, str] = {}
+        self._speculation = [f for f in scheduler.features if isinstance(f, Speculation)]
 
-    def run(self) -> ReplayResult:
-        """Replay all steps, or those up to the first that differs."""
-        for record in self.steps:
-            shares = {share.request_id for share in record.requests}
-            lost = record.finished.keys() - record.aborted.keys() - shares
-            if any(record.finished[name] == "error" for name in lost):
-                failed = f"the recorded engine failed before step {record.step}"
-                return ReplayResult(self.num_steps, ended_by=failed)
-            self.expected = record
-            try:
-                for in_flight, event in self._events(record):
-                    while len(self.in_flight) > in_flight:
-                        self._step(record)
-                    event()
-                while record.requests and self.expected is record:
-                    self._step(record)
-                if self.expected is record and not self.in_flight:
-                    self._look(record)
-            except (Difference, InvariantError, LookupError, ValueError) as error:
-                return ReplayResult(self.num_steps, f"step {record.step} differs: {error}")
-        return ReplayResult(self.num_steps)
+    # ---------------------------------------------------------------- what happened
 
-    def _step(self, record: StepRecord) -> None:
-        """Let the engine plan a step, or take a result."""
-        for share in record.requests:
-            if (request := self.scheduler.queues.requests.get(share.request_id)) is not None:
-                del request.extra_token_ids[share.num_drafts :]
-        self.now = record.start
-        num_in_flight = len(self.in_flight)
-        self.core.step()
-        if self.expected is record and len(self.in_flight) == num_in_flight:
-            raise Difference("replayed, it has nothing to compute")
+    def events(self, record: StepRecord, live: Container[str]) -> list[Event]:
+        """Return what happened before a step, in order.
 
-    def _look(self, record: StepRecord) -> None:
-        """Compare the state of an engine that has planned nothing."""
-        if self._held() != record.held:  # it has begun to load KV
-            self.core.step()
-        mine = self.begin(SchedulerOutput(), record.step, record.start)
-        self.finish(mine, 0.0, ModelRunnerOutput(), [])
-
-    def flush(self, step: int, start: float, is_idle: bool = True) -> None:
-        """The trace states when the recorded engine did this."""
-
-    def _events(self, record: StepRecord) -> list[Event]:
-        """Return what happened before a step, in order."""
+        Args:
+            live: ids of the requests that have not ended.
+        """
         core = self.core
-        aborts: dict[str, Event] = {
-            name: (in_flight, functools.partial(core.abort_request, name, record.finished[name]))
-            for name, in_flight in record.aborted.items()
-            if record.finished[name] != "error"  # its KV did not arrive
-        }
-        arrivals: list[Event] = [
-            (arrival.in_flight, functools.partial(self._add, name, record))
+        planned = record.planned or record.start
+        arrivals = [
+            Event(arrival.in_flight, arrival.time, functools.partial(self._add, name, record))
             for name, arrival in record.arrivals.items()
         ]
-        resets: list[Event] = [(count, core.reset_prefix_cache) for count in record.cache_resets]
+        resets = [Event(n, planned, core.reset_prefix_cache) for n in record.cache_resets]
+        aborts = {
+            name: Event(n, planned, functools.partial(core.abort_request, name, reason))
+            for name, n in record.aborted.items()
+            # Those whose KV did not arrive have ended with a transfer.
+            if (reason := record.finished[name]) != "error"
+        }
         # A request that has not arrived yet is aborted after it has.
-        live = core.scheduler.queues.requests.keys()
         first = [aborts.pop(name) for name in list(aborts) if name in live]
-        transfers: list[Event] = [
-            (ended.in_flight, functools.partial(self._end_transfers, ended))
+        transfers = [
+            Event(ended.in_flight, planned, functools.partial(self._end_transfers, ended))
             for ended in record.transfers
         ]
-        events = [*resets, *first, *arrivals, *aborts.values(), *transfers]
-        return sorted(events, key=lambda event: -event[0])
+        return [*resets, *first, *arrivals, *aborts.values(), *transfers]
 
     def _add(self, name: str, record: StepRecord) -> None:
         """Queue a request that the scheduler treats like the recorded one."""
@@ -363,37 +323,118 @@ class _Replay(StepRecorder, Executor):
         )
         transfer.update_from_transfers(output, self.scheduler)
 
+    def arrived(self, request: Request, time: float) -> None:
+        """Give a request what the trace says of it."""
+        number = self._num_arrivals
+        recorded = self.recorded[number]
+        size = self.scheduler.manager.block_size
+        # All blocks that it may fill. Equal blocks have equal names, as their hashes were equal.
+        request.block_hashes = [
+            b"%d %d" % (first_with_block(self.recorded, number, i, size), i)
+            for i in range(request.max_num_tokens // size)
+        ]
+        samples = self.samples[request.request_id] = deque(recorded.samples)
+        self._ends[request.request_id] = "" if recorded.is_aborted else recorded.reason
+        for speculation in self._speculation:
+            speculation.history_of(request).ngrams = RecordedNgrams(samples)
+        super().arrived(request, time)
+
     # ---------------------------------------------------------------- as the ranks
 
-    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Return a function that returns a step's recorded result."""
-        return functools.partial(self._result, plan)
-
-    def _result(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        record = self.in_flight[0]
-        self.now = round(record.start + record.duration, 6)
+    def result(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Return what the recorded requests got when they had computed as much."""
         result = ModelRunnerOutput()
-        for share in record.requests:
-            reason = record.finished.get(share.request_id)
-            if tokens := [SampledToken(TOKEN) for _ in share.sampled]:
-                tokens[-1].token_id = STOP if reason == "stop" else TOKEN
-                tokens[0].error = "as recorded" if reason == "error" else ""
+        for share in plan.requests:
+            if share.samples:
+                tokens = self._sample(share.request_id, share.samples)
                 result.sampled[share.request_id] = tokens
         drafts = num_drafts_wanted(plan).items()
         result.extras[DRAFTS] = {name: [TOKEN] * count for name, count in drafts}
         return result
 
+    def _sample(self, name: str, most: int) -> list[SampledToken]:
+        """Return a request's next tokens."""
+        samples = self.samples[name]
+        num_tokens = min(most, samples.popleft().num_tokens if samples else most)
+        tokens = [SampledToken(TOKEN) for _ in range(num_tokens)]
+        if not samples and self._ends[name] == "stop":
+            tokens[-1].token_id = STOP
+        elif not samples and self._ends[name] == "error":
+            tokens[0].error = "as recorded"
+        return tokens
+
     def forget_requests(self) -> None:
-        """Called after a difference was found, which ends the replay."""
+        """A step has failed; the caller learns why."""
 
-    # ---------------------------------------------------------------- as the recorder
 
-    def arrived(self, request: Request, time: float) -> None:
-        """Name a request's blocks as in the recorded run."""
-        request.block_hashes = self.names.of(self._num_arrivals)
-        for speculation in self.speculation:
-            speculation.history_of(request).ngrams = ManyDrafts(1, 1)
-        super().arrived(request, time)
+class _StepByStep(ReplayedEngine):
+    """Gives events to the engine before the steps before which they happened, and compares each
+    step.
+
+    Attributes:
+        expected: the next record of the trace; None once it was compared.
+        in_flight: the records of steps whose results are missing.
+        num_steps: steps that are equal.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.steps = trace.steps
+        self.expected: StepRecord | None = None
+        self.in_flight: deque[StepRecord] = deque()
+        self.num_steps = 0
+
+    def run(self) -> ReplayResult:
+        """Replay all steps, or those up to the first that differs."""
+        for record in self.steps:
+            if has_failed(record):
+                failed = f"the recorded engine failed before step {record.step}"
+                return ReplayResult(self.num_steps, ended_by=failed)
+            self.expected = record
+            try:
+                self._replay(record)
+            except (Difference, InvariantError, LookupError, ValueError) as error:
+                return ReplayResult(self.num_steps, f"step {record.step} differs: {error}")
+        return ReplayResult(self.num_steps)
+
+    def _replay(self, record: StepRecord) -> None:
+        events = self.events(record, self.scheduler.queues.requests.keys())
+        for event in sorted(events, key=lambda event: -event.in_flight):
+            while len(self.in_flight) > event.in_flight:
+                self._step(record)
+            event.action()
+        while record.requests and self.expected is record:
+            self._step(record)
+        if self.expected is record and not self.in_flight:
+            self._look(record)
+
+    def _step(self, record: StepRecord) -> None:
+        """Let the engine plan a step, or take a result."""
+        self.now = record.start
+        num_in_flight = len(self.in_flight)
+        self.core.step()
+        if self.expected is record and len(self.in_flight) == num_in_flight:
+            raise Difference("replayed, it has nothing to compute")
+
+    def _look(self, record: StepRecord) -> None:
+        """Compare the state of an engine that has planned nothing."""
+        if self._held() != record.held:  # it has begun to load KV
+            self.core.step()
+        mine = self.begin(SchedulerOutput(), record.step, record.start)
+        self.finish(mine, 0.0, ModelRunnerOutput(), [])
+
+    def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Return a function that returns a step's recorded result."""
+
+        def wait() -> ModelRunnerOutput:
+            record = self.in_flight[0]
+            self.now = round(record.start + record.duration, 6)
+            return self.result(plan)
+
+        return wait
+
+    def flush(self, step: int, start: float, is_idle: bool = True) -> None:
+        """The trace states when the recorded engine did this."""
 
     def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord:
         """Compare a step.

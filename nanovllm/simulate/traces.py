@@ -8,8 +8,7 @@ import gzip
 import itertools
 import re
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -19,8 +18,9 @@ from msgspec import Meta, convert
 from msgspec.structs import replace
 
 from nanovllm.data.errors import UsageError
+from nanovllm.simulate.recorded import first_with_block, recorded_requests
 from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
-from nanovllm.trace.record import Arrival, StepRecord
+from nanovllm.trace.record import StepRecord
 from nanovllm.trace.trace import GZIP_MAGIC, read_trace
 
 FORMATS = (
@@ -222,54 +222,26 @@ def _bench_requests(path: str | Path, text: bytes) -> Iterator[WorkloadRequest]:
 
 
 def _traced_requests(records: Iterable[StepRecord], block_size: int) -> Iterator[WorkloadRequest]:
-    """The requests of a trace in the order of their arrivals. Each is known when it has ended, or
-    when the trace has. One that was aborted would have got as many tokens as it may."""
-    queue: deque[tuple[int, WorkloadRequest]] = deque()
-    prefixes: list[tuple[int, int]] = []
-    lengths: Counter[str] = Counter()
-    ended: dict[str, int | None] = {}  # when they were aborted, if they were
-
-    def complete(number: int, request: WorkloadRequest) -> WorkloadRequest:
-        num_output_tokens = lengths.pop(request.request_id, 0)
-        abort = ended.pop(request.request_id, None)
+    """The requests of a trace. One that was aborted would have got as many tokens as it may."""
+    requests = recorded_requests(records)
+    for number, each in enumerate(requests):
+        num_output_tokens = each.num_sampled
+        abort = round(each.end * SECOND) if each.reason == "abort" else None
         if abort is not None:
-            num_output_tokens = max(num_output_tokens, request.num_output_tokens)
-        num_blocks = -(-(request.num_prompt_tokens + num_output_tokens) // block_size)
-        return replace(
-            request,
+            num_output_tokens = max(num_output_tokens, each.arrival.max_tokens)
+        num_blocks = -(-(each.num_prompt_tokens + num_output_tokens) // block_size)
+        yield WorkloadRequest(
+            request_id=each.name,
+            arrival=round(each.arrival.time * SECOND),
+            num_prompt_tokens=each.num_prompt_tokens,
             num_output_tokens=num_output_tokens,
+            priority=each.arrival.priority,
             abort=abort,
-            prefix_ids=[_owner(prefixes, number, i) << 32 | i for i in range(num_blocks)],
+            prefix_ids=[
+                first_with_block(requests, number, i, block_size) << 32 | i
+                for i in range(num_blocks)
+            ],
         )
-
-    for record in records:
-        for name, length in record.arrived.items():
-            arrival = record.arrivals.get(name) or Arrival(time=record.start, max_tokens=0)
-            request = WorkloadRequest(
-                request_id=name,
-                arrival=round(arrival.time * SECOND),
-                num_prompt_tokens=length,
-                num_output_tokens=arrival.max_tokens,
-                priority=arrival.priority,
-            )
-            queue.append((len(prefixes), request))
-            prefixes.append(arrival.prefix or (0, 0))
-        lengths.update({share.request_id: len(share.sampled) for share in record.requests})
-        now = round(record.start * SECOND)
-        for name, reason in record.finished.items():
-            ended[name] = now if reason == "abort" else None
-        while queue and queue[0][1].request_id in ended:
-            yield complete(*queue.popleft())
-    for number, request in queue:
-        yield complete(number, request)
-
-
-def _owner(prefixes: Sequence[tuple[int, int]], number: int, index: int) -> int:
-    """Return which arrival was the first with a block, given for each the arrival that has so many
-    of its first blocks."""
-    while index < prefixes[number][1]:
-        number = prefixes[number][0]
-    return number
 
 
 def _scaled(

@@ -121,6 +121,7 @@ class StepRecord:
     Attributes:
         step: counts from 0; a record without requests has the number of the step after it.
         start, duration: seconds since the trace began.
+        planned: when the step was planned, if the device was busy until `start`; 0: then, too.
         token_budget: the most tokens that the step may compute: `max_num_batched_tokens`, or what
             `max_step_ms` allows.
         arrived: request id to prompt length, for requests added since the last step.
@@ -156,6 +157,7 @@ class StepRecord:
     duration: float
     token_budget: int
     requests: list[TracedRequest]
+    planned: float = 0.0
     arrived: dict[str, int] = field(default_factory=dict)
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     prefixes: dict[str, tuple[int, int]] = field(default_factory=dict)

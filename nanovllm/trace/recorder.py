@@ -163,6 +163,7 @@ class StepRecorder(Recorder):
             self._next,
             step=step,
             start=start,
+            planned=start,
             token_budget=plan.token_budget,
             requests=shares,
             admitted=plan.admitted,
@@ -245,6 +246,8 @@ class StepRecorder(Recorder):
         if record is None:
             return
         record.duration = duration
+        if record.planned == record.start:
+            record.planned = 0.0
         for request in record.requests:
             # Accepted drafts behind the request's end do not count.
             if request.num_drafts and request.request_id in by_id:

@@ -1,0 +1,103 @@
+"""What a trace says of each request: when it arrived, what its blocks share with others, and what
+it sampled when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanovllm.trace.record import Arrival, StepRecord
+
+
+class Sample(NamedTuple):
+    """What a request got from a step.
+
+    Attributes:
+        time: when the step ended, in seconds.
+        num_tokens: the new tokens.
+        num_drafts: drafts that the step verified.
+    """
+
+    time: float
+    num_tokens: int
+    num_drafts: int
+
+
+@dataclass
+class RecordedRequest:
+    """A request of a trace.
+
+    Attributes:
+        output_prefix: like `Arrival.prefix`, of its blocks with output.
+        reason: why it ended; "": it did not.
+        is_aborted: it ended between two steps.
+        end: when it ended, in seconds; if aborted, at the latest.
+    """
+
+    name: str
+    num_prompt_tokens: int
+    arrival: Arrival
+    output_prefix: tuple[int, int] | None = None
+    samples: list[Sample] = field(default_factory=list)
+    reason: str = ""
+    is_aborted: bool = False
+    end: float = 0.0
+
+    @property
+    def num_sampled(self) -> int:
+        """The length of its output."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+
+def recorded_requests(records: Iterable[StepRecord]) -> list[RecordedRequest]:
+    """Return the requests of a trace in the order of their arrivals. Those of older traces have
+    arrived with the step that mentions them."""
+    requests: list[RecordedRequest] = []
+    # The newest request of each name, and those of them that have not ended.
+    named: dict[str, RecordedRequest] = {}
+    live: dict[str, RecordedRequest] = {}
+    for record in records:
+        # Of two requests with one name in a record, the earlier one has ended.
+        for name in live.keys() & record.aborted.keys():
+            _end(live.pop(name), record)
+        for name, length in record.arrived.items():
+            arrival = record.arrivals.get(name) or Arrival(time=record.start, max_tokens=0)
+            named[name] = live[name] = RecordedRequest(name, length, arrival)
+            requests.append(named[name])
+        for share in record.requests:
+            # A step in flight samples once more for a request that has ended.
+            if share.sampled and share.request_id in live:
+                sample = Sample(
+                    record.start + record.duration, len(share.sampled), share.num_drafts
+                )
+                live[share.request_id].samples.append(sample)
+        for name in live.keys() & record.finished.keys():
+            _end(live.pop(name), record)
+        for name in named.keys() & record.prefixes.keys():
+            named[name].output_prefix = record.prefixes[name]
+    return requests
+
+
+def _end(request: RecordedRequest, record: StepRecord) -> None:
+    request.reason = record.finished[request.name]
+    request.is_aborted = all(share.request_id != request.name for share in record.requests)
+    request.end = record.start + (0.0 if request.is_aborted else record.duration)
+
+
+def first_with_block(
+    requests: Sequence[RecordedRequest], number: int, index: int, block_size: int
+) -> int:
+    """Return which request of a trace was the first to have a block.
+
+    Args:
+        number, index: a request that has it, and its place there.
+    """
+    while True:
+        request = requests[number]
+        is_prompt = index < request.num_prompt_tokens // block_size
+        prefix = request.arrival.prefix if is_prompt else request.output_prefix
+        owner, count = prefix or (number, 0)
+        if index >= count:
+            return number
+        number = owner
