@@ -6,6 +6,7 @@ import argparse
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from nanovllm.assembly.flags import Parser, add_flags
 from nanovllm.data.checks import did_you_mean
@@ -75,6 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of simulating, give the arrivals and step times of a file of `nanovllm serve "
         "--trace` to the scheduler, and compare every plan with the recorded one",
     )
+    output.add_argument(
+        "--by-time",
+        choices=("median", "recorded"),
+        nargs="?",
+        const="median",
+        help="with --replay, let requests arrive at their recorded times, instead of before the "
+        "recorded steps, and report how much their latencies differ. A step begins the median gap "
+        "after the one before, or when it did (recorded)",
+    )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     output.add_argument(
         "--perfetto",
@@ -101,7 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     settings = {name: vars(arguments)[name] for name in known_settings()}
     if arguments.replay is not None:
-        return run_replay(arguments.replay)
+        return run_replay(arguments.replay, arguments.by_time, arguments.json)
+    if arguments.by_time is not None:
+        raise UsageError("--by-time is for replays: name a trace with --replay")
     if arguments.calibrate is not None:
         run_calibration(settings, arguments.calibrate)
     elif arguments.sweep:
@@ -153,14 +165,25 @@ def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> 
         print_sweep(points, summaries)
 
 
-def run_replay(path: str) -> int:
-    """Replay a trace, and print whether its plans are equal; see `replay.run`."""
-    from nanovllm.simulate import replay
+def run_replay(path: str, by_time: str | None, as_json: bool) -> int:
+    """Replay a trace, and print what the replay has in common with it. Returns 1 if a plan differs
+    that should be equal."""
+    from nanovllm.simulate.by_time import replay_by_time
+    from nanovllm.simulate.replay import replay
+    from nanovllm.simulate.tables import print_comparison
+    from nanovllm.trace.trace import Trace
 
     try:
-        return replay.run(path)
+        trace = Trace.load(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}: name a file") from error
+    if by_time is not None:
+        comparison = replay_by_time(trace, "recorded" if by_time == "recorded" else "median")
+        print(json.dumps(comparison)) if as_json else print_comparison(comparison)
+        return 0
+    result = replay(trace)
+    print(json.dumps(asdict(result)) if as_json else result)
+    return int(bool(result.difference))
 
 
 def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:

@@ -130,17 +130,6 @@ def has_failed(record: StepRecord) -> bool:
     return any(record.finished[name] == "error" for name in lost)
 
 
-def run(path: str) -> int:
-    """Replay a file, and print the result. Return the command's exit status: 1 if a step differs.
-
-    Raises:
-        UsageError: the file cannot be replayed.
-    """
-    result = replay(Trace.load(path))
-    print(result)
-    return int(bool(result.difference))
-
-
 def config_of(settings: TraceSettings) -> ResolvedConfig:
     """Return the settings of the engine that wrote a trace, as far as they decide its plans.
 
@@ -266,7 +255,7 @@ class ReplayedEngine(StepRecorder, Executor):
         self.core.recorder = self
         self.recorded = recorded_requests(trace.steps)
         self.samples: dict[str, deque[Sample]] = {}
-        self._ends: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
         self._speculation = [f for f in scheduler.features if isinstance(f, Speculation)]
 
     # ---------------------------------------------------------------- what happened
@@ -334,10 +323,10 @@ class ReplayedEngine(StepRecorder, Executor):
             for i in range(request.max_num_tokens // size)
         ]
         samples = self.samples[request.request_id] = deque(recorded.samples)
-        self._ends[request.request_id] = "" if recorded.is_aborted else recorded.reason
+        self._reasons[request.request_id] = "" if recorded.is_aborted else recorded.reason
         for speculation in self._speculation:
             speculation.history_of(request).ngrams = RecordedNgrams(samples)
-        super().arrived(request, time)
+        super().arrived(request, recorded.arrival.time)
 
     # ---------------------------------------------------------------- as the ranks
 
@@ -357,9 +346,9 @@ class ReplayedEngine(StepRecorder, Executor):
         samples = self.samples[name]
         num_tokens = min(most, samples.popleft().num_tokens if samples else most)
         tokens = [SampledToken(TOKEN) for _ in range(num_tokens)]
-        if not samples and self._ends[name] == "stop":
+        if not samples and self._reasons[name] == "stop":
             tokens[-1].token_id = STOP
-        elif not samples and self._ends[name] == "error":
+        elif not samples and self._reasons[name] == "error":
             tokens[0].error = "as recorded"
         return tokens
 

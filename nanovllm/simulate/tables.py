@@ -86,6 +86,19 @@ def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summ
     console.print(table, *errors, highlight=False)
 
 
+def print_comparison(comparison: Summary) -> None:
+    """Print how a replay by time (`by_time.replay_by_time`) differs from the recorded run."""
+    names = ("recorded", "replayed", "difference")
+    table = Table("", *(Column(name, justify="right") for name in names))
+    recorded = comparison.pop("recorded")
+    replayed = comparison.pop("replayed")
+    assert isinstance(recorded, dict) and isinstance(replayed, dict)
+    for name, value in recorded.items():
+        change = f"{replayed[name] / value - 1:+.2%}" if value else ""
+        table.add_row(name.replace("_", " "), _shown(value), _shown(replayed[name]), change)
+    Console(width=WIDTH).print(_shown(comparison).replace("_", " "), table, highlight=False)
+
+
 def _shown(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())

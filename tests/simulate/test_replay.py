@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from nanovllm.assembly.engine import Engine
+from nanovllm.cli.main import main
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
@@ -18,19 +20,24 @@ from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.lab.bench.workloads import NAMED, Workload
-from nanovllm.simulate.replay import replay, run
+from nanovllm.simulate.by_time import replay_by_time
+from nanovllm.simulate.replay import replay
 from nanovllm.trace.trace import Trace, TracedRequest
 from tests.examples import examples
 from tests.kv_transfer.test_disaggregated import WAYS, make_fleet, prompts, send
+from tests.models.test_eagle import CONFIG, random_head, write
 from tests.oracle import make_checkpoint
 from tests.stages import staged  # noqa: F401
 
 DRAFTS = '{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1%s}'
 # So many drafts pay by the scheduler's own measurements, or always three.
 MEASURED_DRAFTS = DRAFTS % ""
-THREE_DRAFTS = DRAFTS % (
-    ', "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]'
-)
+THREE = ', "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]'
+THREE_DRAFTS = DRAFTS % THREE
+# `make_engine` names the folder of the head.
+HEAD = '{"method": "eagle3", "model": "HEAD"%s}'
+MEASURED_HEAD = HEAD % ', "num_speculative_tokens": 3'
+THREE_OF_HEAD = HEAD % THREE
 ENGINES: list[dict[str, Any]] = [
     {},
     {"enable_prefix_caching": False},
@@ -42,6 +49,8 @@ ENGINES: list[dict[str, Any]] = [
     {"batching_policy": "static"},
     {"speculative_config": THREE_DRAFTS},
     {"speculative_config": MEASURED_DRAFTS, "async_scheduling": True},
+    {"speculative_config": THREE_OF_HEAD},
+    {"speculative_config": MEASURED_HEAD, "async_scheduling": True},
     {"async_scheduling": True, "max_step_ms": 3.0, "max_num_batched_tokens": 128},
     {"async_scheduling": True, "preemption_mode": "swap", "swap_space": 0.001},
 ]
@@ -54,7 +63,9 @@ ACTIONS = {"step": 12, "add": 4, "again": 1, "twins": 0.5, "abort": 1, "reset": 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+    folder = tmp_path_factory.mktemp("tiny")
+    write(folder / "head", random_head(), CONFIG)
+    return str(make_checkpoint(folder / "model"))
 
 
 class Clients:
@@ -128,6 +139,9 @@ def make_engine(checkpoint: str, **options: Any) -> Engine:
         "max_num_seqs": 6,
         "max_num_batched_tokens": 24,
     }
+    if "speculative_config" in options:
+        head = str(pathlib.Path(checkpoint).with_name("head"))
+        options["speculative_config"] = options["speculative_config"].replace("HEAD", head)
     config = EngineConfig(checkpoint, dtype="float32", device="cpu", **(settings | options))
     return Engine(config)
 
@@ -141,6 +155,14 @@ def record(core: Engine, seed: int, num_actions: int) -> Trace:
 
 def count(trace: Trace) -> int:
     return sum(bool(step.requests) for step in trace)
+
+
+def check_by_time(trace: Trace, begins: Literal["recorded", "median"]) -> None:
+    """Replay a trace by time: all plans are equal, and all times to within a microsecond."""
+    result = replay_by_time(trace, begins)
+    numbers = [result[f"num_{name}"] for name in ("steps", "replayed_steps", "equal_plans")]
+    assert numbers == [count(trace)] * 3
+    assert result["replayed"] == pytest.approx(result["recorded"], abs=2e-3)
 
 
 @pytest.mark.usefixtures("staged")
@@ -160,6 +182,11 @@ def test_every_plan_is_equal(
         core = make_engine(checkpoint, trace=str(tmp_path / "run.jsonl"), **options)
         trace = record(core, seed, 250)
         assert str(replay(trace)) == f"{count(trace)} steps, all plans equal"
+        if options.get("pipeline_parallel_size") != 2:
+            check_by_time(trace, "recorded")
+        else:  # whether a result was taken before a plan is in the trace, but not in its times
+            equal = replay_by_time(trace, "recorded")["num_equal_plans"]
+            assert isinstance(equal, int) and 0.9 * count(trace) < equal
         for step in trace:
             happened |= {name for name, value in vars(step).items() if value}
             happened |= {f"prefix of {bool(a.prefix)}" for a in step.arrivals.values()}
@@ -170,9 +197,9 @@ def test_every_plan_is_equal(
     assert ("True hit" in happened) == ("prefix of True" in happened) == caches
     assert {"preempted", "finished", "cache_resets", "blocked_by"} < happened
     assert ("prefixes" in happened) == caches, "two answers are the same"
-    assert ("drafts" in happened) == (options.get("speculative_config") == THREE_DRAFTS) or (
-        options.get("speculative_config") == MEASURED_DRAFTS
-    )
+    drafts = options.get("speculative_config")
+    if drafts in (None, THREE_DRAFTS, THREE_OF_HEAD):
+        assert ("drafts" in happened) == (drafts is not None)
     assert "aborted" in happened
     assert ("in flight" in happened) == bool(core.settings.steps_ahead)
     assert ("swap_in" in happened) == (core.config.preemption_mode == "swap")
@@ -330,19 +357,84 @@ def test_times_decide(options: dict[str, Any], checkpoint: str, tmp_path: pathli
     assert any(" differs: " in difference for difference in differences)
 
 
+# ---------------------------------------------------------------- by time
+
+
+def regular(trace: Trace) -> Trace:
+    """The same steps, 2 ms after one another, each as long as its work wants; a request that
+    arrives at an idle engine is planned after 3 ms."""
+    end = 0.0
+    for step in trace:
+        is_idle = {*step.waiting, *step.running, *step.swapped} <= step.arrivals.keys()
+        step.start = round(end + (1.0 if is_idle else 0.002), 6)
+        step.duration = (0.01 + step.num_tokens / 1000) * bool(step.requests)
+        step.planned = 0.0
+        time = round(step.start - (0.003 if is_idle else 0.001), 6)
+        for name, arrival in step.arrivals.items():
+            step.arrivals[name] = msgspec.structs.replace(arrival, time=time)
+        if step.requests:
+            end = step.start + step.duration
+    return trace
+
+
+def test_gaps_and_sizes_decide_when_steps_end(recorded: pathlib.Path) -> None:
+    trace = regular(Trace.load(recorded))
+    check_by_time(trace, "median")
+    result = replay_by_time(trace)
+    assert result["median_gap_ms"] == pytest.approx(2)
+    # A slow host now and then: the median gap is the same, but the run was longer.
+    for step in trace.steps[len(trace) // 2 :: 3]:
+        for later in trace.steps[trace.steps.index(step) :]:
+            later.start += 0.005
+            for name, arrival in later.arrivals.items():
+                later.arrivals[name] = msgspec.structs.replace(arrival, time=arrival.time + 0.005)
+    slow = replay_by_time(trace)
+    assert slow["median_gap_ms"] == pytest.approx(2)
+    assert slow["recorded"] != pytest.approx(slow["replayed"], rel=1e-4)
+    check_by_time(trace, "recorded")
+
+
+def test_a_run_that_failed_is_compared_as_far_as_it_went(recorded: pathlib.Path) -> None:
+    trace = regular(Trace.load(recorded))
+    whole = replay_by_time(trace)
+    step = [step for step in trace if step.requests][40]
+    step.finished = dict.fromkeys(step.running, "error")
+    step.requests = []
+    assert 0 < replay_by_time(trace)["num_steps"] < whole["num_steps"]  # type: ignore[operator]
+
+
 # ---------------------------------------------------------------- the command
+
+
+def test_times_are_printed(recorded: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--replay", str(recorded), "--by-time"]
+    assert main([*command, "recorded", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == replay_by_time(Trace.load(recorded), "recorded")
+    assert main([*command, "recorded"]) == 0
+    table = capsys.readouterr().out
+    assert f"num equal plans {found['num_steps']}" in table
+    assert "mean ttft ms" in table and "+0.00%" in table
+    assert main(command) == 0
+    assert f"{replay_by_time(Trace.load(recorded))['median_gap_ms']:.4g}" in capsys.readouterr().out
+    assert main(["simulate", "--by-time"]) == 2
+    assert "--by-time is for replays" in capsys.readouterr().err
 
 
 def test_the_result_is_printed(
     recorded: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(str(recorded)) == 0
+    command = ["simulate", "--replay", str(recorded)]
+    assert main(command) == 0
     trace = Trace.load(recorded)
     assert capsys.readouterr().out == f"{count(trace)} steps, all plans equal\n"
+    assert main([*command, "--json"]) == 0
+    expected = {"num_steps": count(trace), "difference": "", "ended_by": ""}
+    assert json.loads(capsys.readouterr().out) == expected
     step = [step for step in trace if step.requests][9]
     step.requests[0].start += 1
     trace.save(tmp_path / "changed.jsonl")
-    assert run(str(tmp_path / "changed.jsonl")) == 1
+    assert main(["simulate", "--replay", str(tmp_path / "changed.jsonl")]) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"step {step.step} differs: requests[0]: replayed TracedRequest(")
 

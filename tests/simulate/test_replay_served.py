@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import random
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -17,8 +16,7 @@ import pytest
 from nanovllm.simulate.replay import replay
 from nanovllm.trace.trace import Trace
 from tests.examples import by_night
-from tests.kv_fleet import KVFleet
-from tests.models.test_eagle import CONFIG, random_head, write
+from tests.kv_fleet import RouterProcess
 from tests.server_process import ServerProcess, wait_until
 
 NUM_CLIENTS = 6
@@ -102,14 +100,45 @@ def check(path: pathlib.Path) -> set[str]:
     return happened
 
 
+# What happens with all servers.
+ALWAYS = {"preempted", "aborted", "priority", "hit", "prefixes", "abort", "length", "stop"}
+
+
 @pytest.mark.started
 @pytest.mark.parametrize("name", ["asynchronous", *by_night(SERVERS.keys() - {"asynchronous"})])
 def test_a_server(name: str, tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.jsonl"
-    with ServerProcess(
-        tiny_model, tmp_path, *SMALL, *SERVERS[name], "--trace", str(path)
-    ) as server:
+    options = [*SMALL, *SERVERS[name], "--trace", str(path)]
+    with ServerProcess(tiny_model, tmp_path, *options) as server:
         use(server, 12)
+        stopped = server.complete(prompt="abc", stop="a", logit_bias={"97": 100}, max_tokens=20)
+        assert stopped["choices"][0]["finish_reason"] == "stop"
         wait_until(server.is_idle)
     happened = check(path)
-    print(sorted(happened))
+    assert happened >= ALWAYS
+    assert ("swap_in" in happened) == (name == "swapping")
+    assert ("drafts" in happened) == (name == "n-grams")
+    assert ("planned" in happened) == (name in ("asynchronous", "limited steps"))
+
+
+@pytest.mark.started
+@pytest.mark.nightly
+def test_a_prefill_and_a_decode_server(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Each records a trace, and serves the same clients through a router."""
+    paths = []
+    with contextlib.ExitStack() as servers:
+        urls = []
+        for role in ("producer", "consumer"):
+            folder = tmp_path / role
+            folder.mkdir()
+            paths.append(folder / "run.jsonl")
+            options = [*SMALL, "--kv-role", role, "--trace", str(paths[-1])]
+            server = servers.enter_context(ServerProcess(tiny_model, folder, *options))
+            urls.append(server.url)
+        flags = ["--prefill", urls[0], "--decode", urls[1]]
+        router = servers.enter_context(RouterProcess(tmp_path, *flags))
+        use(router, 12)
+        wait_until(lambda: all(router.is_idle(url) for url in urls))
+    happened = [check(path) for path in paths]
+    assert all("transfers" in each for each in happened)
+    assert "held" in happened[0]
