@@ -1,5 +1,5 @@
 """Replays a recorded run by its times: requests arrive when they did, and steps take as long as
-they did. The result says how close the times of requests are to the recorded ones."""
+they did. The result compares the times of requests with the recorded ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPARED = (
         for kind in ("mean", "median", "p99")
     ),
 )
-# What a step computes: each request, its first token and their number.
+# The shares of a step: each request, the first token that it computes, and how many.
 Shares = tuple[tuple[str, int, int], ...]
 
 

@@ -1,5 +1,5 @@
-"""What a trace says of each request: when it arrived, what its blocks share with others, and what
-it sampled when."""
+"""The requests of a trace: their arrivals, the blocks that they share, and the times of their
+tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.trace.record import Arrival, StepRecord
 
 
 class Sample(NamedTuple):
-    """What a request got from a step.
+    """The tokens that a request got from a step.
 
     Attributes:
         time: when the step ended, in seconds.
