@@ -55,10 +55,13 @@ class StepTimes:
 
     def __init__(self, steps: Sequence[StepRecord]) -> None:
         self.begins = [step.planned or step.start for step in steps]
-        self._durations = {shares_of(step.requests): step.duration for step in steps}
+        # After a preemption, a request may compute the same tokens again.
+        self._durations: dict[Shares, deque[float]] = defaultdict(deque)
         by_size: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for shares, duration in self._durations.items():
-            by_size[_size(shares)].append(duration)
+        for step in steps:
+            shares = shares_of(step.requests)
+            self._durations[shares].append(step.duration)
+            by_size[_size(shares)].append(step.duration)
         self._by_size = {size: fmean(durations) for size, durations in by_size.items()}
         gaps = []
         wakes = []
@@ -73,15 +76,15 @@ class StepTimes:
         self.gap = median(gaps or [0.0])
 
     def duration(self, shares: Shares) -> float:
-        """Return the time of the recorded step that computed this; or the mean time of those that
-        are nearest in tokens and requests."""
-        if shares not in self._durations:
+        """Return the time of the recorded step that computed this, once for each such step; or the
+        mean time of those that are nearest in tokens and requests."""
+        if not (durations := self._durations.get(shares)):
             size = _size(shares)
             nearest = min(
                 self._by_size, key=lambda each: abs(each[0] - size[0]) + abs(each[1] - size[1])
             )
             return self._by_size[nearest]
-        return self._durations[shares]
+        return durations.popleft()
 
 
 def _size(shares: Shares) -> tuple[int, int]:
