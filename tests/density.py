@@ -53,9 +53,8 @@ STAND_INS = set(
 # costs 370; inputs, reports, sweeps and command 780; replays 230; what is measured here 170. 510
 # are for devices that sleep, and 150 for what traces record for replays; 270 for KV tiers, for
 # what a router asks for, and for queueing times; 90 for the smallest Triton backend,
-# from which lecture 15 grows.
-# 80 for replays by time. A new feature brings its own number. `nanovllm/core/` counts in the
-# engine, too.
+# from which lecture 15 grows; 180 for replays by time. A new feature brings its own number.
+# `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -70,7 +69,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_560,
-    "statements, engine": 25_000,
+    "statements, engine": 25_100,
     "statements, lab": 6_850,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
