@@ -53,8 +53,9 @@ STAND_INS = set(
 # costs 370; inputs, reports, sweeps and command 780; replays 230; what is measured here 170. 510
 # are for devices that sleep, and 150 for what traces record for replays; 270 for KV tiers, for
 # what a router asks for, and for queueing times; 90 for the smallest Triton backend,
-# from which lecture 15 grows; 180 for replays by time. A new feature brings its own number.
-# `nanovllm/core/` counts in the engine, too.
+# from which lecture 15 grows; 180 for replays by time; 80 for a calibration without a trace whose
+# requests arrive while others decode (and 140 in the lab for the live loads that check it). A new
+# feature brings its own number. `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -69,8 +70,8 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_560,
-    "statements, engine": 25_100,
-    "statements, lab": 6_850,
+    "statements, engine": 25_190,
+    "statements, lab": 7_060,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import platform
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import mean, median, quantiles
@@ -14,23 +17,46 @@ import msgspec
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.engine import work_of
 from nanovllm.simulate.measured import MeasuredCost, num_pairs
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from nanovllm.core.schedule import SchedulerOutput
     from nanovllm.data.resolved_config import ResolvedConfig
     from nanovllm.engine.llm import LLMEngine
-    from nanovllm.trace.record import StepRecord
 
 # Share of the time for steps that the fit does not see.
 HELD_OUT = 0.25
 WINDOW = 16
-# A load: lengths of prompts and of outputs.
-Load = list[tuple[int, int]]
+# Of loads whose requests arrive one after another: the most that decode, and steps per request.
+MAX_JOINED = 32
+JOINED_STEPS = 20
+
+
+class LoadRequest(NamedTuple):
+    """A request of a load.
+
+    Attributes:
+        step: it arrives before this step of the load.
+        num_shared: tokens at the beginning of its prompt that other prompts have, too.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    step: int = 0
+    num_shared: int = 0
+
+
+Load = list[LoadRequest]
 
 
 class Timed(NamedTuple):
-    """A step, and the seconds from its begin to that of the next one."""
+    """A step, and the seconds from the result of the step before to its own result: all that the
+    engine did for this step, and for requests that arrived before it."""
 
     work: StepWork
     seconds: float
@@ -43,63 +69,142 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
     Raises:
         ValueError: see `LLM`.
     """
-    import platform
-
-    from nanovllm.assembly.core import create_trace
-    from nanovllm.assembly.engine import Engine
     from nanovllm.engine.llm import LLMEngine
 
-    began = time.perf_counter()
-    engine = LLMEngine(config, create_trace())
-    core = engine.core
-    assert isinstance(core, Engine)  # there is no flag for data parallelism
-    resolved = core.resolved
-    numbers = random.Random(0)
-    run(engine, [(32, 4), (64, 4)], numbers)  # compiles, and touches memory
-    seen: list[Timed] = []
-    while not seen or time.perf_counter() - began < (1 - HELD_OUT) * seconds:
-        for load in loads(resolved, numbers):
-            seen += run(engine, load, numbers)
-            if time.perf_counter() - began > seconds:
-                break  # a slow machine
-    unseen: list[Timed] = []
-    while not unseen or time.perf_counter() - began < seconds:
-        unseen += run(engine, mixed_load(resolved, numbers), numbers)
-    knots, row_seconds, others = fit(seen)
-    cost = MeasuredCost(
-        model=config.model_names[0],
-        machine=platform.processor() or platform.machine(),
-        on_gpu=core.executor.on_gpu,
-        num_kv_blocks=resolved.num_kv_blocks,
-        block_size=config.block_size,
-        kv_bytes_per_token=core.executor.bytes_per_block / config.block_size,
-        max_model_len=resolved.max_model_len,
-        knots=knots,
-        row_seconds=row_seconds,
-        per_sample=others[0],
-        per_context=others[1],
-        per_pair=others[2],
-    )
-    return with_errors(cost, unseen)
+    timer = StepTimer(LLMEngine(config))
+    timer.measure(seconds)
+    timer.core.close()
+    return timer.create_cost()
+
+
+class StepTimer:
+    """Runs loads on an engine, and times their steps. There is no trace, which takes time, too.
+
+    Attributes:
+        numbers: draws loads and tokens.
+        seen, unseen: steps for the fit, and others.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        from nanovllm.assembly.engine import Engine
+
+        core = engine.core
+        assert isinstance(core, Engine)  # there is no flag for data parallelism
+        self.engine = engine
+        self.core = core
+        self.numbers = random.Random(0)
+        self.seen: list[Timed] = []
+        self.unseen: list[Timed] = []
+        self._shared = self._draw_tokens(core.limits.max_model_len)
+        self._ended: list[tuple[SchedulerOutput, float]] = []
+        hooks = core.scheduler.hooks
+        hooks.took = (*hooks.took, self._took)
+
+        self.run([LoadRequest(32, 4), LoadRequest(64, 4)])  # compiles, and touches memory
+        self._loads: list[Load] = []
+
+    def measure(self, seconds: float) -> None:
+        """Run loads for about `seconds`. Each call continues where the last one ended."""
+        began = time.perf_counter()
+        while not self.seen or time.perf_counter() - began < (1 - HELD_OUT) * seconds:
+            self._loads = self._loads or loads(self.core.resolved, self.numbers)
+            self.seen += self.run(self._loads.pop())
+        while not self.unseen or time.perf_counter() - began < seconds:
+            self.unseen += self.run(mixed_load(self.core.resolved, self.numbers))
+
+    def create_cost(self) -> MeasuredCost:
+        """Fit a cost to the steps so far."""
+        config = self.core.config
+        resolved = self.core.resolved
+        executor = self.core.executor
+        knots, row_seconds, others = fit(self.seen)
+        cost = MeasuredCost(
+            model=config.model_names[0],
+            machine=platform.processor() or platform.machine(),
+            on_gpu=executor.on_gpu,
+            num_kv_blocks=resolved.num_kv_blocks,
+            block_size=config.block_size,
+            kv_bytes_per_token=executor.bytes_per_block / config.block_size,
+            max_model_len=resolved.max_model_len,
+            knots=knots,
+            row_seconds=row_seconds,
+            per_sample=others[0],
+            per_context=others[1],
+            per_pair=others[2],
+            per_prompt=others[3],
+        )
+        return with_errors(cost, self.unseen)
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        clock = self.core.virtual_clock
+        return time.perf_counter() if clock is None else clock.now / SECOND
+
+    def run(self, load: Load) -> list[Timed]:
+        """Serve a load; returns its steps."""
+        waiting = deque(sorted(load, key=lambda request: request.step))
+        self._ended.clear()
+        begin = self.now()
+        for step in itertools.count():
+            while waiting and waiting[0].step <= step:
+                self._add(str(len(waiting)), waiting.popleft())
+            if not waiting and not self.engine.has_unfinished:
+                break
+            self.engine.step()
+        ends = [begin, *(end for _, end in self._ended)]
+        times = [end - start for start, end in pairwise(ends)]
+        works = [work_of(plan) for plan, _ in self._ended]
+        return [Timed(work, took) for work, took in zip(works, times, strict=True)]
+
+    def _took(self, plan: SchedulerOutput, seconds: float) -> None:
+        self._ended.append((plan, self.now()))
+
+    def _add(self, request_id: str, request: LoadRequest) -> None:
+        own = self._draw_tokens(request.num_prompt_tokens - request.num_shared)
+        prompt = self._shared[: request.num_shared] + own
+        params = SamplingParams(
+            temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
+        )
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+    def _draw_tokens(self, number: int) -> list[int]:
+        return [self.numbers.randrange(self.core.limits.vocab_size) for _ in range(number)]
 
 
 def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
-    """Return loads in random order: a prompt of several steps, others of any length, and batches of
-    1 to `max_num_seqs` requests."""
+    """Return loads in random order: a prompt of several steps, others of any length, batches of 1
+    to `max_num_seqs` requests, and requests that arrive while others decode."""
     room = resolved.num_kv_blocks * resolved.given.block_size // 2
     longest = min(resolved.max_model_len - 16, room)
     budget = resolved.token_budget
-    found: list[Load] = [[(min(longest, budget * 3 // 2), 2)]]
-    found += [[(size_up_to(min(longest, budget), numbers), 2)] for _ in range(8)]
+    found: list[Load] = [[LoadRequest(min(longest, budget * 3 // 2), 2)]]
+    found += [[LoadRequest(size_up_to(min(longest, budget), numbers), 2)] for _ in range(8)]
     count = 1
     while count <= resolved.given.max_num_seqs:
-        most = max(16, min(longest, room // count, max(32, 3 * budget // count)))
+        # In at most two steps: a round of all loads should be short, since machines drift.
+        most = max(16, min(longest, room // count, max(32, 5 * budget // (4 * count))))
         # With both, the cost of context is told from the cost of requests.
         for top in (most, max(16, most // 8)):
             sizes = [numbers.randint(top // 2, top) for _ in range(count)]
-            found.append([(size, numbers.randint(8, 16)) for size in sizes])
+            found.append([LoadRequest(size, numbers.randint(8, 16)) for size in sizes])
+        if count <= MAX_JOINED:
+            found.append(joining_load(resolved, numbers, count))
         count *= 2
     numbers.shuffle(found)
+    return found
+
+
+def joining_load(resolved: ResolvedConfig, numbers: random.Random, running: int) -> Load:
+    """Return requests that arrive one after another, so that about `running` others decode. Half of
+    the prompts begin with cached tokens."""
+    room = resolved.num_kv_blocks * resolved.given.block_size // (2 * running)
+    most = max(16, min(512, room // 2, resolved.max_model_len // 3))
+    found = []
+    for number in range(max(4, 2 * running)):
+        shared = numbers.choice([0, size_up_to(most, numbers)])
+        size = shared + size_up_to(most, numbers)
+        step = number * JOINED_STEPS // running
+        found.append(LoadRequest(size, numbers.randint(8, 2 * JOINED_STEPS - 8), step, shared))
     return found
 
 
@@ -109,38 +214,20 @@ def size_up_to(most: int, numbers: random.Random) -> int:
 
 
 def mixed_load(resolved: ResolvedConfig, numbers: random.Random) -> Load:
-    """Return 32 requests of different lengths, whose prompts and decodes share steps."""
+    """Return 32 requests of different lengths that arrive at random, whose prompts and decodes
+    share steps."""
     room = resolved.num_kv_blocks * resolved.given.block_size
     most = max(16, min(256, room // 64, resolved.max_model_len // 2))
-    return [(numbers.randint(most // 8, most), numbers.randint(8, most // 2)) for _ in range(32)]
-
-
-def run(engine: LLMEngine, load: Load, numbers: random.Random) -> list[Timed]:
-    """Serve a load, with all requests queued first; returns its steps but the last one."""
-    trace = engine.core.trace
-    assert trace is not None
-    before = len(trace.steps)
-    most = engine.core.limits.vocab_size
-    for number, (prompt, output) in enumerate(load):
-        ids = [numbers.randrange(most) for _ in range(prompt)]
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        engine.add_request(str(number), {"prompt_token_ids": ids}, params)
-    while engine.has_unfinished:
-        engine.step()
-    steps = [step for step in trace.steps[before:] if step.requests]
-    return [Timed(work_of(step), after.start - step.start) for step, after in pairwise(steps)]
-
-
-def work_of(step: StepRecord) -> StepWork:
-    """Return what a step computed."""
-    contexts = [share.start + 1 for share in step.requests if share.num_tokens == 1]
-    ends = [share.start + share.num_tokens >= share.num_prompt_tokens for share in step.requests]
-    return StepWork(
-        num_decodes=len(contexts),
-        decode_context=sum(contexts),
-        prefills=[(one.start, one.num_tokens) for one in step.requests if one.num_tokens > 1],
-        num_samples=sum(ends),
-    )
+    last = numbers.choice([0, 64, 256])
+    return [
+        LoadRequest(
+            numbers.randint(most // 8, most),
+            numbers.randint(8, most // 2),
+            numbers.randint(0, last),
+            numbers.choice([0, most // 8]),
+        )
+        for _ in range(32)
+    ]
 
 
 def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:
@@ -155,8 +242,8 @@ def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:
 
 def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
     """Fit the cost to steps, in relative errors: returns knots, seconds there, and the prices per
-    sample, context and pair. No price is negative. Steps that something else has slowed down have
-    less weight (Huber 1964)."""
+    sample, context, pair and prompt. No price is negative. Steps that something else has slowed
+    down have less weight (Huber 1964)."""
     import numpy as np
 
     tokens = [work.num_decodes + sum(n for _, n in work.prefills) for work, _ in steps]
@@ -171,6 +258,7 @@ def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
         [work.num_samples for work in works],
         [work.decode_context for work in works],
         [num_pairs(work) for work in works],
+        [len(work.prefills) for work in works],
     ]
     times = np.array([seconds for _, seconds in steps])
     columns = np.array([[1] * len(steps), *spans, *others], dtype=float).T / times[:, None]
@@ -188,9 +276,38 @@ def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
                 prices[i] = max(0.0, prices[i] + (goal[i] - row @ prices) / max(row[i], 1e-30))
         errors = np.abs(columns @ prices - 1)
         weights = np.minimum(1, 2 * np.median(errors) / np.maximum(errors, 1e-12))
-    # All steps together take as long as they did, the slow ones included.
-    prices *= times.sum() / (times * (columns @ prices)).sum()
     base, *slopes = (prices / scale).tolist()
     lengths = [high - low for low, high in pairwise(knots)]
     rises = [slope * length for slope, length in zip(slopes, lengths, strict=False)]
-    return knots, list(accumulate(rises, initial=base)), slopes[len(rises) :]
+    others_of_steps = (columns[:, len(knots) :] @ prices[len(knots) :]) * times
+    rows = rows_of_mean_steps(
+        knots, np.array(list(accumulate(rises, initial=base))), tokens, times, others_of_steps
+    )
+    return knots, rows.tolist(), slopes[len(rises) :]
+
+
+def rows_of_mean_steps(
+    knots: list[int],
+    rows: NDArray[np.float64],
+    tokens: list[int],
+    times: NDArray[np.float64],
+    others: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Scale the seconds at the knots so that the steps near each of them take as long in the mean
+    as they did, the slow ones included. With a single factor for all, decode steps came out 4 to
+    10 % too short: a delay of some milliseconds hardly moves the typical short step, but it does
+    move the typical long one, which has several.
+
+    Args:
+        rows: seconds at the knots.
+        tokens, times, others: of each step its tokens, its time, and how much of this depends on
+            other things than its tokens.
+    """
+    import numpy as np
+
+    shares = np.array([np.interp(tokens, knots, unit) for unit in np.eye(len(knots))])
+    for _ in range(50):
+        ratios = times / np.maximum(rows @ shares + others, 1e-12)
+        rows = rows * (shares @ ratios) / np.maximum(shares.sum(axis=1), 1e-12)
+        rows = np.maximum.accumulate(rows)  # more tokens take no less time
+    return rows

@@ -189,8 +189,9 @@ def run_replay(path: str, by_time: str | None, as_json: bool) -> int:
 def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
     """Measure an engine with these settings, write the file, and print how well it predicts."""
     from nanovllm.simulate.calibrate import calibrate
-    from nanovllm.simulate.measured import write_cost
+    from nanovllm.simulate.measured import check_writable, write_cost
 
+    check_writable(path)
     cost = calibrate(create(EngineConfig, settings))
     write_cost(cost, path)
     print(

@@ -16,10 +16,11 @@ from nanovllm.simulate.workload import SECOND
 class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `StepCost`. Times are in seconds:
 
-        step = rows(computed tokens) + per_sample * samples
-               + per_context * context of decodes + per_pair * pairs of prompt tokens
+        step = rows(computed tokens) + per_sample * samples + per_context * context of decodes
+               + per_pair * pairs of prompt tokens + per_prompt * prompts
 
-    `rows` is piecewise linear. Pairs are a prompt's token and one that it attends to.
+    `rows` is piecewise linear. Pairs are a prompt's token and one that it attends to. The price of
+    a prompt contains what the engine does when a request arrives.
 
     Attributes:
         model, machine: what was measured where.
@@ -42,6 +43,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     per_sample: float
     per_context: float
     per_pair: float
+    per_prompt: float = 0.0
     error: float = 0.0
     low: float = 1.0
     high: float = 1.0
@@ -70,6 +72,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             Part("sampling", self.per_sample * work.num_samples, "measured"),
             Part("attention", self.per_context * work.decode_context, "measured"),
             Part("prompt attention", self.per_pair * num_pairs(work), "measured"),
+            Part("requests", self.per_prompt * len(work.prefills), "measured"),
         ]
 
     def _rows(self, num_tokens: int) -> float:
@@ -97,6 +100,21 @@ def read_cost(path: Path) -> MeasuredCost:
         return msgspec.json.decode(path.read_bytes(), type=MeasuredCost)
     except (OSError, ValueError) as error:
         raise UsageError(f"--machine {path}: no file of --calibrate: {error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before minutes are spent on what it is for.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"--calibrate {path}: {error.strerror}: name a file") from error
+    if not existed:
+        path.unlink()
 
 
 def write_cost(cost: MeasuredCost, path: Path) -> None:

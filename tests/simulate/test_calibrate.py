@@ -8,6 +8,7 @@ import random
 import msgspec
 import pytest
 
+from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.calibrate import Timed, calibrate, fit, with_errors
@@ -88,6 +89,17 @@ def test_a_file_is_a_machine(tmp_path):
         simulate(few)
     with pytest.raises(UsageError, match="No such file or directory"):
         write_cost(COST, tmp_path / "missing" / "this.json")
+
+
+def test_mistakes_are_told_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = tmp_path / "missing" / "this.json"
+    assert main(["simulate", "--calibrate", str(missing), "--model", "no-such-model"]) != 0
+    assert "No such file or directory: name a file" in capsys.readouterr().err
+    path = tmp_path / "this.json"
+    assert main(["simulate", "--calibrate", str(path), "--model", str(tmp_path / "none")]) != 0
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not path.exists()
 
 
 def test_an_engine_is_measured(tiny_model):

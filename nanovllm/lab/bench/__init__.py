@@ -58,7 +58,7 @@ BENCHMARKS = {
     "kv": ("the cost of KV transfer, and the gain from stored KV", "part dry-run repeats threads"),
     "simulate": (
         "requests simulated per second (of the trace of Mooncake's in the folder NANOVLLM_TRACES, "
-        "if it is set)",
+        "if it is set), and errors against a live engine",
         "part dry-run repeats threads",
     ),
     "gpu": ("test and measure everything that needs an NVIDIA GPU", "dry-run minutes"),

@@ -170,6 +170,7 @@ PARTS = {
         "trace": Part("a trace on eight simulated engines", _SIMULATE + "trace"),
         "command": Part("the whole command with a trace", _SIMULATE + "command"),
         "fleet": Part("1,250 simulated engines", _SIMULATE + "fleet"),
+        "live": Part("live loads, and simulated ones", "nanovllm.lab.bench.live:live"),
     },
 }
 

@@ -1,0 +1,88 @@
+"""Live loads and simulated ones, on a device whose step times are known exactly."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+
+import pytest
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.engine.llm import LLMEngine
+from nanovllm.executor import virtual_clock
+from nanovllm.lab.bench.live import LOADS, Served, compare, create_requests, plan, serve, simulate
+from nanovllm.simulate.calibrate import StepTimer, joining_load, loads
+from nanovllm.simulate.workload import SECOND
+
+# 10 ms per step and more, and no sleep: a virtual second passes in a nanosecond.
+SLEEP = '{"machine": "L40S", "model": "llama-3.1-8b", "scale": 1e-9}'
+
+
+class Clock:
+    """A clock that only the device and waiting move."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.idle_until = 0.0
+        self.timer: StepTimer | None = None
+        patch.setattr(virtual_clock, "read_clock", lambda scale: round(self.now() * SECOND))
+
+    def now(self) -> float:
+        """The time in seconds."""
+        return max(self.idle_until, 0.0 if self.timer is None else self.timer.now())
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.idle_until = self.now() + seconds
+
+
+def start(folder: pathlib.Path, clock: Clock, num_kv_blocks: int | None) -> StepTimer:
+    clock.timer = None
+    config = EngineConfig(
+        model=str(folder),
+        device="sleep",
+        sleep_config=SLEEP,
+        num_kv_blocks=num_kv_blocks or 1000,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        async_scheduling=False,
+    )
+    clock.timer = StepTimer(LLMEngine(config))
+    return clock.timer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated_ones(
+    tiny_model: pathlib.Path, clock: Clock
+) -> None:
+    timer = start(tiny_model, clock, None)
+    for load in loads(timer.core.resolved, timer.numbers):
+        timer.seen += timer.run(load)
+    timer.unseen += timer.run(joining_load(timer.core.resolved, timer.numbers, 4))
+    cost = timer.create_cost()
+    assert cost.error < 0.01
+    assert 0.97 < cost.low <= cost.high < 1.03
+    for load in LOADS[1::2]:
+        timer = start(tiny_model, clock, load.num_kv_blocks)
+        simulated_device = replace(timer.core.config, device="cpu", sleep_config=None)
+        fleet = plan(simulated_device, cost)
+        requests = create_requests(load, fleet, 3.0, seed=1)
+        live = serve(timer.engine, requests, clock.now, clock.sleep)
+        simulated = simulate(fleet, requests)
+        assert simulated.tpot == pytest.approx(live.tpot, rel=0.03)
+        assert simulated.throughput == pytest.approx(live.throughput, rel=0.03)
+        assert simulated.ttft == pytest.approx(live.ttft, rel=0.05)
+        assert simulated.p99_ttft == pytest.approx(live.p99_ttft, rel=0.1)
+        assert simulated.hit_rate == pytest.approx(live.hit_rate, abs=0.05)
+    assert 0 < live.hit_rate < 1, "prefixes are found, and evicted"
+
+
+def test_errors_are_compared_with_the_goal_and_with_the_difference_of_live_runs() -> None:
+    one = Served(0.010, 100.0, 0.10, 0.2, 0.0, 0)
+    two = Served(0.012, 100.0, 0.10, 0.2, 0.0, 0)
+    rows = list(compare("light", [one, two], replace(one, tpot=0.014, ttft=0.106)))
+    goals = [row for row in rows if "reached" in row]
+    assert [row["reached"] for row in goals] == [True, True, False, True]
