@@ -2,17 +2,31 @@
 them, with what is yours by then."""
 
 import functools
+import hashlib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from figures_parallel import box
+from IPython.display import Image, display
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from nanovllm.lab.course.build import find_lectures, find_root
 from nanovllm.lab.course.notebook import read_lecture
-from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, ink_on, pale, use_style
+from nanovllm.lab.viz.style import (
+    BACKGROUND,
+    FAINT,
+    INK,
+    MUTED,
+    PALETTE,
+    image_bytes,
+    ink_on,
+    pale,
+    use_style,
+)
 
 # From the top to the ground: an import goes down or to the left, never up.
 FLOORS = """
@@ -99,69 +113,122 @@ def look(lecture: int, lectures: Sequence[int]) -> str:
     return pale(PALETTE[0]) if any(number < lecture for number in lectures) else BACKGROUND
 
 
+class Room(NamedTuple):
+    """A package, and the lectures that build parts of it."""
+
+    name: str
+    lectures: list[int]
+
+
+class Call(NamedTuple):
+    """A function on the way of a request, the calls above it, and the lectures that build it."""
+
+    name: str
+    depth: int
+    lectures: list[int]
+
+
+def rooms() -> list[list[Room]]:
+    """The packages, floor by floor."""
+    return [
+        [
+            Room(name, [n for module in built_in(name) for n in builders()[module]])
+            for name in line.split()
+        ]
+        for line in FLOORS.strip().split("\n")
+    ]
+
+
+def built_in(room: str) -> list[str]:
+    """The modules of a package that lectures build."""
+    return [module for module in builders() if module.split(".")[0] == room]
+
+
+def calls(lecture: int) -> list[Call]:
+    """The calls that the picture of a lecture shows. Each function exists."""
+    found = []
+    for line in CALLS.strip().split("\n"):
+        module, name = line.split()
+        depth = (len(line) - len(line.lstrip())) // 4
+        lectures = builders().get(module.rstrip("?"), [])
+        if module.endswith("?") and lecture not in lectures:
+            continue
+        owner = importlib.import_module(f"nanovllm.{module.rstrip('?')}")
+        functools.reduce(getattr, name.split("."), owner)
+        found.append(Call(name, depth, lectures))
+    return found
+
+
+def fingerprint(lecture: int) -> str:
+    """A number of all that the picture of a lecture shows: another one, if it has to be drawn
+    again."""
+    shown = [
+        [(room.name, look(lecture, room.lectures)) for floor in rooms() for room in floor],
+        [(call, look(lecture, call.lectures)) for call in calls(lecture)],
+    ]
+    return hashlib.sha256(repr(shown).encode()).hexdigest()[:12]
+
+
 def draw_rooms(ax: Axes, lecture: int) -> None:
-    floors = [line.split() for line in FLOORS.split("\n") if line.strip()]
-    for row, rooms in enumerate(floors):
-        width = 6 / len(rooms)
-        for column, room in enumerate(rooms):
-            lectures = [
-                n
-                for module, numbers in builders().items()
-                if module.split(".")[0] == room
-                for n in numbers
-            ]
-            box(ax, column * width, row, width - 0.08, 0.9, room, look(lecture, lectures))
+    floors = rooms()
+    for row, floor in enumerate(floors):
+        width = 6 / len(floor)
+        for column, room in enumerate(floor):
+            fill = look(lecture, room.lectures)
+            box(ax, column * width, row, width - 0.08, 0.9, room.name, fill)
     ax.set(xlim=(-0.1, 6.1), ylim=(len(floors), -0.15))
     ax.set_title("the rooms")
     ax.axis("off")
 
 
 def draw_calls(ax: Axes, lecture: int) -> None:
-    row = 0
-    for line in CALLS.strip().split("\n"):
-        module, name = line.split()
-        lectures = builders().get(module.rstrip("?"), [])
-        if module.endswith("?") and lecture not in lectures:
-            continue
-        functools.reduce(
-            getattr, name.split("."), importlib.import_module(f"nanovllm.{module.rstrip('?')}")
-        )  # it is there
-        depth, fill = (len(line) - len(line.lstrip())) // 4, look(lecture, lectures)
+    shown = calls(lecture)
+    for row, call in enumerate(shown):
+        fill = look(lecture, call.lectures)
         ax.text(
-            0.35 * depth,
+            0.35 * call.depth,
             row,
-            f" {name} ",
+            f" {call.name} ",
             va="center",
             family="monospace",
             fontsize=8.5,
-            color=ink_on(fill) if lectures else MUTED,
-            fontweight="bold" if lecture in lectures else "normal",
+            color=ink_on(fill) if call.lectures else MUTED,
+            fontweight="bold" if lecture in call.lectures else "normal",
             bbox={
                 "boxstyle": "square,pad=0.16",
                 "facecolor": fill,
-                "edgecolor": MUTED if lectures else FAINT,
+                "edgecolor": MUTED if call.lectures else FAINT,
                 "linewidth": 0.6,
             },
         )
         ax.text(
             8.6,
             row,
-            " · ".join(map(str, lectures)),
+            " · ".join(map(str, call.lectures)),
             va="center",
             ha="right",
             fontsize=8.5,
             color=INK,
         )
-        row += 1
-    ax.set(xlim=(0, 8.6), ylim=(row - 0.4, -0.6))
+    ax.set(xlim=(0, 8.6), ylim=(len(shown) - 0.4, -0.6))
     ax.set_title("who calls whom, and the lectures that build it")
     ax.axis("off")
 
 
-def where_you_are(lecture: int) -> None:
+def draw(lecture: int) -> Figure:
     """Draw what a reader of this lecture has built: blue is new, pale blue is from earlier
     lectures, white is to come or in no lecture."""
     use_style()
-    _, (rooms, calls) = plt.subplots(1, 2, figsize=(9, 5.6), width_ratios=(3, 5))
-    draw_rooms(rooms, lecture)
-    draw_calls(calls, lecture)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 5.6), width_ratios=(3, 5))
+    draw_rooms(left, lecture)
+    draw_calls(right, lecture)
+    return figure
+
+
+def where_you_are(lecture: int) -> None:
+    """Show `draw`. The output carries the picture's fingerprint, so that a test finds a saved
+    picture of an older engine."""
+    figure = draw(lecture)
+    image = Image(image_bytes(figure), metadata={"map": fingerprint(lecture)})
+    plt.close(figure)
+    display(image)

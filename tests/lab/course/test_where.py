@@ -40,8 +40,7 @@ LECTURES = [int(path.stem[:2]) for path in find_lectures(ROOT) if path.stem[:2] 
 
 @pytest.mark.parametrize("lecture", in_turn(LECTURES, one_in=3))
 def test_each_lecture_finds_its_rooms_and_its_calls(where, lecture):
-    where.where_you_are(lecture)
-    rooms, calls = where.plt.gcf().axes
+    rooms, calls = where.draw(lecture).axes
     new = where.PALETTE[0]
     assert any(
         patch.get_facecolor()[:3] == plt.matplotlib.colors.to_rgb(new) for patch in rooms.patches
@@ -54,8 +53,11 @@ def test_each_lecture_finds_its_rooms_and_its_calls(where, lecture):
     [path for path in find_lectures(ROOT) if path.stem[:2] != "00"],
     ids=lambda path: path.stem,
 )
-def test_a_lecture_ends_with_it(path):
-    assert (
-        f"where_you_are({int(path.stem[:2])})"
-        in json.loads(path.read_text())["cells"][-1]["source"][-1]
+def test_a_lecture_ends_with_a_picture_of_the_engine_as_it_is(where, path):
+    lecture = int(path.stem[:2])
+    last = json.loads(path.read_text())["cells"][-1]
+    assert f"where_you_are({lecture})" in last["source"][-1]
+    (output,) = last["outputs"]
+    assert output["metadata"]["image/png"]["map"] == where.fingerprint(lecture), (
+        f"the saved picture shows an older engine: make run LECTURES={path.stem[:2]}"
     )
