@@ -55,6 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+@pytest.mark.nightly
 def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated_ones(
     tiny_model: pathlib.Path, clock: Clock
 ) -> None:
