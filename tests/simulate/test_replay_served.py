@@ -111,7 +111,9 @@ def test_a_server(name: str, tiny_model: pathlib.Path, tmp_path: pathlib.Path) -
     options = [*SMALL, *SERVERS[name], "--trace", str(path)]
     with ServerProcess(tiny_model, tmp_path, *options) as server:
         use(server, 12)
-        stopped = server.complete(prompt="abc", stop="a", logit_bias={"97": 100}, max_tokens=20)
+        likely = {"prompt": "abc", "logit_bias": {"97": 100}}
+        text = server.complete(**likely, max_tokens=1)["choices"][0]["text"]
+        stopped = server.complete(**likely, max_tokens=20, stop=text)
         assert stopped["choices"][0]["finish_reason"] == "stop"
         wait_until(server.is_idle)
     happened = check(path)
