@@ -108,7 +108,7 @@ ORDER: dict[str, dict[str, str]] = {
         "control": "close",
     },
     "kv_transfer.stores.offloading:OffloadingScheduler": {
-        "state": "__init__ _keys",
+        "state": "__init__ _open_shared _keys",
         "intake": "get_num_new_matched_tokens update_state_after_alloc",
         "step": "build_connector_meta _new_blocks",
         "results": "update_connector_output",
