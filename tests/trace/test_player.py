@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.lab.viz import SimulatedRequest, draw_timeline, image_bytes, request_metrics, simulate
+from nanovllm.lab.viz import SimulatedRequest, image_bytes, request_metrics, simulate
+from nanovllm.lab.viz.blocks import draw_still
 from nanovllm.lab.viz.player import VIEWS, WEB, Player, bundle, play, widget_module
 from nanovllm.lab.viz.what_if import figures, what_if
 from nanovllm.trace.trace import Trace, TraceError
@@ -602,7 +603,10 @@ def test_the_players_python_side(trace: Trace, tmp_path: pathlib.Path) -> None:
         repr(player)
         == f"Player: 6 requests, {len(trace)} steps; run this cell in JupyterLab to play it"
     )
-    assert player._repr_mimebundle_()[0]["image/png"] == image_bytes(draw_timeline(trace))
+    picture = player._repr_mimebundle_()[0]["image/png"]
+    assert picture == image_bytes(draw_still(trace, ["tables", "timeline"]))
+    timeline = play(trace, views=["timeline"])._repr_mimebundle_()[0]["image/png"]
+    assert timeline == image_bytes(draw_still(trace, ["timeline"])) != picture
     trace.save(tmp_path / "run.jsonl")
     assert (
         play(tmp_path / "run.jsonl").lines == player.lines == (tmp_path / "run.jsonl").read_bytes()
@@ -651,7 +655,8 @@ def test_turning_a_control_runs_the_simulation_again() -> None:
     assert (
         repr(seen) == "What if: 5 controls and a player; run this cell in JupyterLab to turn them"
     )
-    assert seen._repr_mimebundle_()["image/png"] == image_bytes(draw_timeline(seen.player.trace))
+    still = image_bytes(draw_still(seen.player.trace, seen.player.views))
+    assert seen._repr_mimebundle_()["image/png"] == still
 
 
 def test_an_impossible_setting_says_why_and_keeps_the_last_picture() -> None:
