@@ -1,4 +1,4 @@
-"""`nanovllm bench simulate --part live`: loads on a live engine, beside their simulation with step
+"""`nanovllm bench simulate --part live`: loads on a live engine, and their simulation with step
 times that `nanovllm simulate --calibrate` has measured."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOAD_SECONDS = 20.0
 MAX_NUM_SEQS = 32
 BLOCK_SIZE = 16
 LENGTHS = SyntheticWorkload(random_input_len=144, random_output_len=48, random_range_ratio=0.75)
-# Twelve prefixes of 16 blocks each do not fit into a pool of 160 blocks, half of which running
+# Twelve prefixes of 16 blocks each do not fit in a pool of 160 blocks, half of which running
 # requests need.
 PREFIXES = replace(LENGTHS, random_input_len=64, random_prefix_len=256, num_prefixes=12)
 
