@@ -48,7 +48,7 @@ class LiveLoad:
     Attributes:
         share: of the rate that the engine can serve.
         lengths: of its requests.
-        options: of the engine.
+        num_kv_blocks: of the engine; None: as many as its memory holds.
     """
 
     name: str
