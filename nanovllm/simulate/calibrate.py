@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from nanovllm.data.resolved_config import ResolvedConfig
     from nanovllm.engine.llm import LLMEngine
 
-# Share of the time for steps that the fit does not see.
-HELD_OUT = 0.25
+# Shares of the time: for steps that the fit does not see, and for pauses.
+HELD_OUT = 0.2
+IDLE = 0.2
+# Seconds.
+PAUSES = (0.03, 0.1, 0.3, 1.0, 3.0)
 WINDOW = 16
 # Of loads whose requests arrive one after another: the most that decode, and steps per request.
 MAX_JOINED = 32
@@ -83,6 +86,7 @@ class StepTimer:
     Attributes:
         numbers: draws loads and tokens.
         seen, unseen: steps for the fit, and others.
+        woken: by length of the pause before it, the first steps after pauses.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -95,6 +99,7 @@ class StepTimer:
         self.numbers = random.Random(0)
         self.seen: list[Timed] = []
         self.unseen: list[Timed] = []
+        self.woken: dict[float, list[Timed]] = {}
         self._shared = self._draw_tokens(core.limits.max_model_len)
         self._ended: list[tuple[SchedulerOutput, float]] = []
         hooks = core.scheduler.hooks
@@ -102,10 +107,14 @@ class StepTimer:
 
         self.run([LoadRequest(32, 4), LoadRequest(64, 4)])  # compiles, and touches memory
         self._loads: list[Load] = []
+        self._pauses = itertools.cycle(PAUSES)
 
     def measure(self, seconds: float) -> None:
         """Run loads for about `seconds`. Each call continues where the last one ended."""
         began = time.perf_counter()
+        # A clock that only steps advance knows no pauses.
+        while self.core.virtual_clock is None and time.perf_counter() - began < IDLE * seconds:
+            self._pause(next(self._pauses))
         while not self.seen or time.perf_counter() - began < (1 - HELD_OUT) * seconds:
             self._loads = self._loads or loads(self.core.resolved, self.numbers)
             self.seen += self.run(self._loads.pop())
@@ -118,6 +127,7 @@ class StepTimer:
         resolved = self.core.resolved
         executor = self.core.executor
         knots, row_seconds, others = fit(self.seen)
+        pauses = sorted(self.woken)
         cost = MeasuredCost(
             model=config.model_names[0],
             machine=platform.processor() or platform.machine(),
@@ -132,6 +142,10 @@ class StepTimer:
             per_context=others[1],
             per_pair=others[2],
             per_prompt=others[3],
+        )
+        idle_seconds = [mean(extra_seconds(cost, self.woken[pause])) for pause in pauses]
+        cost = msgspec.structs.replace(
+            cost, pauses=pauses, idle_seconds=[max(0.0, each) for each in idle_seconds]
         )
         return with_errors(cost, self.unseen)
 
@@ -155,6 +169,11 @@ class StepTimer:
         times = [end - start for start, end in pairwise(ends)]
         works = [work_of(plan) for plan, _ in self._ended]
         return [Timed(work, took) for work, took in zip(works, times, strict=True)]
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+        first, *_ = self.run([LoadRequest(size_up_to(256, self.numbers), 2)])
+        self.woken.setdefault(seconds, []).append(first)
 
     def _took(self, plan: SchedulerOutput, seconds: float) -> None:
         self._ended.append((plan, self.now()))
@@ -228,6 +247,11 @@ def mixed_load(resolved: ResolvedConfig, numbers: random.Random) -> Load:
         )
         for _ in range(32)
     ]
+
+
+def extra_seconds(cost: MeasuredCost, steps: Sequence[Timed]) -> list[float]:
+    """Return by how much steps took longer than the cost predicts."""
+    return [seconds - cost.step(work) / SECOND for work, seconds in steps]
 
 
 def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:

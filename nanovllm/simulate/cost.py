@@ -38,3 +38,7 @@ class StepCost(Protocol):
     def decode(self, num_decodes: int) -> tuple[int, int]:
         """Return base and price per token of context of a step in which `num_decodes` requests
         compute a token each."""
+
+    def after_idle(self, idle: int) -> int:
+        """Return by how much the first step is longer after the engine has been idle for `idle`."""
+        return 0

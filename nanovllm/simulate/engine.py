@@ -223,6 +223,8 @@ class SimulatedEngine:
         seconds = self.cost.step(work)
         stages = self._stage_ends
         start = max(now, stages[0])
+        if start > stages[-1]:
+            seconds += self.cost.after_idle(start - stages[-1])
         self._count(1, work.num_decodes, work.decode_context, seconds)
         if work.prefills:
             self._totals.num_decode_steps -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,13 +21,15 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                + per_pair * pairs of prompt tokens + per_prompt * prompts
 
     `rows` is piecewise linear. Pairs are a prompt's token and one that it attends to. The price of
-    a prompt contains what the engine does when a request arrives.
+    a prompt contains what the engine does when a request arrives. The first step after a pause also
+    takes `idle_seconds`: meanwhile, caches have lost the weights, and clocks may have slowed down.
 
     Attributes:
         model, machine: what was measured where.
         on_gpu: it was a GPU.
         num_kv_blocks, block_size, kv_bytes_per_token, max_model_len: of the measured engine.
         knots, row_seconds: numbers of tokens, and `rows` there.
+        pauses, idle_seconds: seconds without a request, and how much longer the next step takes.
         error: median of |measured / predicted - 1| over single steps that the fit did not see.
         low, high: interval that contains 90 % of measured / predicted over 16 such steps in a row.
     """
@@ -44,6 +47,8 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     per_context: float
     per_pair: float
     per_prompt: float = 0.0
+    pauses: list[float] = []
+    idle_seconds: list[float] = []
     error: float = 0.0
     low: float = 1.0
     high: float = 1.0
@@ -59,6 +64,16 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return base and price per token of context: see `StepCost`."""
         base = self._rows(num_decodes) + self.per_sample * num_decodes
         return round(base * SECOND), round(self.per_context * SECOND)
+
+    def after_idle(self, idle: int) -> int:
+        """Return by how much the first step is longer after a pause: interpolated, and beyond the
+        longest measured pause as after that one."""
+        points = [(0.0, 0.0), *zip(self.pauses, self.idle_seconds, strict=True)]
+        for (low, start), (high, end) in pairwise(points):
+            if idle < high * SECOND:
+                share = (idle / SECOND - low) / (high - low)
+                return round((start + share * (end - start)) * SECOND)
+        return round(points[-1][1] * SECOND)
 
     def bottleneck(self, work: StepWork) -> Part:
         """Return the part of a step that takes longest."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from nanovllm.data.errors import UsageError
 from nanovllm.distributed.cost_model import best_all_reduce, ring_all_gather
-from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.machines import GIB, Machine
 from nanovllm.simulate.models import Layout, Matrix, ModelShape
 from nanovllm.simulate.workload import SECOND
@@ -57,7 +57,7 @@ class Product(NamedTuple):
         return Part(self.part, max(moving, computing), bound)
 
 
-class Roofline:
+class Roofline(StepCost):
     """A `StepCost`: see `create_cost`."""
 
     def __init__(self, model: ModelShape, machine: Machine, layout: Layout) -> None:

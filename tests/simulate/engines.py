@@ -6,16 +6,20 @@ from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import ResolvedConfig, resolve
-from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.workload import Workload, WorkloadRequest
 
 
-class AffineCost:
-    """Steps take `base`, and more per token that they compute or attend to."""
+class AffineCost(StepCost):
+    """Steps take `base`, and more per token that they compute or attend to. After a pause, they
+    take longer by `per_idle` of it."""
 
-    def __init__(self, base: int = 1000, per_token: int = 100, per_context: int = 1) -> None:
+    def __init__(
+        self, base: int = 1000, per_token: int = 100, per_context: int = 1, per_idle: float = 0.0
+    ) -> None:
         self.base = base
+        self.per_idle = per_idle
         self.per_token = per_token
         self.per_context = per_context
 
@@ -29,6 +33,10 @@ class AffineCost:
     def decode(self, num_decodes: int) -> tuple[int, int]:
         """Return base and price per token of context."""
         return self.base + self.per_token * num_decodes, self.per_context
+
+    def after_idle(self, idle: int) -> int:
+        """Return the extra time of the first step after a pause."""
+        return round(self.per_idle * idle)
 
 
 def config_of(num_blocks: int = 100, model_max_len: int = 4096, **options: Any) -> ResolvedConfig:

@@ -182,7 +182,8 @@ class Case:
         config = config_of(**self.options)
         kind = LoggedEngine if logged else SimulatedEngine
         engines = [
-            create_engine(kind, config, AffineCost(), fast=fast) for _ in range(self.num_replicas)
+            create_engine(kind, config, AffineCost(per_idle=0.3), fast=fast)
+            for _ in range(self.num_replicas)
         ]
         by_priority = config.given.scheduling_policy == "priority"
         fleet = Fleet(engines, LeastBusy(self.num_replicas), by_priority)

@@ -11,7 +11,7 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.calibrate import Timed, calibrate, fit, with_errors
+from nanovllm.simulate.calibrate import Timed, calibrate, extra_seconds, fit, with_errors
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.measured import MeasuredCost, read_cost, write_cost
 from nanovllm.simulate.simulation import simulate
@@ -73,6 +73,16 @@ def test_steps_of_decodes_are_affine_and_the_last_line_goes_on():
     assert COST.bottleneck(StepWork(1, 10**6, (), 1)).name == "attention"
 
 
+def test_a_pause_delays_the_next_step():
+    cost = msgspec.structs.replace(COST, pauses=[0.1, 1.0], idle_seconds=[0.02, 0.11])
+    found = [cost.after_idle(round(pause * SECOND)) / SECOND for pause in (0, 0.05, 0.1, 0.4, 9)]
+    assert found == pytest.approx([0, 0.01, 0.02, 0.05, 0.11])
+    assert COST.after_idle(SECOND) == 0
+    work = StepWork(1, 0, (), 1)
+    usual = cost.step(work) / SECOND
+    assert extra_seconds(cost, [Timed(work, usual + 0.25)]) == pytest.approx([0.25])
+
+
 def test_a_file_is_a_machine(tmp_path):
     path = tmp_path / "this.json"
     write_cost(COST, path)
@@ -110,3 +120,4 @@ def test_an_engine_is_measured(tiny_model):
     assert cost.decode(1)[0] > 0
     assert 0 < cost.low <= cost.high
     assert cost.row_seconds == sorted(cost.row_seconds)
+    assert len(cost.pauses) == len(cost.idle_seconds) > 0

@@ -10,7 +10,7 @@ import pytest
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.workload import Workload, WorkloadRequest
-from tests.simulate.engines import engine_of, request_of, workload_of
+from tests.simulate.engines import AffineCost, engine_of, request_of, workload_of
 
 # With `AffineCost`: 1000 per step, 100 per token, and 1 per token of context.
 
@@ -43,6 +43,16 @@ def test_with_asynchronous_scheduling_an_arrival_misses_the_step_that_is_planned
     requests = {each.request_id: each for each in result.requests}
     assert requests["r0"].first_token == 2010
     assert requests["r1"].first_token == 2010 + 1111 + 1000 + 100 * 21 + 12 + 20
+
+
+def test_the_first_step_after_a_pause_takes_longer() -> None:
+    work = workload_of(request_of(0, 40, prompt=10, output=2), request_of(1, 9000, 10, 1))
+    engine = engine_of()
+    engine.cost = AffineCost(per_idle=0.5)
+    first, second = Fleet([engine]).run(work).requests
+    assert first.first_token == 40 + 20 + 2010
+    assert first.last_token == first.first_token + 1111
+    assert second.first_token == 9000 + round(0.5 * (9000 - first.last_token)) + 2010
 
 
 def test_stages_overlap() -> None:

@@ -20,7 +20,7 @@ from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
-from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.machines import find_machine
@@ -36,7 +36,7 @@ BLOCK = 16
 KV_TOKENS = 306_000
 
 
-class YiCost:
+class YiCost(StepCost):
     """Yi-34B on two A100s.
 
     Steps with prompts are fitted to the artifact's chunking-overhead.csv (prompts of 2,047 to

@@ -180,7 +180,7 @@ SHAREGPT_OUTPUTS = [
 
 
 @dataclass(frozen=True)
-class DistServeCost:
+class DistServeCost(StepCost):
     """The cost model of DistServe's simulator: milliseconds of a step.
 
     Attributes:

@@ -23,7 +23,7 @@ from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal, paired
 from nanovllm.lab.processes import python_environment
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
-from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.traces import read_workload
@@ -45,7 +45,7 @@ SHORT_PROMPTS = SyntheticWorkload(
 )
 
 
-class AffineCost:
+class AffineCost(StepCost):
     """Steps of a medium-sized model: 12 ms, 40 µs per prompt token, 20 ns per token of context."""
 
     def step(self, work: StepWork) -> int:
