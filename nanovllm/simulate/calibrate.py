@@ -112,7 +112,7 @@ class StepTimer:
     def measure(self, seconds: float) -> None:
         """Run loads for about `seconds`. Each call continues where the last one ended."""
         began = time.perf_counter()
-        # A clock that only steps advance knows no pauses.
+        # Only steps advance a virtual clock: a pause takes no time there.
         while self.core.virtual_clock is None and time.perf_counter() - began < IDLE * seconds:
             self._pause(next(self._pauses))
         while not self.seen or time.perf_counter() - began < (1 - HELD_OUT) * seconds:

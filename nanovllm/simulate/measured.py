@@ -22,7 +22,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `rows` is piecewise linear. Pairs are a prompt's token and one that it attends to. The price of
     a prompt contains what the engine does when a request arrives. The first step after a pause also
-    takes `idle_seconds`: meanwhile, caches have lost the weights, and clocks may have slowed down.
+    takes `idle_seconds`: the caches have lost the weights, and clocks may have slowed down.
 
     Attributes:
         model, machine: what was measured where.
