@@ -45,8 +45,7 @@ class KVCacheManager:
             `i * block_size .. (i + 1) * block_size - 1`. A table only grows at its end while its
             request runs.
         host_tables: the same for swapped requests, with ids of the host pool.
-        held: tables of requests that have ended, while a KV transfer still reads or writes their
-            blocks (lecture 31).
+        held: tables of ended requests whose blocks are still in use, by a KV transfer (lecture 31).
     """
 
     def __init__(

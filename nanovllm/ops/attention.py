@@ -1,5 +1,5 @@
 """Attention over the paged cache in plain torch, one sequence at a time: slow, short, and right in
-any dtype. The oracle.
+any dtype. The reference of all others.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """

@@ -1,6 +1,6 @@
 // The story of a step, a request or a block in words: what the player shows beside its pictures.
 import { requestColor } from "./views.js";
-import { BLOCKED_BY, lowerLimit } from "./views_steps.js";
+import { whyNotAdmitted, lowerLimit } from "./views_steps.js";
 import { inDigits, tokensByKind } from "./views_style.js";
 
 const ENDINGS = { stop: "complete (stop)", length: "at its token limit (length)", abort: "aborted" };
@@ -109,8 +109,8 @@ export class StoryPanel {
       ["waiting", record.waiting.length && this._chips(record.waiting)],
       ["swapped", record.swapped.length && this._chips(record.swapped)],
     ]);
-    const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
-    if (reason) this._say(`The first waiting request is not admitted: ${reason}.`);
+    const reason = whyNotAdmitted(record);
+    if (reason) this._say(reason);
   }
 
   _cachedNote(cached) {

@@ -192,8 +192,8 @@ function drawHeld(ctx, theme, history, window, y, bottom) {
 const QUEUES = ["waiting", "running", "swapped"];
 const CHIP = 22;
 
-// Why the first waiting request is not admitted.
-export const BLOCKED_BY = {
+// Why the next request in line is not admitted.
+const BLOCKED_BY = {
   "kv blocks": "too few blocks are free",
   max_num_seqs: "as many requests run as max_num_seqs allows",
   max_num_batched_tokens: "the token budget of this step is spent",
@@ -202,6 +202,13 @@ export const BLOCKED_BY = {
   "static batch": "the running batch admits no more requests",
   pipeline_parallel_size: "the other pipeline stages' steps get the rest",
 };
+
+// In a sentence: which queue waits for the next step, and why; "" if no request is in line.
+export function whyNotAdmitted({ blockedBy, waiting, swapped }) {
+  if (!blockedBy) return "";
+  const from = waiting.length && swapped.length ? "" : swapped.length ? "swapped " : "waiting ";
+  return `The next ${from}request is not admitted: ${BLOCKED_BY[blockedBy] ?? blockedBy}.`;
+}
 
 export const QUEUES_VIEW = makeView({
   title: "Queues",
@@ -212,10 +219,9 @@ export const QUEUES_VIEW = makeView({
     const record = scene.history.record(scene.index);
     const regions = [];
     QUEUES.forEach((name, i) => drawQueue(ctx, scene, name, record[name], 20 + i * 32, width, regions));
-    const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
-    const words = reason ? `The first waiting request is not admitted: ${reason}.` : "No request is kept waiting.";
+    const reason = whyNotAdmitted(record);
     const color = reason ? theme.ink : theme.muted;
-    writeText(ctx, words, 4, QUEUES.length * 32 + 18, { color, width: width - 8 });
+    writeText(ctx, reason || "No request is kept waiting.", 4, QUEUES.length * 32 + 18, { color, width: width - 8 });
     return regions;
   },
 });
