@@ -67,7 +67,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 lab: $(VENV)/lectures  ## open JupyterLab at your copy of the tour; all lectures are beside it
 	@$(BIN)/python -m nanovllm.lab.course copy
-	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
+	$(BIN)/jupyter lab $(AS_ROOT) --LabApp.extra_labextensions_path=nanovllm/lab/course/labextensions --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
 
 lint: $(VENV)/installed  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .

@@ -92,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         help="if all methods pass, write an engine that contains them",
     )
 
+    command = add(_page, f"write lectures to {FOLDER}/ as web pages, which need no kernel")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
     add(
         _copy,
         f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never "
@@ -201,6 +203,14 @@ def _diff(root: Path, options: argparse.Namespace) -> int:
             ).returncode
             // 2
         )
+
+
+def _page(root: Path, options: argparse.Namespace) -> int:
+    from nanovllm.lab.course.pages import write_page  # nbconvert is slow to import
+
+    for path in find_lectures(root, options.lectures):
+        print(f"wrote {write_page(path, root).relative_to(root).as_posix()}", flush=True)
+    return 0
 
 
 def _copy(root: Path, options: argparse.Namespace) -> int:

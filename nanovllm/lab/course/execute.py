@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from nanovllm.lab.course import prose
+from nanovllm.lab.course import prose, unchanged
 from nanovllm.lab.course.notebook import GPU_TAG, CourseError
 
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -132,6 +132,7 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
         for output in cell.outputs:
             _normalise_output(output, count, rules)
     _hide_answers(notebook)
+    unchanged.mark(notebook.cells)
     return notebook
 
 
@@ -144,6 +145,7 @@ def _hide_answers(notebook: NotebookNode) -> None:
             continue
         view = cell.metadata.pop("jupyter", {})
         view.pop("outputs_hidden", None)
+        cell.metadata.pop("collapsed", None)  # JupyterLab writes both
         asked = set(_QUESTION.findall(cell.source))
         if open_questions and not asked:
             view["outputs_hidden"] = True

@@ -24,6 +24,7 @@ from nanovllm.lab.course.fold import fold
 from nanovllm.lab.course.notebook import PACKAGE, CourseError, load
 from nanovllm.lab.course.pieces import Function, Piece
 from nanovllm.lab.course.pull import Edits
+from nanovllm.lab.course.unchanged import mark
 
 _SOLUTION = re.compile(r"<details><summary>Solution.*?</details>\s*", re.DOTALL)
 _INTRODUCTION = (
@@ -117,6 +118,7 @@ class Workbook:
             first,
             *(cell for cell in data["cells"][1:] if cell["source"]),
         ]
+        mark(data["cells"])
         return data
 
 

@@ -136,12 +136,14 @@ def test_outputs_that_answer_a_prediction_are_hidden(tmp_path: Path) -> None:
     ]
     notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# Title")])
     notebook.cells += [v4.new_code_cell(source) for source in sources]
-    notebook.cells[1].metadata.jupyter = {"outputs_hidden": True}  # from an earlier question
+    # From an earlier question, as JupyterLab saves it.
+    notebook.cells[1].metadata.update(jupyter={"outputs_hidden": True}, collapsed=True)
     for _ in range(2):
         normalise(notebook, tmp_path)
         hidden = [cell.source for cell in notebook.cells if "jupyter" in cell.metadata]
         assert hidden == sources[3:6]
     assert notebook.cells[4].metadata.jupyter == {"outputs_hidden": True}
+    assert "collapsed" not in notebook.cells[1].metadata
 
 
 def test_normalise_removes_timing_widgets_and_machine_paths(tmp_path: Path) -> None:

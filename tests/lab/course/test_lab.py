@@ -18,11 +18,14 @@ import pytest
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
 from nanovllm.lab.course.copies import FOLDER, copy_lectures
+from nanovllm.lab.course.notebook import GPU_TAG
+from nanovllm.lab.course.unchanged import mark
 from tests.server_process import wait_until
 
 pytest_plugins = ["tests.browser"]
 
-NOTEBOOKS = pathlib.Path(__file__).parents[3] / "notebooks"
+ROOT = pathlib.Path(__file__).parents[3]
+NOTEBOOKS = ROOT / "notebooks"
 LECTURES = ["11_paged_memory"]  # run as a whole; more of them by the environment
 LECTURES += os.environ.get("NANOVLLM_LAB_LECTURES", "").split()
 
@@ -86,6 +89,8 @@ class Lab:
             "--IdentityProvider.token=",
             f"--ServerApp.root_dir={self.project}",
             "--LabApp.news_url=",
+            # What `make lab` adds.
+            *re.findall(r"--LabApp\.extra\S+", (ROOT / "Makefile").read_text(encoding="utf-8")),
         ]
         if os.geteuid() == 0:
             command.append("--allow-root")
@@ -95,6 +100,7 @@ class Lab:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                cwd=ROOT,
                 start_new_session=True,
             )
 
@@ -120,15 +126,15 @@ class Lab:
         return subprocess.check_output(["git", "-C", str(self.project), *arguments], text=True)
 
     def add(self, notebook: nbformat.NotebookNode, name: str) -> str:
-        """Make a lecture of a notebook, without outputs; the address that opens its working
-        copy."""
+        """Make a lecture of a notebook, with outputs of GPU cells only; the address that opens its
+        working copy."""
         notebook.metadata["kernelspec"] = {
             "name": "python3",
             "display_name": "Python 3",
             "language": "python",
         }
         for cell in notebook.cells:
-            if cell.cell_type == "code":
+            if cell.cell_type == "code" and GPU_TAG not in cell.metadata.get("tags", []):
                 cell.outputs, cell.execution_count = [], None
         nbformat.write(notebook, self.project / "notebooks" / f"{name}.ipynb")
         self.git("add", ".")
@@ -273,6 +279,51 @@ def test_what_if_runs_the_scheduler_again(page: Any, lab: Lab) -> None:
         has_text="The picture shows the last setting that worked"
     ).wait_for()
     assert player.locator(".nv-position").inner_text().startswith("step 3 of")
+
+
+CONTINUED = (
+    "@extend\nclass Pool(Pool):\n    def take(self):\n        count = 1\n        return count"
+)
+
+
+def test_unchanged_lines_are_pale(page: Any, lab: Lab) -> None:
+    notebook = notebook_of(CONTINUED.replace("count", "number"), CONTINUED, CONTINUED + " + 1")
+    mark(notebook.cells)
+    notebook.cells[2].source += "  # edited since"
+    page.goto(lab.add(notebook, "pool"))
+    cell = page.locator(".jp-CodeCell").nth(1)
+    pale = cell.locator(".nanovllm-unchanged")
+    pale.first.wait_for()
+    wanted = ["@extend", "class Pool(Pool):", "    def take(self):"]
+    assert pale.all_inner_texts() == wanted
+    assert float(pale.first.evaluate("(line) => getComputedStyle(line).opacity")) < 0.6
+    assert page.locator(".jp-CodeCell").nth(2).locator(".nanovllm-unchanged").count() == 0
+    # They follow what the reader types.
+    cell.locator(".cm-line").first.click()
+    page.keyboard.press("Home")
+    page.keyboard.type("# A pool\n")
+    cell.get_by_text("# A pool").wait_for()
+    assert pale.all_inner_texts() == wanted
+
+
+def test_an_output_that_answers_a_prediction_opens_by_a_click(page: Any, lab: Lab) -> None:
+    notebook = notebook_of("guess = course.predict('How many?', ...)", "print(6 * 7)", "print(5)")
+    notebook.cells[1].outputs = [nbformat.v4.new_output("stream", text="42\n")]
+    notebook.cells[1].metadata.jupyter = {"outputs_hidden": True}
+    notebook.cells[1].metadata.tags = [GPU_TAG]  # so that copies keep it
+    page.goto(lab.add(notebook, "answers"))
+    cell = page.locator(".jp-CodeCell").nth(1)
+    placeholder = cell.locator(".jp-OutputPlaceholder")
+    placeholder.wait_for()
+    # JupyterLab would show the first line of the output.
+    text = placeholder.locator(".jp-PlaceholderText")
+    assert text.evaluate("(text) => getComputedStyle(text).fontSize") == "0px"
+    shown = text.evaluate("(text) => getComputedStyle(text, '::after').content")
+    assert "click to show" in shown
+    placeholder.click()
+    output = cell.locator(".jp-OutputArea-output").filter(has_text="42")
+    output.wait_for()
+    assert output.bounding_box()["height"] > 5
 
 
 @pytest.mark.nightly

@@ -1,0 +1,66 @@
+"""Lectures as web pages, which need no kernel: nbconvert's, with unchanged lines paler, and with
+answers to predictions folded."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import DictLoader
+from nbconvert import HTMLExporter
+from nbconvert.filters import Highlight2HTML
+
+from nanovllm.lab.course.copies import FOLDER
+from nanovllm.lab.course.unchanged import unchanged_lines
+
+_PALE = '<span class="unchanged">'
+_CODE = re.compile(r"(?<=<pre><span></span>).*?(?=\n</pre>)", re.DOTALL)
+_PAGE = """
+{%- extends 'lab/index.html.j2' -%}
+{%- block html_head_css -%}
+{{ super() }}
+<style>.unchanged { opacity: .45 }</style>
+{%- endblock html_head_css -%}
+{%- block outputs -%}
+{%- if cell.metadata.get('jupyter', {}).get('outputs_hidden') -%}
+<details class="jp-Cell-outputWrapper"><summary>Answer: measured output</summary>
+{{ super() }}
+</details>
+{%- else -%}
+{{ super() }}
+{%- endif -%}
+{%- endblock outputs -%}
+"""
+
+
+class PaleLines(Highlight2HTML):
+    """Highlights code as nbconvert does, and shows unchanged lines paler."""
+
+    def __call__(
+        self, source: str, language: str | None = None, metadata: dict[str, Any] | None = None
+    ) -> str:
+        """The code of a cell as HTML."""
+        unchanged = unchanged_lines(metadata or {})
+
+        def pale(code: re.Match[str]) -> str:
+            lines = code[0].split("\n")  # pygments closes its spans at the end of each line
+            return "\n".join(
+                f"{_PALE}{line}</span>" if number in unchanged else line
+                for number, line in enumerate(lines, start=1)
+            )
+
+        return _CODE.sub(pale, super().__call__(source, language, metadata))
+
+
+def write_page(path: Path, root: Path) -> Path:
+    """Write a lecture as a page into the folder of copies, where its links lead to the same
+    places; returns the page's path."""
+    exporter = HTMLExporter(
+        extra_loaders=[DictLoader({"lecture.html.j2": _PAGE})],
+        template_file="lecture.html.j2",
+        filters={"highlight_code": PaleLines(pygments_lexer="ipython3")},
+    )
+    page, _ = exporter.from_filename(str(path))
+    target = root / FOLDER / f"{path.stem}.html"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(page, encoding="utf-8")
+    return target
