@@ -50,7 +50,7 @@ STAND_INS = set(
 # hooks (1,430 and 350), on top of what the engine and the lab had before: 17,968 and 6,549, and 450
 # for features as classes and what puts them together; 570 for GGUF files. The simulator was given
 # 1,400 and has 2,800: its engine, which makes steps at once, 710; fleets, links and routers 540;
-# costs 370; inputs, reports, sweeps and command 780; replays 230; what is measured here 170. 510
+# costs 370; inputs, reports, sweeps and command 780; replays 230; what is measured here 200. 510
 # are for devices that sleep, and 150 for what traces record for replays; 270 for KV tiers, for
 # what a router asks for, and for queueing times; 90 for the smallest Triton backend,
 # from which lecture 15 grows; 180 for replays by time; 80 for a calibration without a trace whose
