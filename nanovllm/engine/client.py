@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING
@@ -29,7 +28,7 @@ from nanovllm.engine.process import STOP_STARTING, Command, Report, run_engine
 from nanovllm.processes.activity import SILENCE_SECONDS
 from nanovllm.processes.channel import Channel, Failure, activity_of_this_thread
 from nanovllm.processes.standstill import Activity, CollectiveError
-from nanovllm.processes.start import kill_tree, start_process
+from nanovllm.processes.start import kill_tree, make_socket_folder, start_process
 from nanovllm.processes.supervisor import Child, Supervisor, heard_activities
 from nanovllm.text.prompts import EngineLimits
 
@@ -77,7 +76,7 @@ class EngineClient(Child):
             "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"
         )
         super().__init__(name, connection=connection, process=process)
-        self.folder = tempfile.mkdtemp(prefix="nanovllm-")
+        self.folder = make_socket_folder()
         addresses = [f"ipc://{self.folder}/{kind}" for kind in ("commands", "reports")]
         self._bind(*addresses)
         self.connection.send((config, *addresses))

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -13,6 +14,9 @@ from types import FrameType
 from typing import IO
 
 import psutil
+
+# Bytes; then come "/nanovllm-", eight letters, and the name of the socket.
+MAX_SOCKET_FOLDER = 70
 
 
 @contextlib.contextmanager
@@ -31,6 +35,13 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if caught:
             handler(*caught[0])
+
+
+def make_socket_folder() -> str:
+    """Make a temporary folder that this user alone can read, for sockets. A socket's path may have
+    107 bytes on Linux, and 103 on macOS, so that a long TMPDIR is passed over for /tmp."""
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= MAX_SOCKET_FOLDER
+    return tempfile.mkdtemp(prefix="nanovllm-", dir=None if is_short else "/tmp")
 
 
 def start_process(

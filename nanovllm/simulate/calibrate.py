@@ -272,8 +272,12 @@ def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
 
     tokens = [work.num_decodes + sum(n for _, n in work.prefills) for work, _ in steps]
     knots = [1]
-    while knots[-1] < max(tokens):
-        knots.append(min(2 * knots[-1], max(max(tokens), 2)))
+    most = max(2, *tokens)
+    while knots[-1] < most:
+        # 2, 3, 4, 6, 8, 12, ...: within an octave, a product can turn from reading to computing.
+        last = knots[-1]
+        is_power = last & (last - 1) == 0
+        knots.append(min(max(last + 1, last * 3 // 2 if is_power else last * 4 // 3), most))
     spans = [
         [min(max(count - low, 0), high - low) for count in tokens] for low, high in pairwise(knots)
     ]
@@ -317,8 +321,8 @@ def rows_of_mean_steps(
     times: NDArray[np.float64],
     others: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Scale the seconds at the knots so that the steps near each of them take as long in the mean
-    as they did, the slow ones included. With a single factor for all, decode steps came out 4 to
+    """Scale the seconds at the knots so that steps of each size take as long in the mean as
+    they did, the slow ones included. With a single factor for all, decode steps came out 4 to
     10 % too short: a delay of some milliseconds hardly moves the typical short step, but it does
     move the typical long one, which has several.
 
@@ -329,9 +333,15 @@ def rows_of_mean_steps(
     """
     import numpy as np
 
-    shares = np.array([np.interp(tokens, knots, unit) for unit in np.eye(len(knots))])
+    # A factor per octave: between two of these, few steps would decide.
+    octaves = [knot for knot in knots if knot & (knot - 1) == 0 or knot == knots[-1]]
+    at_tokens = np.array([np.interp(tokens, octaves, unit) for unit in np.eye(len(octaves))])
+    of_rows = np.array([np.interp(tokens, knots, unit) for unit in np.eye(len(knots))])
+    factors = np.ones(len(octaves))
+    scaled = rows
     for _ in range(50):
-        ratios = times / np.maximum(rows @ shares + others, 1e-12)
-        rows = rows * (shares @ ratios) / np.maximum(shares.sum(axis=1), 1e-12)
-        rows = np.maximum.accumulate(rows)  # more tokens take no less time
-    return rows
+        ratios = times / np.maximum(scaled @ of_rows + others, 1e-12)
+        factors = factors * (at_tokens @ ratios) / np.maximum(at_tokens.sum(axis=1), 1e-12)
+        # More tokens take no less time.
+        scaled = np.maximum.accumulate(rows * np.interp(knots, octaves, factors))
+    return scaled
