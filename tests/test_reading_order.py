@@ -31,7 +31,7 @@ ORDER: dict[str, dict[str, str]] = {
     },
     "core.runner:ModelRunner": {
         "state": "__init__ model allocate make_buffers _make_caches _cache_shapes bytes_per_block",
-        "intake": "prepare_inputs",
+        "intake": "prepare_inputs _write_tokens _write_sequences",
         "step": "execute_model launch _launch",
         "results": "_sampling_rows _sample",
         "errors": "_remove forget_requests",

@@ -2,8 +2,6 @@
 
 Without a GPU this is simple arithmetic. On a GPU, it has to run the largest step first
 (features/cuda_graphs/memory.py).
-
-Built by notebooks/17_model_runner.ipynb: edit it there.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ Built by notebooks/17_model_runner.ipynb: edit it there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.core.block_pool import InvariantError
-from nanovllm.core.device_copies import upload
-from nanovllm.core.request import BlockCopies
 from nanovllm.core.sampling import SamplingRow
 from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.data.sampling_params import SamplingParams
@@ -55,17 +52,7 @@ class RequestRows:
         self.eos_token_ids = list(eos_token_ids)
         self.row_of: dict[str, int] = {}
         self.sampling: dict[int, SamplingRow] = {}
-        self._due_ids: list[str] = []
-        self._sampling_rows: list[SamplingRow] = []  # for `_due_ids`
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def remove(self, request_id: str) -> None:
-        """Drop the state of a request that has ended or was preempted."""
-        row = self.row_of.pop(request_id)
-        del self.sampling[row]
-        self._free_rows.append(row)
-        self._due_ids = []
-        self._sampling_rows = []
 
     def update(self, plan: SchedulerOutput) -> np.ndarray:
         """Add the new tokens and blocks of a step's requests to their rows; returns the rows,
@@ -118,35 +105,29 @@ class RequestRows:
             length=self.num_tokens[row : row + 1],
         )
 
+    def remove(self, request_id: str) -> None:
+        """Drop the state of a request that has ended or was preempted."""
+        row = self.row_of.pop(request_id)
+        del self.sampling[row]
+        self._free_rows.append(row)
+
     def _unknown(self, plan: SchedulerOutput) -> list[Sequence[int]]:
-        """Return the tokens of each share that are not known: a 0 for a pending token, and the
-        extra tokens."""
-        return [
-            [0, *scheduled.extra_token_ids]
-            if scheduled.last_is_pending
-            else scheduled.extra_token_ids
-            for scheduled in plan.requests
-        ]
+        """Return placeholders for the tokens of each share that the host does not know: none."""
+        return [[] for _ in plan.requests]
+
+    @staticmethod
+    def pending(plan: SchedulerOutput) -> np.ndarray:
+        """Return the numbers, in the plan, of the requests whose last token only the device knows:
+        none."""
+        return np.zeros(0, dtype=np.int64)
 
     def sampling_rows(self, due_ids: list[str]) -> list[SamplingRow]:
-        """Return the sampler's input for each token that a step samples. As long as no request
-        comes or goes, steps get the same objects.
+        """Return the sampler's input for each token that a step samples.
 
         Args:
-            due_ids: each token's request. A request with n extra tokens is there n + 1 times: its
-                last token has seen all of them, the one before all but the last, and so on.
+            due_ids: each token's request.
         """
-        if due_ids != self._due_ids:
-            self._due_ids = due_ids
-            num_later = Counter(due_ids)
-            self._sampling_rows = []
-            for request_id in due_ids:
-                num_later[request_id] -= 1
-                sampling_row = self.sampling[self.row_of[request_id]]
-                if num_later[request_id]:
-                    sampling_row = replace(sampling_row, num_unseen=num_later[request_id])
-                self._sampling_rows.append(sampling_row)
-        return list(self._sampling_rows)
+        return [self.sampling[self.row_of[request_id]] for request_id in due_ids]
 
     @staticmethod
     def due(
@@ -155,15 +136,9 @@ class RequestRows:
         """Return the positions to sample, as two arrays: the number of the request in the plan,
         and the token's position in the batch.
 
-        A request that has caught up samples after its last token, at `ends[i] - 1`; with n extra
-        tokens, it samples n + 1 times, after each of its last n + 1 tokens."""
+        A request that has caught up samples after its last token, at `ends[i] - 1`."""
         due = np.flatnonzero(caught_up)
-        if not any([scheduled.extra_token_ids for scheduled in plan.requests]):
-            return due, ends[due] - 1
-        num_extra = np.array([len(plan.requests[i].extra_token_ids) for i in due], dtype=np.int64)
-        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_extra] or [num_extra])
-        due = due.repeat(num_extra + 1)
-        return due, ends[due] - 1 - num_behind
+        return due, ends[due] - 1
 
 
 def spread(
@@ -189,16 +164,6 @@ def append(
     ends: np.ndarray = starts + lengths
     table[spread(rows, starts, lengths)] = list(chain.from_iterable(pieces))
     return ends
-
-
-def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
-    """Copy whole blocks between device and host memory, in the caches of all layers."""
-    if not copies:
-        return
-    places = zip(zip(*copies, strict=True), (source, target), strict=True)
-    from_blocks, to_blocks = (upload(ids, torch.int64, caches[0].device) for ids, caches in places)
-    for source_cache, target_cache in zip(source, target, strict=True):
-        target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
 
 
 class StepBuffer:

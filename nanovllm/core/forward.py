@@ -1,7 +1,4 @@
-"""The strategy for running the model on a batch. This one runs it operator by operator.
-
-Built by notebooks/17_model_runner.ipynb: edit it there.
-"""
+"""The strategy for running the model on a batch. This one runs it operator by operator."""
 
 from __future__ import annotations
 

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.core.batch import Batch, RequestRows, StepBuffers, copy_blocks, spread
+from nanovllm.core.batch import Batch, ModelInputs, StepBuffers, spread
+from nanovllm.core.block_copies import copy_blocks
 from nanovllm.core.forward import Forward
 from nanovllm.core.prompt_logprobs import start_prompt_logprobs
+from nanovllm.core.rows_ahead import RowsAhead
 from nanovllm.core.runner_hooks import LaunchedStep, RunnerHookCalls, RunnerHooks, Wait
 from nanovllm.core.sampling import Sampler, SamplingRow
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
@@ -102,7 +104,7 @@ class ModelRunner:
         with out_of_memory(
             "the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"
         ):
-            self.rows = RequestRows(
+            self.rows = RowsAhead(
                 settings.max_num_seqs,
                 settings.max_request_tokens,
                 settings.max_blocks,
@@ -155,42 +157,13 @@ class ModelRunner:
         starts = np.array([scheduled.start for scheduled in plan.requests])
         counts = np.array([scheduled.num_tokens for scheduled in plan.requests])
         ends = np.cumsum(counts)
-        num_tokens = int(ends[-1])
-        # For each token: its request's row, and its position there.
-        token_rows, positions = spread(rows, starts, counts)
-        size = self.block_size
-        blocks = self.rows.block_tables[token_rows, positions // size]
-        max_seq_len = int((starts + counts).max())
-        width = -(-max_seq_len // size)
-
         due, lasts = self.rows.due(plan, starts + counts == self.rows.num_tokens[rows], ends)
-        seq_rows, seq_counts = self.forward.sequences(rows, counts)
-        num_seqs = len(seq_rows)
-        seq_ends = np.cumsum(seq_counts)
-        pending = np.array(
-            [i for i, scheduled in enumerate(plan.requests) if scheduled.last_is_pending],
-            dtype=np.int64,
-        )
-
-        buffers = self.buffers
-        buffers.wait()
-        buffers.input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
-        buffers.positions.array[:num_tokens] = positions
-        buffers.slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
-        buffers.query_start_loc.array[1 : num_seqs + 1] = seq_ends
-        buffers.seq_lens.array[:num_seqs] = positions[seq_ends - 1] + 1
-        buffers.block_tables.array[:num_seqs, :width] = self.rows.block_tables[seq_rows, :width]
-        buffers.picks.array[:2, : len(due)] = lasts, rows[due]
-        buffers.picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
-        num_padding = self.forward.pad(buffers, seq_counts)
-        inputs = buffers.inputs(
-            num_seqs + num_padding,
-            num_tokens + num_padding,
-            int(seq_counts.max()),
-            max_seq_len,
-            upload=True,
-        )
-        last_rows, due_rows = buffers.upload_picks(len(due), len(pending))
+        pending = self.rows.pending(plan)
+        inputs = self._write_sequences(rows, counts, self._write_tokens(rows, starts, counts))
+        picks = self.buffers.picks.array
+        picks[:2, : len(due)] = lasts, rows[due]
+        picks[2:, : len(pending)] = ends[pending] - 1, rows[pending]
+        last_rows, due_rows = self.buffers.upload_picks(len(due), len(pending))
         return Batch(
             rows=rows,
             num_scheduled=counts,
@@ -200,6 +173,53 @@ class ModelRunner:
             metadata=inputs.metadata,
             last_rows=last_rows,
             due_rows=due_rows,
+        )
+
+    def _write_tokens(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Pack the step's tokens into `input_ids`, `positions` and `slot_mapping` of `buffers`, one
+        request after another: request i has the tokens of row `rows[i]` at positions `starts[i]` to
+        `starts[i] + counts[i] - 1`.
+
+        The slot of position p, in 64 bits, is `block * block_size + p % block_size`, with the block
+        at `p // block_size` of the row's block table. Call `buffers.wait()` before writing.
+
+        Returns:
+            The position of each token, `[num_tokens]`.
+        """
+        # For each token: its request's row, and its position there.
+        token_rows, positions = spread(rows, starts, counts)
+        size = self.block_size
+        blocks = self.rows.block_tables[token_rows, positions // size]
+        num_tokens = len(positions)
+        buffers = self.buffers
+        buffers.wait()
+        buffers.input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
+        buffers.positions.array[:num_tokens] = positions
+        buffers.slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
+        return positions
+
+    def _write_sequences(
+        self, rows: np.ndarray, counts: np.ndarray, positions: np.ndarray
+    ) -> ModelInputs:
+        """Write where each sequence begins, its length and its block table, and pad the batch if
+        `forward` asks for it; returns the model's inputs, uploaded."""
+        buffers = self.buffers
+        seq_rows, seq_counts = self.forward.sequences(rows, counts)
+        num_seqs = len(seq_rows)
+        seq_ends = np.cumsum(seq_counts)
+        seq_lens = positions[seq_ends - 1] + 1
+        max_seq_len = int(seq_lens.max())
+        width = -(-max_seq_len // self.block_size)
+        buffers.query_start_loc.array[1 : num_seqs + 1] = seq_ends
+        buffers.seq_lens.array[:num_seqs] = seq_lens
+        buffers.block_tables.array[:num_seqs, :width] = self.rows.block_tables[seq_rows, :width]
+        num_padding = self.forward.pad(buffers, seq_counts)
+        return buffers.inputs(
+            num_seqs + num_padding,
+            len(positions) + num_padding,
+            int(seq_counts.max()),
+            max_seq_len,
+            upload=True,
         )
 
     # ---------------------------------------------------------------- a step

@@ -1,7 +1,4 @@
-"""Hooks with which a feature takes part in running a step. See README.md.
-
-Built by notebooks/17_model_runner.ipynb: edit it there.
-"""
+"""Hooks with which a feature takes part in running a step. See README.md."""
 
 from __future__ import annotations
 

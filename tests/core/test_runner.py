@@ -32,6 +32,7 @@ from nanovllm.core.batch import Batch, RequestRows
 from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.forward import Forward
 from nanovllm.core.request import Request
+from nanovllm.core.rows_ahead import RowsAhead
 from nanovllm.core.runner import ModelRunner, RunnerSettings
 from nanovllm.core.schedule import (
     ModelRunnerOutput,
@@ -304,7 +305,7 @@ NEW_TOKENS = st.lists(st.integers(1, 99), max_size=3)
 def test_rows_are_those_of_a_plain_replica(data: st.DataObject) -> None:
     """Requests come, go and come again, with chunks, pending and extra tokens; in many steps, the
     same requests sample as in the step before."""
-    rows = RequestRows(max_num_seqs=3, max_tokens=60, max_blocks=40, eos_token_ids=[7])
+    rows = RowsAhead(max_num_seqs=3, max_tokens=60, max_blocks=40, eos_token_ids=[7])
     plain: dict[str, PlainRow] = {}
     for _ in range(data.draw(st.integers(1, 12))):
         plan = SchedulerOutput()

@@ -18,7 +18,7 @@ MOST_LINES = 400
 LONGER = {
     "10_first_tokens": 419,
     "13_scheduler": 532,
-    "17_model_runner": 573,
+    "17_model_runner": 427,
     "18_engine": 621,
     "20_executor": 451,
     "21_process_groups": 410,
