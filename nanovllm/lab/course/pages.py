@@ -1,6 +1,7 @@
-"""Lectures as web pages, which need no kernel: nbconvert's, with unchanged lines paler, and with
-answers to predictions folded."""
+"""Lectures as web pages, which need no kernel: nbconvert's, with unchanged lines paler, answers to
+predictions folded, and controls for films."""
 
+import base64
 import re
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ from nanovllm.lab.course.unchanged import unchanged_lines
 
 _PALE = '<span class="unchanged">'
 _CODE = re.compile(r"(?<=<pre><span></span>).*?(?=\n</pre>)", re.DOTALL)
+_GIF = re.compile(r'(?<=src=")[^":]+\.gif(?=")')
+_FILM = Path(__file__).parent / "labextensions" / "nanovllm-course" / "static" / "film.js"
 _PAGE = """
 {%- extends 'lab/index.html.j2' -%}
 {%- block html_head_css -%}
 {{ super() }}
 <style>.unchanged { opacity: .45 }</style>
+<script type="module">
+{% raw %}FILM{% endraw %}
+document.querySelectorAll('img[src^="data:image/gif"]').forEach(showFilm);
+</script>
 {%- endblock html_head_css -%}
 {%- block outputs -%}
 {%- if cell.metadata.get('jupyter', {}).get('outputs_hidden') -%}
@@ -55,11 +62,18 @@ def write_page(path: Path, root: Path) -> Path:
     """Write a lecture as a page into the folder of copies, where its links lead to the same
     places; returns the page's path."""
     exporter = HTMLExporter(
-        extra_loaders=[DictLoader({"lecture.html.j2": _PAGE})],
+        extra_loaders=[DictLoader({"lecture.html.j2": _PAGE.replace("FILM", _FILM.read_text())})],
         template_file="lecture.html.j2",
         filters={"highlight_code": PaleLines(pygments_lexer="ipython3")},
     )
     page, _ = exporter.from_filename(str(path))
+
+    def embedded(name: re.Match[str]) -> str:
+        """A film as a part of the page: of a page that is a file, a script may read no others."""
+        data = base64.b64encode((path.parent / name[0]).read_bytes()).decode()
+        return f"data:image/gif;base64,{data}"
+
+    page = _GIF.sub(embedded, page)
     target = root / FOLDER / f"{path.stem}.html"
     target.parent.mkdir(exist_ok=True)
     target.write_text(page, encoding="utf-8")

@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 
 from nanovllm.lab.course.execute import reading_time
-from nanovllm.lab.course.notebook import read_lecture
+from nanovllm.lab.course.notebook import read_lecture, source_of
+from nanovllm.lab.course.unchanged import Earlier
 
 ROOT = Path(__file__).parents[3]
+LECTURES = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 MOST = 515
 MOST_LINES = 400
 # Lectures that are still longer. A number may only fall.
@@ -28,6 +30,39 @@ LONGER = {
     "32_kv_sharing": 437,
     "91_llama_server": 505,
 }
+
+
+# A cell is short: it can be seen as a whole, without directives and blank lines.
+MOST_IN_CELL = 45
+# How many cells of a lecture are longer. A number may only fall.
+LONG_CELLS = {
+    "10_first_tokens": 1,
+    "13_scheduler": 2,
+    "14_prefill_and_decode": 1,
+    "15_triton_attention": 4,
+    "16_sampling": 1,
+    "17_model_runner": 9,
+    "18_engine": 5,
+    "19_structured_output": 5,
+    "20_executor": 3,
+    "21_process_groups": 1,
+    "22_tensor_parallel": 1,
+    "23_pipeline_parallel": 3,
+    "24_expert_parallel": 2,
+    "25_data_parallel": 1,
+    "26_latent_attention": 4,
+    "31_pd_disaggregation": 9,
+    "32_kv_sharing": 7,
+    "40_cuda_graphs": 6,
+    "41_quantization": 1,
+    "42_speculative_decoding": 6,
+    "43_async_scheduling": 3,
+    "91_llama_server": 2,
+}
+# Lines of exported cells that an earlier exported cell has printed for the same member: new ones
+# should be a class of their own, or a smaller method. A number may only fall.
+REPEATED = {"13_scheduler": 15, "23_pipeline_parallel": 2}
+_HEAD = re.compile(r"@extend|class (\w+)\(\1\):")
 
 
 def exported_statements(path: Path) -> int:
@@ -66,6 +101,40 @@ def test_no_lecture_has_too_many_lines() -> None:
     for name, count in lines.items():
         assert count <= LONGER.get(name, MOST_LINES), f"{name} exports {count} lines of code"
         assert name not in LONGER or count > MOST_LINES, f"{name} is short: take it out of LONGER"
+
+
+def long_cells(path: Path) -> int:
+    """Code cells that are longer than `MOST_IN_CELL`."""
+    lengths = [
+        sum(bool(line.strip()) and not line.startswith("#|") for line in source_of(cell))
+        for cell in json.loads(path.read_text("utf-8"))["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    return sum(length > MOST_IN_CELL for length in lengths)
+
+
+def test_cells_are_short() -> None:
+    counts = {path.stem: long_cells(path) for path in LECTURES}
+    print("\n".join(f"    {name!r}: {count}," for name, count in counts.items() if count))
+    for name, count in counts.items():
+        most = LONG_CELLS.get(name, 0)
+        assert count <= most, f"{name}: {count} cells of more than {MOST_IN_CELL} lines"
+
+
+def test_no_exported_method_is_printed_twice() -> None:
+    earlier: dict[str, Earlier] = {}
+    counts: dict[str, int] = {}
+    for path in LECTURES:
+        for cell in read_lecture(path, path.parents[1]).exports:
+            found = earlier.setdefault(cell.module or "", Earlier()).add(cell.lines)
+            lines = [cell.lines[number - 1] for number in found]
+            repeated = [line for line in lines if not _HEAD.fullmatch(line)]
+            if repeated:
+                print(f"{cell.place}:", *repeated, sep="\n")
+                counts[path.stem] = counts.get(path.stem, 0) + len(repeated)
+    for name, count in counts.items():
+        most = REPEATED.get(name, 0)
+        assert count <= most, f"{name} prints {count} lines that an earlier cell exports"
 
 
 def test_no_lecture_exports_too_much() -> None:

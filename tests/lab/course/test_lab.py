@@ -326,6 +326,32 @@ def test_an_output_that_answers_a_prediction_opens_by_a_click(page: Any, lab: La
     assert output.bounding_box()["height"] > 5
 
 
+def test_a_film_can_be_stopped_and_stepped(page: Any, lab: Lab) -> None:
+    notebook = notebook_of("1 + 1")
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell("![Blocks](../figures/pool.gif)"))
+    page.goto(lab.add(notebook, "film"))
+    film = page.locator(".nanovllm-film")
+    film.wait_for()
+    assert page.locator(".jp-RenderedMarkdown img").is_hidden()
+    canvas, position = film.locator("canvas").element_handle(), film.locator("output")
+    first = picture_of(page, canvas)
+    # It stands still until it is played.
+    assert position.inner_text() == "1 of 21"
+    for _ in range(2):
+        film.get_by_title("One picture on").click()
+    position.filter(has_text="3 of 21").wait_for()
+    page.wait_for_function("([canvas, first]) => canvas.toDataURL() !== first", arg=[canvas, first])
+    film.get_by_title("One picture back").click()
+    position.filter(has_text="2 of 21").wait_for()
+    film.get_by_role("button", name="Play").click()
+    position.filter(has_text="4 of 21").wait_for()
+    film.get_by_role("button", name="Pause").click()
+    film.get_by_role("slider", name="Picture").press("End")
+    position.filter(has_text="21 of 21").wait_for()
+    film.get_by_role("button", name="Play").click()
+    position.filter(has_text="1 of 21").wait_for()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("lecture", LECTURES)
 def test_a_lecture_as_a_whole(page: Any, lab: Lab, lecture: str) -> None:

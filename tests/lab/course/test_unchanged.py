@@ -173,7 +173,9 @@ def test_a_page_shows_them_paler_and_folds_answers(tmp_path: Path) -> None:
     cells[3].outputs = [v4.new_output("stream", text="5")]
     mark(cells)
     path = tmp_path / "notebooks/10_first.ipynb"
-    nbformat.write(v4.new_notebook(cells=cells), path)
+    (tmp_path / "film.gif").write_bytes(b"GIF89a")
+    film = v4.new_markdown_cell("![A film](../film.gif)")
+    nbformat.write(v4.new_notebook(cells=[*cells, film]), path)
     assert main(["--root", str(tmp_path), "page", "10"]) == 0
     page = (tmp_path / FOLDER / "10_first.html").read_text(encoding="utf-8")
     pale = re.findall(r'<span class="unchanged">(.*?)</span>(?=\n)', page)
@@ -186,3 +188,5 @@ def test_a_page_shows_them_paler_and_folds_answers(tmp_path: Path) -> None:
     assert ".unchanged {" in page
     (folded,) = re.findall(r"<details.*?</details>", page, re.DOTALL)
     assert "304 tokens" in folded and page.count("304 tokens") == 1
+    # Films are in the page, with the script that plays them.
+    assert 'src="data:image/gif;base64,R0lGODlh"' in page and "function showFilm" in page

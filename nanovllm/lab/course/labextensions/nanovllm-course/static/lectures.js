@@ -1,7 +1,7 @@
 // How JupyterLab shows lectures. Lines that a cell repeats from an earlier cell are paler than its new lines;
 // which lines these are is in the cell's metadata (nanovllm/lab/course/unchanged.py). And a hidden output, which
-// answers a prediction, says so: JupyterLab would show its first line. This is the container that webpack would
-// make of a prebuilt extension; JupyterLab shares its own modules with it.
+// answers a prediction, says so: JupyterLab would show its first line. And films have controls. This is the container
+// that webpack would make of a prebuilt extension; JupyterLab shares its own modules with it.
 
 (() => {
   const STYLE = `
@@ -40,6 +40,7 @@
   };
 
   let scope = null;
+  const FILM = new URL("film.js", document.currentScript.src).href;
 
   const extension = async () => {
     const [codemirror, state, view] = await Promise.all(
@@ -51,6 +52,11 @@
       requires: [codemirror.IEditorExtensionRegistry],
       activate: (app, registry) => {
         document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
+        // Events of images do not bubble.
+        const seen = ({ target }) => {
+          if (target.matches?.('.jp-RenderedMarkdown img[src*=".gif"]')) import(FILM).then((film) => film.showFilm(target));
+        };
+        document.addEventListener("load", seen, true);
         registry.addExtension({
           name: "nanovllm-course:lectures",
           factory: ({ model }) => {
