@@ -1,5 +1,5 @@
 """Lectures as web pages, which need no kernel: nbconvert's, with unchanged lines paler, answers to
-predictions folded, and controls for films."""
+predictions folded, and controls for animations."""
 
 import base64
 import re
@@ -69,7 +69,7 @@ def write_page(path: Path, root: Path) -> Path:
     page, _ = exporter.from_filename(str(path))
 
     def embedded(name: re.Match[str]) -> str:
-        """A film as a part of the page: of a page that is a file, a script may read no others."""
+        """An animation as a part of the page: of a page that is a file, a script may read no others."""
         data = base64.b64encode((path.parent / name[0]).read_bytes()).decode()
         return f"data:image/gif;base64,{data}"
 
