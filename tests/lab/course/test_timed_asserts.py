@@ -15,6 +15,8 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # a time. A number may only fall.
 STORED = {
     "14_prefill_and_decode": 2,
+    "20_executor": 2,
+    "21_process_groups": 1,
     "22_tensor_parallel": 2,
     "23_pipeline_parallel": 1,
     "26_latent_attention": 2,
