@@ -69,7 +69,7 @@ def write_page(path: Path, root: Path) -> Path:
     page, _ = exporter.from_filename(str(path))
 
     def embedded(name: re.Match[str]) -> str:
-        """An animation in the page itself: scripts of a page that is a file may read no other file."""
+        """An animation in the page itself: a script of a local page may read no other file."""
         data = base64.b64encode((path.parent / name[0]).read_bytes()).decode()
         return f"data:image/gif;base64,{data}"
 
