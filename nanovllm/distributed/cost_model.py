@@ -35,39 +35,19 @@ class Link:
         return self.latency + num_bytes / self.bandwidth
 
 
-_NCCL = "latency: NCCL src/graph/tuning.cc, ring, LL protocol"
-# Peak bandwidths from data sheets, in one direction. Programs reach about 80 % of them.
+# Latencies: NCCL src/graph/tuning.cc, ring, LL protocol. TCP: tens of microseconds through two
+# kernels, Barroso et al. 2017. Peak bandwidths from data sheets, in one direction. Programs reach
+# about 80 % of them.
 LINKS = {
     link.name: link
     for link in (
-        Link(
-            "NVLink 5", 0.6e-6, 900e9, f"NVIDIA B200 data sheet: 1.8 TB/s both directions; {_NCCL}"
-        ),
-        Link(
-            "NVLink 4", 0.6e-6, 450e9, f"NVIDIA H100 data sheet: 900 GB/s both directions; {_NCCL}"
-        ),
-        Link(
-            "PCIe 5.0 x16",
-            1.0e-6,
-            64e9,
-            f"NVIDIA H100 data sheet: 128 GB/s both directions; {_NCCL}",
-        ),
-        Link(
-            "PCIe 4.0 x16",
-            1.0e-6,
-            32e9,
-            f"NVIDIA A100 data sheet: 64 GB/s both directions; {_NCCL}",
-        ),
-        Link("InfiniBand NDR", 2.7e-6, 50e9, f"NVIDIA ConnectX-7: 400 Gb/s a port; {_NCCL}"),
-        Link(
-            "RoCE 100 Gb/s", 2.7e-6, 12.5e9, f"RDMA over 100 Gb/s Ethernet, IEEE 802.3ba; {_NCCL}"
-        ),
-        Link(
-            "TCP 10 Gb/s",
-            30e-6,
-            1.25e9,
-            "IEEE 802.3ae; tens of microseconds through two kernels, Barroso et al. 2017",
-        ),
+        Link("NVLink 5", 0.6e-6, 900e9, "NVIDIA B200 data sheet: 1.8 TB/s both directions"),
+        Link("NVLink 4", 0.6e-6, 450e9, "NVIDIA H100 data sheet: 900 GB/s both directions"),
+        Link("PCIe 5.0 x16", 1.0e-6, 64e9, "NVIDIA H100 data sheet: 128 GB/s both directions"),
+        Link("PCIe 4.0 x16", 1.0e-6, 32e9, "NVIDIA A100 data sheet: 64 GB/s both directions"),
+        Link("InfiniBand NDR", 2.7e-6, 50e9, "NVIDIA ConnectX-7: 400 Gb/s per port"),
+        Link("RoCE 100 Gb/s", 2.7e-6, 12.5e9, "RDMA over 100 Gb/s Ethernet, IEEE 802.3ba"),
+        Link("TCP 10 Gb/s", 30e-6, 1.25e9, "IEEE 802.3ae"),
     )
 }
 
