@@ -108,11 +108,11 @@ class RowParallelLinear(Linear):
         """Multiply this rank's columns of the whole input by its columns of the weight
         (`ops.linear`). The first rank alone adds the bias.
 
-        Returns: with `reduce`, the sum over the ranks; without, this rank's addend.
+        Returns: with `reduce`, the sum over the ranks; without, this rank's partial sum.
         """
         # Only one rank adds the bias, so that the sum contains it once.
-        addend = ops.linear(x, self.weight, self.bias if self.group.is_first else None)
-        return self.group.all_reduce(addend) if self.reduce else addend
+        partial_sum = ops.linear(x, self.weight, self.bias if self.group.is_first else None)
+        return self.group.all_reduce(partial_sum) if self.reduce else partial_sum
 
     def place(self, kind: str, part: int = 0) -> Place:
         """The place of this rank's columns of the weight; every rank keeps the whole bias."""
