@@ -31,7 +31,7 @@ def backend_class(name: str, latent: bool) -> type[AttentionBackend]:
 
         return SimpleTritonBackend
     if name == "triton" and latent:
-        from nanovllm.attention.latent_kernels import TritonLatentBackend
+        from nanovllm.attention.triton_latent import TritonLatentBackend
 
         return TritonLatentBackend
     if name == "triton":

@@ -250,8 +250,7 @@ class TorchLatentBackend(AttentionBackend):
         metadata: AttentionMetadata,
         scale: float,
     ) -> Tensor:
-        """Attention of all new tokens, each over its own sequence up to itself;
-        `nanovllm.attention.base.AttentionBackend` for latent attention.
+        """Attend with all new tokens, each over its own sequence up to itself.
 
         Args:
             q: `[num_tokens, num_heads, nope + rope]`, the last `rope` channels rotated.

@@ -12,8 +12,8 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata, Rotary, kv_cache_shape
 from nanovllm.attention.latent import latent_cache_shape
-from nanovllm.attention.latent_kernels import TritonLatentBackend
 from nanovllm.attention.triton import Hardware, TritonBackend
+from nanovllm.attention.triton_latent import TritonLatentBackend
 from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 from nanovllm.attention.triton_simple import SimpleTritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, Target, record_launches, specialise

@@ -200,7 +200,7 @@ def test_attention_of_the_smallest_kernel(seed: int, options: dict[str, Any]) ->
 
 @parameters(SMALL_LATENT, LATENT)
 def test_latent_attention(seed: int, options: dict[str, Any]) -> None:
-    from nanovllm.attention.latent_kernels import TritonLatentBackend
+    from nanovllm.attention.triton_latent import TritonLatentBackend
 
     case = latent_case(seed, device=DEVICE, **options)
     error, cache_error = case.errors(TritonLatentBackend())

@@ -39,6 +39,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
             "models/deepseek.py",
             "models/gemma2.py",
             "attention/latent*.py",
+            "attention/triton_latent.py",
             "ops/triton_grouped.py",
             "distributed/expert_parallel.py",
             "distributed/expert_slots.py",

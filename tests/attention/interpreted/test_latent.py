@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.latent_kernels import (
+from nanovllm.attention.triton import MAX_SPLITS, Hardware
+from nanovllm.attention.triton_latent import (
     TritonLatentBackend,
     choose_latent_splits,
     choose_latent_tiles,
 )
-from nanovllm.attention.triton import MAX_SPLITS, Hardware
 from nanovllm.lab.cases import LatentCase, latent_case
 from tests.examples import by_night, examples
 from tests.oracle import make_checkpoint, reference_tokens

@@ -148,7 +148,7 @@ def latent(setting: Setting) -> Iterator[Row]:
     """One new token for each sequence of a batch with latent attention: the kernel alone, on
     absorbed queries."""
     device = _device_with_triton(setting, ROPE)
-    from nanovllm.attention.latent_kernels import TritonLatentBackend
+    from nanovllm.attention.triton_latent import TritonLatentBackend
 
     batches, contexts = ((2,), (32,)) if setting.dry_run else (BATCHES, CONTEXTS)
     wanted = max(batches) * max(contexts) // BLOCK_SIZE
