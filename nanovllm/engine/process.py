@@ -231,10 +231,7 @@ def run_engine(
     Args:
         channel: to the parent, for the reason if the engine fails.
     """
-    # A terminal sends Ctrl-C to all its processes, and the end of a service (systemd, torchrun)
-    # signals all of the service's; but only the parent decides when the engine ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_stop_signals()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(STOP_STARTING, lambda number, frame: sys.exit(128 + number))
     context = zmq.Context()
@@ -268,3 +265,10 @@ def run_engine(
         if core is not None:
             core.close()
         context.destroy()
+
+
+def _ignore_stop_signals() -> None:
+    """Leave it to the parent to end the engine. A terminal sends Ctrl-C to all its processes, and
+    the end of a service (systemd, torchrun) signals all processes of the service."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

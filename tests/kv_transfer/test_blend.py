@@ -22,16 +22,9 @@ from nanovllm.attention.base import (
     kv_cache_shape,
 )
 from nanovllm.distributed.groups import Grid
-from nanovllm.kv_transfer.blend.blend import (
-    BlendOutput,
-    BlendRows,
-    Chunk,
-    blend,
-    place_chunk,
-    rotate_keys,
-    save_chunk,
-    scattered_metadata,
-)
+from nanovllm.kv_transfer.blend.blend import BlendOutput, BlendRows, blend, scattered_metadata
+from nanovllm.kv_transfer.blend.chunks import Chunk, place_chunk, save_chunk
+from nanovllm.kv_transfer.blend.rotation import rotate_keys
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.tensor_parallel import parallelize
 from nanovllm.models.config import ModelConfig

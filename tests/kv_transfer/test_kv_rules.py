@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.core.request import Request
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv_transfer.blend.blend import rotate_keys
+from nanovllm.kv_transfer.blend.rotation import rotate_keys
 from nanovllm.kv_transfer.stores.offloading import OffloadingScheduler
 from nanovllm.kv_transfer.stores.store import HostStore
 

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm import ops
 from nanovllm.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -36,107 +35,8 @@ from nanovllm.attention.base import (
     forward_context,
 )
 from nanovllm.distributed.groups import get_tp_group
+from nanovllm.kv_transfer.blend.chunks import Chunk, place_chunk, slots_of
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.ops.attention import gather_kv
-
-# ----------------------------------------------------------------------------------------- rotation
-
-
-def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate keys to other positions: RoPE turns channel pair i by `position * frequency_i`, and
-    rotations add up (Su et al. 2021).
-
-    Channel pair i is channels i and i + head_dim / 2. Turned by an angle d, a pair (a, b) becomes
-    (a cos d - b sin d, b cos d + a sin d). Here, d is the angle of `after` minus that of `before`;
-    cos d and sin d follow from the cosines and sines of both.
-
-    cos d and sin d are computed in float64 from the table's entries at `before` and `after`, and
-    not looked up at their difference: the table's angles are rounded, by 1e-4 at position 2000, but
-    the rotation that was made with an entry can be undone to the last digit. For that, cos d and
-    sin d are divided by cos² + sin² of `before`, which is not quite 1 in a rounded table. The keys
-    are turned in float32, or in their own dtype if that is wider.
-
-    Args:
-        keys: `[..., num_tokens, num_kv_heads, head_dim]`, rotated for the positions `before`.
-        before, after: `[num_tokens]` int64.
-        cos_sin: `[max_positions, head_dim]`, as in `Rotary`: of each position the cosines of all
-            pairs, then their sines.
-
-    Returns:
-        A new tensor of the same shape and dtype.
-    """
-    cos, sin = cos_sin[before].double().unsqueeze(1).chunk(2, dim=-1)
-    new_cos, new_sin = cos_sin[after].double().unsqueeze(1).chunk(2, dim=-1)
-    length = cos.square() + sin.square()  # 1, but for rounding
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    turn_cos = ((new_cos * cos + new_sin * sin) / length).to(wide)
-    turn_sin = ((new_sin * cos - new_cos * sin) / length).to(wide)
-    first, second = keys.to(wide).chunk(2, dim=-1)
-    turned = torch.cat(
-        (first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin), dim=-1
-    )
-    return turned.to(keys.dtype)
-
-
-# ------------------------------------------------------------------------------------------- chunks
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Consecutive tokens with their keys and values on this rank, as computed in an earlier prompt.
-
-    Attributes:
-        start: position of the first token there. A chunk that began at 0 is exact as a prefix.
-        kv: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`: keys, rotated for those
-            positions, and values.
-    """
-
-    start: int
-    kv: Tensor
-
-    def __len__(self) -> int:
-        return self.kv.shape[2]
-
-
-def save_chunk(kv_caches: list[Tensor], block_table: Tensor, start: int, end: int) -> Chunk:
-    """Copy the keys and values of the positions `start` to `end - 1` out of a sequence's blocks, to
-    host memory.
-
-    Args:
-        kv_caches: by layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
-        block_table: `[max_blocks]` int32, the sequence's.
-    """
-    layers = [
-        torch.stack(gather_kv(cache, block_table, end))[:, :, start:].transpose(1, 2)
-        for cache in kv_caches
-    ]
-    return Chunk(start, torch.stack(layers).cpu())
-
-
-def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
-    """The slots of a sequence's positions in the cache, `[num_positions]` int64."""
-    return block_table[positions // block_size].long() * block_size + positions % block_size
-
-
-def place_chunk(
-    chunk: Chunk,
-    start: int,
-    kv_caches: list[Tensor],
-    block_table: Tensor,
-    cos_sin: Tensor,
-    first: int = 0,
-) -> None:
-    """Write a chunk into a sequence's blocks at the positions from `start` on, to which its keys
-    are rotated. Positions before `first` are not written."""
-    skipped = min(max(first - start, 0), len(chunk))
-    positions = torch.arange(start + skipped, start + len(chunk), device=block_table.device)
-    keys, values = chunk.kv[:, :, skipped:].to(block_table.device).unbind(1)
-    if start != chunk.start:
-        keys = rotate_keys(keys, positions - start + chunk.start, positions, cos_sin)
-    slots = slots_of(positions, block_table, kv_caches[0].shape[3])
-    for layer, kv_cache in enumerate(kv_caches):
-        ops.write_kv_cache(keys[layer], values[layer], kv_cache, slots)
-
 
 # ----------------------------------------------------------------------------------- scattered rows
 

@@ -22,7 +22,8 @@ from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
+from nanovllm.kv_transfer.blend.blend import blend
+from nanovllm.kv_transfer.blend.chunks import Chunk, save_chunk
 from nanovllm.kv_transfer.connector import KVConnectorScheduler, KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Fetches KV from other engines: the fetches of this engine, and their stages.
 
-Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
+Read in notebooks/31_pd_disaggregation.ipynb.
 """
 
 from __future__ import annotations

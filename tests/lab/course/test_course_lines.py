@@ -20,12 +20,10 @@ MOST_LINES = 400
 LONGER = {
     "10_first_tokens": 419,
     "13_scheduler": 532,
-    "17_model_runner": 427,
+    "17_model_runner": 551,
     "18_engine": 621,
     "20_executor": 451,
     "24_expert_parallel": 515,
-    "31_pd_disaggregation": 587,
-    "32_kv_sharing": 437,
     "91_llama_server": 505,
 }
 
@@ -87,6 +85,8 @@ def exported_lines(path: Path) -> int:
             bool(line.strip()) and not line.strip().startswith("#") and row not in docstrings
             for row, line in enumerate(lines, start=1)
         )
+        # The two lines with which a cell continues a class are not in the module.
+        count -= 2 * lines.count("@extend")
     return count
 
 
