@@ -20,7 +20,6 @@ MOST_LINES = 400
 LONGER = {
     "10_first_tokens": 419,
     "13_scheduler": 532,
-    "17_model_runner": 551,
     "18_engine": 621,
     "20_executor": 451,
     "24_expert_parallel": 515,
