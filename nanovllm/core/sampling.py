@@ -379,8 +379,7 @@ def start_logprobs(
     """Start to compute log-probabilities of the chosen and the most likely tokens.
 
     Args:
-        logits: `[num_rows, vocab_size]` before any sampling option is applied; -inf for tokens that
-            a feature forbids.
+        logits: `[num_rows, vocab_size]` before any sampling option; -inf for forbidden tokens.
         chosen: `[num_rows]` int64.
         counts: number of most likely tokens per row.
 
@@ -396,9 +395,8 @@ def start_logprobs(
         count: [i for i, other in enumerate(counts) if other == count]
         for count in set(counts) - {0}
     }
-    tops = [
-        pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()
-    ]
+    size = logprobs.shape[1]
+    tops = [pick(logprobs, same).topk(min(count, size)) for count, same in groups.items()]
     arrive = start_fetch(chosen, own, num_likelier, *(tensor for pair in tops for tensor in pair))
 
     def wait() -> list[TokenLogprobs]:

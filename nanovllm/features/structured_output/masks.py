@@ -114,13 +114,28 @@ class StructuredOutputManager:
 
         return apply
 
+    def _matcher_of(self, request_id: str, row: SamplingRow) -> tuple[Guide, int]:
+        """Return a request's matcher, and how many output tokens it has consumed. A new request
+        gets a copy (`deep_copy`) of the compiled one, which has consumed none."""
+        if request_id not in self.matchers:
+            assert row.params.structured_outputs is not None
+            compiled = self._compile(form_of(row.params.structured_outputs))
+            self.matchers[request_id] = compiled.deep_copy(), 0
+        return self.matchers[request_id]
+
+    def _without_bad_words(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
+        """Return a mask without the tokens that would complete a bad word. `allowed` itself does
+        not change."""
+        rest = np.unpackbits(allowed, bitorder="little")
+        rest[[token for token in bad_word_ends(row) if token < self.trie.vocab_size]] = 0
+        return np.packbits(rest, bitorder="little")
+
     def masks(self, rows: dict[str, SamplingRow]) -> tuple[np.ndarray, dict[str, str]]:
         """Compute the masks of requests with a grammar.
 
         For each request:
 
-        1. Without a matcher, add a copy (`deep_copy`) of the compiled one (`_compile`, of `form_of`
-           its `structured_outputs`), which has consumed no token.
+        1. Take its matcher, and how many tokens that has consumed (`_matcher_of`).
         2. Have the matcher consume the output tokens that it has not consumed yet, each token once,
            even if a preempted request is computed again. Store the number in `matchers`.
         3. Take the mask from `compute_bitmask`. Then look ahead (`look_ahead`), with the number of
@@ -137,16 +152,9 @@ class StructuredOutputManager:
         masks = np.full((len(rows), -(-self.trie.vocab_size // 32) * 4), 255, dtype=np.uint8)
         errors: dict[str, str] = {}
         for i, (request_id, row) in enumerate(rows.items()):
-            assert row.params.structured_outputs is not None
-            if request_id not in self.matchers:
-                self.matchers[request_id] = (
-                    self._compile(form_of(row.params.structured_outputs)).deep_copy(),
-                    0,
-                )
-            matcher, known = self.matchers[request_id]
-            matcher.consume_tokens(
-                [int(token) for token in row.token_ids[row.num_prompt_tokens + known :]]
-            )
+            matcher, known = self._matcher_of(request_id, row)
+            new = row.token_ids[row.num_prompt_tokens + known :]
+            matcher.consume_tokens([int(token) for token in new])
             allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: masks.shape[1]]
             self.matchers[request_id] = matcher, row.num_output_tokens
             limit = row.params.max_tokens
@@ -163,13 +171,6 @@ class StructuredOutputManager:
             else:
                 masks[i] = self._without_stops(allowed, row)
         return masks, errors
-
-    def _without_bad_words(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
-        """Return a mask without the tokens that would complete a bad word. `allowed` itself does
-        not change."""
-        rest = np.unpackbits(allowed, bitorder="little")
-        rest[[token for token in bad_word_ends(row) if token < self.trie.vocab_size]] = 0
-        return np.packbits(rest, bitorder="little")
 
     def _without_stops(self, allowed: np.ndarray, row: SamplingRow) -> np.ndarray:
         """Return a mask without the tokens that would end the output too early. If no other token
