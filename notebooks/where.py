@@ -47,7 +47,7 @@ FLOORS = """
 CALLS = """
 server.chat ChatEndpoint.submit_request
     engine.async_engine AsyncEngine.generate
-        text.processor InputProcessor.process
+        text.input_processor InputProcessor.process
 engine.process EngineLoop.run
     engine.group? DataParallelCore.step
     core.engine EngineCore.step

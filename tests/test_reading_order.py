@@ -65,7 +65,7 @@ ORDER: dict[str, dict[str, str]] = {
         "control": "forget",
     },
     "executor.remote:RemoteExecutor": {
-        "state": "program __init__ _start_ranks _start_rank",
+        "state": "program __init__ _start_all _start_ranks _start_rank",
         "step": "collective_rpc launch _order _send",
         "results": "_answer",
         "memory": "transfer_has_ended forget_ends",

@@ -186,6 +186,7 @@ def load_shared_memory_library() -> ctypes.CDLL:
     size = ctypes.c_int64
     number = ctypes.c_int
     kind = ctypes.c_uint64
+    flag = ctypes.c_bool
     ring = (place, size, size, number)
     library.put.argtypes = [*ring, ctypes.c_char_p, size, size]
     library.get.argtypes = [*ring, place, size, place]
@@ -199,7 +200,7 @@ def load_shared_memory_library() -> ctypes.CDLL:
         number,
         kind,
         size,
-        ctypes.c_bool,
+        flag,
     ]
     library.put.restype = library.get.restype = library.collective.restype = size
     return library

@@ -29,9 +29,10 @@ from nanovllm.engine.process import Command, Report
 from nanovllm.engine.report_reader import ReportReader
 from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
 from nanovllm.engine.watching import Watching
+from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
-from nanovllm.text.processor import InputProcessor, OutputProcessor
+from nanovllm.text.processor import OutputProcessor
 from nanovllm.text.prompts import Prompt, unpack_prompt
 from nanovllm.text.tokenizer import Tokenizer
 

@@ -1,7 +1,4 @@
-"""Offline inference: `LLM(model).generate(prompts)` runs the whole engine in this process.
-
-Built by notebooks/18_engine.ipynb: edit it there.
-"""
+"""Offline inference: `LLM(model).generate(prompts)` runs the whole engine in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.json import JsonObject
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.text.processor import InputProcessor, OutputProcessor, RequestState
+from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.processor import OutputProcessor, RequestState
 from nanovllm.text.prompts import Message, Prompt, encode_chats, pair_prompts
 from nanovllm.text.tokenizer import Tokenizer
 

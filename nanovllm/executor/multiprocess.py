@@ -1,7 +1,4 @@
-"""An executor whose ranks are processes of this machine.
-
-Built by notebooks/20_executor.ipynb: edit it there.
-"""
+"""An executor whose ranks are processes of this machine."""
 
 from __future__ import annotations
 

@@ -100,20 +100,24 @@ class RemoteExecutor(Executor):
             config, model_config, folder, create_worker, log_level=logger.getEffectiveLevel()
         )
         try:
-            self._start_ranks(setup)
-            _, first = engine_grid(config)
-            for number, rank in enumerate(self.ranks):
-                setup.rank = first + number
-                setup.local_rank = rank.local_rank
-                with contextlib.suppress(OSError):  # `_answer` finds out why
-                    rank.connection.send(setup)
-            self._take_memory()
+            self._start_all(setup)
         except BaseException:
             self.supervisor.end("the ranks could not start")
             raise
         for rank in self.ranks:
             rank.expect_heartbeats()
         self.sources = [rank.connection for rank in self.ranks]
+
+    def _start_all(self, setup: WorkerSetup) -> None:
+        """Start the ranks, send each its settings, and take their memory."""
+        self._start_ranks(setup)
+        _, first = engine_grid(self.config)
+        for number, rank in enumerate(self.ranks):
+            setup.rank = first + number
+            setup.local_rank = rank.local_rank
+            with contextlib.suppress(OSError):  # `_answer` finds out why
+                rank.connection.send(setup)
+        self._take_memory()
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         """Start the processes that the ranks will run in, and have the supervisor watch the ranks,

@@ -1,13 +1,13 @@
-"""The engine's front end: turns prompts into token ids, and generated tokens into text.
+"""The second half of the engine's front end: turns generated tokens into text, and routes it to its
+request.
 
-Offline and served requests pass through the same two classes.
+Offline and served requests pass through the same classes.
 
 Built by notebooks/18_engine.ipynb: edit it there.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -22,96 +22,12 @@ from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.text.detokenizer import FormFinder, IncrementalDetokenizer, StopChecker
-from nanovllm.text.prompts import (
-    EngineLimits,
-    Prompt,
-    check_request,
-    encode_bad_words,
-    logprob_dictionary,
-    read_prompt,
-)
+from nanovllm.text.prompts import logprob_dictionary
 from nanovllm.text.tokenizer import Tokenizer
 
 # The latest ids that are remembered. A step in flight computes a sequence that ended only a few
 # sequences ago.
 MAX_KNOWN_IDS = 2**16
-
-
-class InputProcessor:
-    """Checks a prompt and turns it into engine requests, one per completion.
-
-    Args:
-        seed: seeds the requests that have no seed of their own.
-        prepare: completes a request's sampling parameters once they are checked; raises ValueError.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        limits: EngineLimits,
-        seed: int = 0,
-        prepare: Callable[[SamplingParams], SamplingParams] | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self._prepare = prepare
-        self._seeds = random.Random(seed)
-        # The tokenizer's end-of-sequence token, unless the model's files name it or the model
-        # cannot sample it.
-        eos = tokenizer.eos_token_id
-        known = limits.eos_token_ids
-        self._tokenizer_eos = (
-            [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
-        )
-
-    def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
-    ) -> tuple[str | None, list[EngineRequest]]:
-        """The prompt's text, if it came as text, and `params.n` engine requests.
-
-        Raises:
-            ValueError: an empty or too long prompt, a token id outside the vocabulary, a priority
-                that the scheduling policy would ignore, or a grammar that cannot be followed
-                (`GrammarError`); the message names the limit or the place.
-        """
-        text, token_ids, fields = read_prompt(prompt, self.tokenizer)
-        check_request(token_ids, params, priority, self.limits)
-        if self._prepare is not None:
-            params = self._prepare(params)
-        room = self.limits.max_request_tokens - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
-        # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens`
-        # too.
-        stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
-        eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
-        bad_words = params.bad_words_token_ids
-        if params.bad_words:
-            bad_words = bad_words + encode_bad_words(params.bad_words, self.tokenizer)
-        requests = []
-        for index in range(params.n):
-            own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits
-            own_params = params.clone(
-                n=1,
-                max_tokens=max_tokens,
-                min_tokens=min(params.min_tokens, max_tokens),
-                bad_words_token_ids=bad_words,
-                seed=own_seed,
-                stop_token_ids=stop_token_ids,
-            )
-            sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
-            requests.append(
-                EngineRequest(
-                    request_id=sequence_id,
-                    prompt_token_ids=token_ids,
-                    sampling_params=own_params,
-                    eos_token_ids=eos_token_ids,
-                    priority=priority,
-                    cache_salt=fields.get("cache_salt"),
-                    kv_transfer_params=fields.get("kv_transfer_params"),
-                )
-            )
-        return text, requests
 
 
 class CompletionState:
@@ -152,13 +68,9 @@ class CompletionState:
         return join_pieces(pieces)
 
     def _append_tokens(self, output: EngineOutput) -> CompletionOutput:
-        """Append the tokens of an output, undivided; returns the new part of the completion.
-
-        The new tokens pass through `detokenizer`, and their text through `_search` if there are
-        stop strings. With "stop" as finish reason, the last token has no text, unless
-        `params.include_stop_str_in_output`. When the engine reports an end, the detokenizer is
-        flushed. The new part has all new tokens in `token_ids`, and as `engine` the latest number
-        that is not 0: an output that aborts the request has 0 there.
+        """Append the tokens of an output, undivided; returns the new part of the completion: all
+        new tokens, their text (`_new_text`), and as `engine` the latest number that is not 0: an
+        output that aborts the request has 0 there.
 
         A stop string ends the completion with finish reason "stop" and the string as stop reason,
         even if the engine reports no end or another one; the caller then tells the engine.
@@ -166,30 +78,18 @@ class CompletionState:
         The output's log-probabilities, if there are any, become dictionaries
         (`logprob_dictionary`), and `cumulative_logprob` adds up those of the sampled tokens, the
         first of each entry."""
-        finish_reason = output.finish_reason
-        stop_reason: int | str | None = output.stop_reason
-        # The first output names the engine; one that aborts the request does not.
         self.engine = output.engine or self.engine
         self.num_tokens += len(output.new_token_ids)
-        # A stop token is not part of the text. If the length ran out, the last token is.
-        visible = output.new_token_ids
-        if finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            visible = visible[:-1]
-        text = self.detokenizer.append(visible)
-        if finish_reason is not None:
-            text += self.detokenizer.flush()
-        if self.has_stops:
-            text, matched = self._search(text, is_last=finish_reason is not None)
-            if matched is not None:
-                finish_reason = "stop"
-                stop_reason = matched
+        text, matched = self._new_text(output)
+        finish_reason = output.finish_reason if matched is None else "stop"
+        stop_reason = output.stop_reason if matched is None else matched
+        self.finished = finish_reason is not None
         logprobs = None
         if output.logprobs is not None:
             logprobs = [logprob_dictionary(entry, self.tokenizer) for entry in output.logprobs]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(
                 e.logprobs[0] for e in output.logprobs
             )
-        self.finished = finish_reason is not None
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -200,6 +100,23 @@ class CompletionState:
             stop_reason=stop_reason,
             engine=self.engine,
         )
+
+    def _new_text(self, output: EngineOutput) -> tuple[str, str | None]:
+        """Return the text that an output adds, and the stop string that was found.
+
+        The new tokens pass through `detokenizer`, and their text through `_search` if there are
+        stop strings. With "stop" as finish reason, the last token has no text, unless
+        `params.include_stop_str_in_output`. When the engine reports an end, the detokenizer is
+        flushed."""
+        is_last = output.finish_reason is not None
+        # A stop token is not part of the text. If the length ran out, the last token is.
+        visible = output.new_token_ids
+        if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            visible = visible[:-1]
+        text = self.detokenizer.append(visible)
+        if is_last:
+            text += self.detokenizer.flush()
+        return self._search(text, is_last) if self.has_stops else (text, None)
 
     def _search(self, text: str, is_last: bool) -> tuple[str, str | None]:
         """Search for stop strings in the next text; returns the text to emit, and the stop string

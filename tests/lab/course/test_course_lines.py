@@ -20,8 +20,6 @@ MOST_LINES = 400
 LONGER = {
     "10_first_tokens": 419,
     "13_scheduler": 532,
-    "18_engine": 621,
-    "20_executor": 451,
     "24_expert_parallel": 515,
     "91_llama_server": 505,
 }
