@@ -29,6 +29,8 @@ class RequestStatus(enum.Enum):
     SWAPPED = "swapped"
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # that of `Enum` is a function in Python: slow for keys
+
 
 class Request:
     """The scheduler's view of one sequence."""

@@ -19,7 +19,7 @@ all blocks before it.
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -99,31 +99,63 @@ class SentPrefixes(PrefixIndex):
     def __init__(self, num_servers: int, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
-        self._sent: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(num_servers)]
+        # Of each server: its blocks, with the number of the last prompt that has them; and its
+        # prompts, oldest first, with their numbers.
+        self._sent: list[dict[Hashable, int]] = [{} for _ in range(num_servers)]
+        self._prompts: list[deque[tuple[int, list[Hashable]]]] = [
+            deque() for _ in range(num_servers)
+        ]
+        self._lengths = [0] * num_servers  # of all these prompts, in blocks
+        self._num_prompts = 0
 
     def remember(self, server: int, names: Sequence[Hashable]) -> None:
-        """Record that a prompt was sent to a server."""
+        """Record that a prompt, whose names are different, was sent to a server."""
+        if not names:
+            return
         sent = self._sent[server]
         where = self.where
+        self._num_prompts += 1
+        new = dict.fromkeys(names, self._num_prompts)
+        self._prompts[server].append((self._num_prompts, list(new)))
+        self._lengths[server] += len(new)
         bit = 1 << server
-        for name in reversed(names):  # the last block first, so that it is forgotten first
-            if name in sent:
-                sent.move_to_end(name)
-            else:
-                sent[name] = None
+        for name in new:
+            if name not in sent:
                 where[name] = where.get(name, 0) | bit
-        for _ in range(len(sent) - self.capacity):
-            name, _ = sent.popitem(last=False)
-            if where[name] == bit:
-                del where[name]
+        sent.update(new)
+        self._forget_oldest(server)
+
+    def _forget_oldest(self, server: int) -> None:
+        """Forget blocks beyond the capacity: of the oldest prompt, the last block first. Later
+        prompts keep the blocks that they have, too."""
+        sent = self._sent[server]
+        prompts = self._prompts[server]
+        while len(sent) > self.capacity:
+            number, names = prompts[0]
+            if names:
+                self._lengths[server] -= 1
+                name = names.pop()
+                if sent[name] == number:
+                    del sent[name]
+                    self.remove(server, name)
             else:
-                where[name] ^= bit
+                prompts.popleft()
+        if self._lengths[server] > 2 * self.capacity + ROUTED_BLOCKS:
+            # Many prompts have the same blocks.
+            self._prompts[server] = deque(
+                (number, left)
+                for number, names in prompts
+                if (left := [name for name in names if sent[name] == number])
+            )
+            self._lengths[server] = len(sent)
 
     def forget(self, server: int) -> None:
         """Forget what was sent to a server, since its cache was emptied."""
         for name in self._sent[server]:
             self.remove(server, name)
         self._sent[server].clear()
+        self._prompts[server].clear()
+        self._lengths[server] = 0
 
 
 class RouterState:

@@ -27,6 +27,14 @@ class Shares(list[ScheduledRequest]):
         return self.silent > 0 or len(self) > 0
 
 
+class SilentPlan(SchedulerOutput):
+    """A plan that nothing reads but its shares and counts: it has no other attributes."""
+
+    def __init__(self, shares: Shares) -> None:
+        self.requests = shares
+        self.num_tokens = self.num_samples = shares.silent
+
+
 class DecodingQueues(Queues):
     """Queues that advance decoding requests as a group.
 
@@ -73,6 +81,24 @@ class DecodingQueues(Queues):
 
     # ---------------------------------------------------------------- members
 
+    @property
+    def next_in_line(self) -> Request | None:
+        """The next request to admit, see `Queues`."""
+        waiting = self.waiting
+        swapped = self.swapped
+        if not swapped:
+            return waiting[0] if waiting else None
+        return super().next_in_line
+
+    def add(self, request: Request) -> None:
+        """Put a new request into the waiting queue, at whose end it usually is."""
+        waiting = self.waiting
+        if waiting and request.order < waiting[-1].order:
+            super().add(request)
+        else:
+            waiting.append(request)
+            self.requests[request.request_id] = request  # type: ignore[assignment]
+
     def move(self, request: Request, status: RequestStatus) -> None:
         """Put a request into the queue of another status. It is no member (see `SettlingKV`)."""
         super().move(request, status)
@@ -102,16 +128,18 @@ class DecodingQueues(Queues):
     def settle(self, request: SimulatedRequest) -> None:
         """Bring a member's counters and cached blocks up to date."""
         end = request.last_step + 1
-        num_planned = min(self.planned, end) - request.planned
-        num_taken = min(self.taken, end) - request.taken
+        planned = self.planned if self.planned < end else end
+        taken = self.taken if self.taken < end else end
+        num_planned = planned - request.planned
+        num_taken = taken - request.taken
         if not num_planned and not num_taken:
             return
         before = min(request.num_computed_tokens, len(request.token_ids))
-        request.planned += num_planned
-        request.taken += num_taken
+        request.planned = planned
+        request.taken = taken
         request.num_computed_tokens += num_planned
         request.num_sent_tokens = request.num_computed_tokens - self.ahead
-        request.num_pending_tokens = request.planned - request.taken
+        request.num_pending_tokens = planned - taken
         if num_taken:
             request.token_ids.extend(bytes(num_taken))
             request.last_token = self.last_end
@@ -121,8 +149,11 @@ class DecodingQueues(Queues):
         """Let requests join the group that follow it in `running`, as far as they can."""
         if self._is_mixed:
             self._separate()
+        head = self.size + self._num_ending
+        if head == len(self.running):
+            return
         ahead = self.planned - self.taken
-        for request in self.running[self.size + self._num_ending :]:
+        for request in self.running[head:]:
             known = len(request.token_ids)
             pending = request.num_pending_tokens
             if pending and known + pending >= request.max_num_tokens:
@@ -278,10 +309,10 @@ class DecodingQueues(Queues):
 
     def plan_silently(self) -> SchedulerOutput:
         """Return the plan of the last step that `advance` has made, which stays in flight."""
-        plan = SchedulerOutput()
-        shares = plan.requests = Shares()
-        shares.silent = plan.num_tokens = plan.num_samples = self.size
+        shares = Shares()
+        shares.silent = self.size
         shares.context = self.context - self.size
+        plan = SilentPlan(shares)
         for request in self.ending:
             start = request.num_computed_tokens - 1
             plan.add(ScheduledRequest(request.request_id, start, 1, [], [], samples=1))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from nanovllm.assembly.scheduling import create_scheduler
@@ -49,7 +49,8 @@ class Run(NamedTuple):
         ends: the last step samples the last token of a member. Its result is taken, too, although
             one more step may have to be planned before.
         origin: the end of the step in flight; without one, the begin of the first of these steps.
-        base, per_context: price of a step, see `StepCost.decode`.
+        first: time of the first step.
+        growth: by how much each step takes longer than the one before.
         size: requests that compute.
         context: tokens that these attend to in the first step.
     """
@@ -58,18 +59,27 @@ class Run(NamedTuple):
     num_results: int
     ends: bool
     origin: int
-    base: int
-    per_context: int
+    first: int
+    growth: int
     size: int
     context: int
 
-    def total_context(self, num_steps: int) -> int:
-        """Return the tokens that requests attend to in the first steps."""
-        return num_steps * self.context + self.size * (num_steps * (num_steps - 1) // 2)
-
     def price(self, num_steps: int) -> int:
         """Return the time of the first steps."""
-        return num_steps * self.base + self.per_context * self.total_context(num_steps)
+        return num_steps * self.first + self.growth * (num_steps * (num_steps - 1) // 2)
+
+    def steps_in(self, time: int) -> int:
+        """Return the lowest number of steps that take this time or more."""
+        first, growth = self.first, self.growth
+        if time <= 0:
+            return 0
+        if growth == 0:
+            return -(-time // first)
+        # price(n) >= time is growth * n**2 + linear * n >= 2 * time.
+        linear = 2 * first - growth
+        num_steps = (isqrt(linear * linear + 8 * growth * time) - linear) // (2 * growth)
+        # The root was rounded down.
+        return num_steps + (self.price(num_steps) < time)
 
 
 class SimulatedEngine:
@@ -188,11 +198,13 @@ class SimulatedEngine:
         whether a result is to come: at `end`."""
         scheduler = self.scheduler
         in_flight = self._in_flight
-        while len(in_flight) <= self.steps_ahead and scheduler.has_unfinished:
+        unfinished = scheduler.queues.requests
+        is_fast = self.group is not None
+        while len(in_flight) <= self.steps_ahead and unfinished:
             if self._is_draining and in_flight:
                 break
             self._is_draining = False
-            if len(in_flight) == self.steps_ahead and self._begin_run(now):
+            if is_fast and len(in_flight) == self.steps_ahead and self._begin_run(now):
                 return True
             plan = scheduler.schedule()
             self._blocked_by = plan.blocked_by
@@ -215,21 +227,20 @@ class SimulatedEngine:
             ended += self._abort_requests()
         if ended:
             self._blocked_by = ""
-        self._is_draining = not self.scheduler.has_unfinished
+        self._is_draining = not self.scheduler.queues.requests
         return ended
 
     def _launch(self, plan: SchedulerOutput, now: int) -> None:
         work = work_of(plan)
         seconds = self.cost.step(work)
         stages = self._stage_ends
-        start = max(now, stages[0])
+        start = end = max(now, stages[0])
         if start > stages[-1]:
             seconds += self.cost.after_idle(start - stages[-1])
         self._count(1, work.num_decodes, work.decode_context, seconds)
         if work.prefills:
             self._totals.num_decode_steps -= 1
-            self._totals.num_prefill_tokens += sum(num_tokens for _, num_tokens in work.prefills)
-        end = start
+            self._totals.num_prefill_tokens += plan.num_tokens - work.num_decodes
         for i in range(len(stages)):
             # The last stage gets the rest, so that the parts add up.
             part = seconds * (i + 1) // len(stages) - seconds * i // len(stages)
@@ -249,7 +260,13 @@ class SimulatedEngine:
         plan = step.plan
         now = step.end
         group = self.group
-        requests = self.scheduler.queues.requests
+        queues = self.scheduler.queues
+        if group is not None and not len(plan.requests):
+            # All shares are silent.
+            queues.in_flight = [each for each in queues.in_flight if each is not plan]
+            self._count_silent(plan, now, group)
+            return []
+        requests = queues.requests
         sampled: dict[str, list[SampledToken]] = {}
         sampling: list[SimulatedRequest] = []
         for share in plan.requests:
@@ -263,7 +280,8 @@ class SimulatedEngine:
                 if request.is_member and group is not None:
                     group.settle(request)
         self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
-        self.scheduler.took(plan, (now - step.start) / SECOND)
+        if group is None:
+            self.scheduler.took(plan, (now - step.start) / SECOND)
         ended = []
         for request in sampling:
             request.taken += 1
@@ -271,11 +289,16 @@ class SimulatedEngine:
             if request.finish_reason is not None:
                 ended.append(request)
         if group is not None:
-            if isinstance(plan.requests, Shares) and plan.requests.silent:
-                self.gaps.add(now - group.last_end, plan.requests.silent)
-            group.taken += 1
-            group.last_end = now
+            self._count_silent(plan, now, group)
         return ended
+
+    def _count_silent(self, plan: SchedulerOutput, now: int, group: DecodingQueues) -> None:
+        """Count a step that has ended, and the tokens of its silent shares."""
+        shares = plan.requests
+        if isinstance(shares, Shares) and shares.silent:
+            self.gaps.add(now - group.last_end, shares.silent)
+        group.taken += 1
+        group.last_end = now
 
     def _count(self, num_steps: int, num_decodes: int, context: int, time: int) -> None:
         """Count steps that only decode."""
@@ -307,7 +330,8 @@ class SimulatedEngine:
     def _begin_run(self, now: int) -> bool:
         """Begin to make steps in one call, if the next one is uneventful. Returns whether it is."""
         group = self.group
-        if group is None or ((group.waiting or group.swapped) and not self._is_blocked):
+        assert group is not None
+        if (group.waiting or group.swapped) and not self._is_blocked:
             return False
         num_steps, to_end = group.num_uneventful()
         if not num_steps:
@@ -327,8 +351,8 @@ class SimulatedEngine:
             num_results=num_steps if ends else num_steps - ahead,
             ends=ends,
             origin=origin,
-            base=base,
-            per_context=per_context,
+            first=base + per_context * group.context,
+            growth=per_context * group.size,
             size=group.size,
             context=group.context,
         )
@@ -347,9 +371,8 @@ class SimulatedEngine:
 
     def _shorten(self, run: Run, now: int) -> bool:
         """Make only the steps that were planned before `now`. Returns whether `end` has changed."""
-        results = range(1 - self.steps_ahead, run.num_results)
-        num_results = bisect_left(results, now - run.origin, key=run.price) + results.start
-        if num_results == results.stop:
+        num_results = max(1 - self.steps_ahead, run.steps_in(now - run.origin))
+        if num_results >= run.num_results:
             return False
         num_steps = num_results + self.steps_ahead
         self._run = run._replace(num_steps=num_steps, num_results=num_results, ends=False)
@@ -367,13 +390,12 @@ class SimulatedEngine:
         group.advance(run.num_steps)
         ended = self._take(self._in_flight.popleft()) if self._in_flight else []
         num_steps = run.num_steps
+        size = run.size
         time = run.price(num_steps)
-        self._count(num_steps, num_steps * run.size, run.total_context(num_steps), time)
+        context = num_steps * run.context + size * (num_steps * (num_steps - 1) // 2)
+        self._count(num_steps, num_steps * size, context, time)
         self.gaps.add_growing(
-            first=run.base + run.per_context * run.context,
-            growth=run.per_context * run.size,
-            num_steps=run.num_results,
-            count=run.size,
+            first=run.first, growth=run.growth, num_steps=run.num_results, count=size
         )
         end = self._stage_ends[0] = run.origin + time
         last_end = end if run.num_results == num_steps else run.origin + run.price(run.num_results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
 from nanovllm.core.request import Request
 from nanovllm.data.request import EngineRequest
@@ -12,6 +13,14 @@ from nanovllm.simulate.results import ServedRequest
 from nanovllm.simulate.workload import WorkloadRequest
 
 NEVER = 1 << 62
+
+
+class Tokens(bytearray):
+    """Tokens of which only the number is known."""
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
+        """Return zeros, without a copy of a prompt."""
+        return range(len(self))[key] if isinstance(key, slice) else 0
 
 
 class SimulatedRequest(Request):
@@ -31,25 +40,27 @@ class SimulatedRequest(Request):
         last_event: the last such step.
     """
 
+    scheduled: int | None
+    first_token: int | None
+    last_token: int | None
+    replica: int
+    is_member: bool
+    is_ending: bool
+    planned: int
+    taken: int
+    last_step: int
+    event: int
+    last_event: int
+
     def __init__(self, source: WorkloadRequest, names: list[int], order: tuple[int, int]) -> None:
-        super().__init__(_source(source.num_output_tokens))
+        self.__dict__ = _template(source.num_output_tokens).copy()
         self.request_id = source.request_id
         self.num_prompt_tokens = source.num_prompt_tokens
-        self.token_ids = bytearray(source.num_prompt_tokens)  # type: ignore[assignment]
+        self.token_ids = Tokens(source.num_prompt_tokens)  # type: ignore[assignment]
+        self.extra_token_ids = []
         self.block_hashes = names  # type: ignore[assignment]
         self.order = order
         self.arrival = source.arrival
-        self.scheduled: int | None = None
-        self.first_token: int | None = None
-        self.last_token: int | None = None
-        self.replica = 0
-        self.is_member = False
-        self.is_ending = False
-        self.planned = 0
-        self.taken = 0
-        self.last_step = NEVER
-        self.event = NEVER
-        self.last_event = -1
 
     def served(self) -> ServedRequest:
         """Return what became of it."""
@@ -127,15 +138,30 @@ class RequestMaker:
             return list(prefix_ids[:count])
         names: list[int] = []
         end = 0
-        for prefix_id in prefix_ids:
+        for prefix_id in prefix_ids[: -(-covered // self.prefix_block_size)]:
             # Blocks that end in this number's tokens.
             first = end // size
             end += self.prefix_block_size
             names += range(prefix_id * per_number, prefix_id * per_number + end // size - first)
-        return names[:count]
+        del names[count:]
+        return names
 
 
 @functools.cache
-def _source(num_output_tokens: int) -> EngineRequest:
+def _template(num_output_tokens: int) -> dict[str, object]:
+    """Return the attributes with which requests of this length begin. It takes less time to copy
+    them than to set them."""
     params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)
-    return EngineRequest("", [], params)
+    return vars(Request(EngineRequest("", [], params))) | {
+        "scheduled": None,
+        "first_token": None,
+        "last_token": None,
+        "replica": 0,
+        "is_member": False,
+        "is_ending": False,
+        "planned": 0,
+        "taken": 0,
+        "last_step": NEVER,
+        "event": NEVER,
+        "last_event": -1,
+    }

@@ -90,7 +90,8 @@ class TokenGaps:
         """Count equal gaps."""
         self.count += count
         self.total += count * gap
-        self.longest = max(self.longest, gap)
+        if gap > self.longest:
+            self.longest = gap
         bucket = bucket_of(gap)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + count
 
@@ -99,17 +100,18 @@ class TokenGaps:
         `num_steps - 1`."""
         self.count += count * num_steps
         self.total += count * (num_steps * first + growth * (num_steps * (num_steps - 1) // 2))
-        if num_steps:
-            self.longest = max(self.longest, first + (num_steps - 1) * growth)
+        if not num_steps:
+            return
+        buckets = self.buckets
+        last = first + (num_steps - 1) * growth
+        self.longest = max(self.longest, last)
+        last_bucket = bucket_of(last)
         i = 0
-        while i < num_steps:
-            bucket = bucket_of(first + i * growth)
-            following = num_steps
-            if growth:
-                to_next = lowest_of(bucket + 1) - first
-                following = min(num_steps, -(-to_next // growth))
-            self.buckets[bucket] = self.buckets.get(bucket, 0) + count * (following - i)
+        while (bucket := bucket_of(first + i * growth)) < last_bucket:
+            following = -((first - lowest_of(bucket + 1)) // growth)
+            buckets[bucket] = buckets.get(bucket, 0) + count * (following - i)
             i = following
+        buckets[bucket] = buckets.get(bucket, 0) + count * (num_steps - i)
 
     def quantile(self, share: float) -> float:
         """Return the gap that `share` (0 to 1) of all gaps do not exceed, to within 0.4 %; 0.0
@@ -142,8 +144,8 @@ class TokenGaps:
 
 def bucket_of(gap: int) -> int:
     """Return the number of the bucket that counts a gap: larger gaps have no smaller numbers."""
-    shift = max(0, gap.bit_length() - 1 - _BITS)
-    return (shift << _BITS) + (gap >> shift)
+    shift = gap.bit_length() - 1 - _BITS
+    return (shift << _BITS) + (gap >> shift) if shift > 0 else gap
 
 
 def lowest_of(bucket: int) -> int:

@@ -82,6 +82,8 @@ class Roofline(StepCost):
         self._read = model.kv_bytes_per_token(layout.tensor_parallel_size) / (
             machine.bandwidth * self.reach.attention_bandwidth
         )
+        # Seconds for a token that a decode attends to.
+        self._token = max(self._read, self._decode_pair)
         # Times that occur again and again, of a number of tokens, samples or decodes.
         self._token_times: dict[tuple[int, bool], float] = {}
         self._sample_times: dict[int, float] = {}
@@ -97,14 +99,14 @@ class Roofline(StepCost):
         for _, count in prefills:
             num_tokens += count
         seconds = self._fixed(num_tokens, num_samples, num_decodes + len(prefills), not prefills)
-        seconds += self._attention(context).seconds + self._prompt_attention(prefills).seconds
+        seconds += context * self._token + max(self._prompt_times(prefills))
         return round(seconds * SECOND)
 
     def decode(self, num_decodes: int) -> tuple[int, int]:
         """Return base and price per token of context: see `StepCost`."""
         if num_decodes not in self._decodes:
             seconds = self._fixed(num_decodes, num_decodes, num_decodes, True)
-            per_token = self._attention(1).seconds
+            per_token = self._token
             self._decodes[num_decodes] = round(seconds * SECOND), round(per_token * SECOND)
         return self._decodes[num_decodes]
 
@@ -200,16 +202,20 @@ class Roofline(StepCost):
 
     def _attention(self, context: int) -> Part:
         bound = "bytes" if self._read > self._decode_pair else "FLOPs"
-        return Part("attention", context * max(self._read, self._decode_pair), bound)
+        return Part("attention", context * self._token, bound)
 
     def _prompt_attention(self, prefills: Sequence[tuple[int, int]]) -> Part:
+        moving, computing = self._prompt_times(prefills)
+        bound = "bytes" if moving > computing else "FLOPs"
+        return Part("prompt attention", max(moving, computing), bound)
+
+    def _prompt_times(self, prefills: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """Return the seconds to read keys and values, and to compute."""
         read = num_pairs = 0
         for start, count in prefills:
             read += start
             num_pairs += count * start + count * (count + 1) // 2
-        moving, computing = read * self._read, num_pairs * self._prompt_pair
-        bound = "bytes" if moving > computing else "FLOPs"
-        return Part("prompt attention", max(moving, computing), bound)
+        return read * self._read, num_pairs * self._prompt_pair
 
     def _pair(self, channels: int, reach: float) -> float:
         """Return the seconds for the attention of one token to another.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import itertools
 import re
 import zlib
@@ -86,7 +87,7 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
     elif "input_length" in keys or (first.startswith(b"{") and not keys):
         decode = msgspec.json.Decoder(MooncakeRow).decode
         rows = ((number, line) for number, line in enumerate(whole, start=1) if line.strip())
-        requests = _requests(path, rows, lambda line: _mooncake_request(decode(line)))
+        requests = _requests(path, rows, lambda number, line: _mooncake(number, decode(line)))
     else:
         requests = _csv_requests(path, whole)
     return Workload(
@@ -101,7 +102,8 @@ def _lines(path: str | Path) -> Iterator[bytes]:
     try:
         with open(path, "rb") as file:
             is_compressed = file.peek(2)[:2] == GZIP_MAGIC
-            yield from gzip.GzipFile(fileobj=file) if is_compressed else file
+            # A buffer above finds lines faster than `GzipFile` does.
+            yield from io.BufferedReader(gzip.GzipFile(fileobj=file)) if is_compressed else file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"{path} is damaged: {error}") from error
     except OSError as error:
@@ -130,27 +132,27 @@ def _mistake(path: str | Path, number: int | None, error: Exception) -> UsageErr
 
 
 def _requests(
-    path: str | Path, rows: Iterable[tuple[int, T]], read: Callable[[T], WorkloadRequest]
+    path: str | Path, rows: Iterable[tuple[int, T]], read: Callable[[int, T], WorkloadRequest]
 ) -> Iterator[WorkloadRequest]:
     """The requests of numbered rows, none of which may be earlier than the one before."""
     before = 0
     for number, row in rows:
         try:
-            request = read(row)
+            request = read(number, row)
             if request.arrival < before:
                 raise ValueError("earlier than the row before: sort the rows by time")
         except ValueError as error:
             raise _mistake(path, number, error) from error
         before = request.arrival
-        yield replace(request, request_id=str(number))
+        yield request
 
 
-def _mooncake_request(row: MooncakeRow) -> WorkloadRequest:
+def _mooncake(number: int, row: MooncakeRow) -> WorkloadRequest:
     num_blocks = -(-row.input_length // MOONCAKE_BLOCK_SIZE)
     if row.hash_ids and len(row.hash_ids) != num_blocks:
         raise ValueError(f"Expected {num_blocks} numbers, got {len(row.hash_ids)} - at $.hash_ids")
     return WorkloadRequest(
-        request_id="",
+        request_id=str(number),
         arrival=round(row.timestamp * (SECOND // 1000)),
         num_prompt_tokens=row.input_length,
         num_output_tokens=row.output_length,
@@ -167,7 +169,7 @@ def _csv_requests(path: str | Path, lines: Iterable[bytes]) -> Iterator[Workload
         raise UsageError(f"{path} is no workload: {FORMATS}")
     indices = [header.index(column) for column in columns]
 
-    def read(cells: list[str]) -> WorkloadRequest:
+    def read(number: int, cells: list[str]) -> WorkloadRequest:
         if len(cells) != len(header):
             raise ValueError(f"Expected {len(header)} columns, got {len(cells)}")
         values = []
@@ -180,7 +182,7 @@ def _csv_requests(path: str | Path, lines: Iterable[bytes]) -> Iterator[Workload
                 raise ValueError(f"{error}, got {place}") from error
         arrival, num_prompt_tokens, num_output_tokens = values
         return WorkloadRequest(
-            request_id="",
+            request_id=str(number),
             arrival=arrival,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,

@@ -107,6 +107,7 @@ class LoggedEngine(SimulatedEngine):
                 num_results=1 if ends else 1 - self.steps_ahead,
                 ends=ends,
                 origin=run.origin + run.price(i),
+                first=run.first + i * run.growth,
                 context=run.context + i * run.size,
             )
             self._look(run, i)
