@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 from nanovllm.core.block_pool import BlockPool, InvariantError
 from nanovllm.core.kv_cache_manager import KVCacheManager
@@ -16,20 +16,47 @@ class GrowingPool(BlockPool):
 
     Blocks that were never used come before all others in the free list. They are not in
     `free_block_queue`, and have no entries in `ref_counts` and `block_hashes`.
+
+    A block that is taken from the middle of the free list leaves its entry there, which is skipped
+    later. So the list has no links, and takes little memory.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = []
         self.block_hashes = []
-        self.free_block_queue = OrderedDict()
         self.cached_blocks = {}
         self.num_evictions = 0
+        self._queue: deque[int] = deque()
+        # How many of a block's entries in the queue are to be skipped: the first ones.
+        self._skipped: dict[int, int] = {}
+        self._num_skipped = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out, cached ones included."""
-        return len(self.free_block_queue) + self.num_blocks - len(self.ref_counts)
+        num_used = len(self._queue) - self._num_skipped
+        return num_used + self.num_blocks - len(self.ref_counts)
+
+    @property
+    def free_block_queue(self) -> OrderedDict[int, None]:  # type: ignore[override]
+        """The ids of free blocks that were used before, in the order in which they will be
+        reused."""
+        skipped = dict(self._skipped)
+        return OrderedDict.fromkeys(self._without_skipped(self._queue, skipped))
+
+    @staticmethod
+    def _without_skipped(entries: Iterable[int], skipped: dict[int, int]) -> list[int]:
+        """Return the entries that count. `skipped` loses the others."""
+        found = []
+        for block_id in entries:
+            if block_id not in skipped:
+                found.append(block_id)
+            elif skipped[block_id] == 1:
+                del skipped[block_id]
+            else:
+                skipped[block_id] -= 1
+        return found
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Take `count` blocks from the old end of the free list; O(count).
@@ -42,23 +69,37 @@ class GrowingPool(BlockPool):
         num_used = len(ref_counts)
         num_fresh = min(count, self.num_blocks - num_used)
         num_reused = count - num_fresh
-        if num_reused > len(self.free_block_queue):
+        if num_reused > len(self._queue) - self._num_skipped:
             return super().get_new_blocks(count)  # raises the error
         block_ids: list[int] = []
         if num_fresh:
             block_ids += range(num_used, num_used + num_fresh)
             ref_counts += [1] * num_fresh
             hashes += [None] * num_fresh
-        pop = self.free_block_queue.popitem
-        for _ in range(num_reused):
-            block_id, _ = pop(last=False)
-            if (block_hash := hashes[block_id]) is not None:
-                del self.cached_blocks[block_hash]
-                hashes[block_id] = None
-                self.num_evictions += 1
-            ref_counts[block_id] = 1
-            block_ids.append(block_id)
+        if num_reused:
+            cached = self.cached_blocks
+            num_cached = len(cached)
+            reused = self._pop(num_reused)
+            for block_id in reused:
+                ref_counts[block_id] = 1
+                if (block_hash := hashes[block_id]) is not None:
+                    del cached[block_hash]
+                    hashes[block_id] = None
+            self.num_evictions += num_cached - len(cached)
+            block_ids += reused
         return block_ids
+
+    def _pop(self, count: int) -> list[int]:
+        """Take blocks from the queue."""
+        pop = self._queue.popleft
+        skipped = self._skipped
+        found = [pop() for _ in range(count)]
+        while not skipped.keys().isdisjoint(found):
+            found = self._without_skipped(found, skipped)
+            num_missing = count - len(found)
+            self._num_skipped -= num_missing
+            found += [pop() for _ in range(num_missing)]
+        return found
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Give up one hold on each block; see `BlockPool.free_blocks`.
@@ -67,14 +108,37 @@ class GrowingPool(BlockPool):
             InvariantError: a block is free already.
         """
         ref_counts = self.ref_counts
-        queue = self.free_block_queue
+        add = self._queue.append
         for block_id in block_ids:
             left = ref_counts[block_id] - 1
             if left < 0:
                 raise InvariantError(f"block {block_id} freed twice")
             ref_counts[block_id] = left
             if left == 0:
-                queue[block_id] = None
+                add(block_id)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Take one more hold on each block; see `BlockPool.touch`."""
+        ref_counts = self.ref_counts
+        skipped = self._skipped
+        for block_id in block_ids:
+            count = ref_counts[block_id]
+            ref_counts[block_id] = count + 1
+            if count == 0:
+                skipped[block_id] = skipped.get(block_id, 0) + 1
+                self._num_skipped += 1
+        if self._num_skipped > 2 * len(ref_counts):
+            self._queue = deque(self._without_skipped(self._queue, skipped))
+            self._num_skipped = 0
+
+    def check_invariants(self, tables: Iterable[list[int]]) -> None:
+        """Check the blocks that were ever used; see `BlockPool.check_invariants`."""
+        used = BlockPool(0)
+        used.ref_counts = self.ref_counts
+        used.block_hashes = self.block_hashes
+        used.cached_blocks = self.cached_blocks
+        used.free_block_queue = self.free_block_queue
+        used.check_invariants(tables)
 
 
 class SimulatedManager(KVCacheManager):
@@ -90,6 +154,27 @@ class SimulatedManager(KVCacheManager):
         super().__init__(0, block_size, enable_prefix_caching)
         self.pool = GrowingPool(num_blocks)
         self.host_pool = GrowingPool(num_host_blocks)
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed_blocks: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Make room for the request's first `num_tokens` tokens; see
+        `KVCacheManager.allocate_slots`."""
+        table = self.tables.get(request.request_id)
+        if table is None:
+            table = []
+        num_new = -(-num_tokens // self.block_size) - len(table) - len(computed_blocks)
+        if num_new <= 0 and not computed_blocks:
+            return []
+        pool = self.pool
+        num_idle = [pool.ref_counts[block_id] for block_id in computed_blocks].count(0)
+        if num_new > pool.num_free - num_idle:
+            return None
+        pool.touch(computed_blocks)
+        appended = [*computed_blocks, *pool.get_new_blocks(max(0, num_new))]
+        table += appended
+        self.tables[request.request_id] = table
+        return appended
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Blocks that already contain the beginning of the request's tokens; see
@@ -114,11 +199,8 @@ class SimulatedManager(KVCacheManager):
             return
         hashes = self.pool.block_hashes
         cached = self.pool.cached_blocks
-        table = self.tables[request.request_id]
-        names = request.block_hashes
-        for i in range(first, end):
-            block_id = table[i]
-            name = names[i]
+        table = self.tables[request.request_id][first:end]
+        for block_id, name in zip(table, request.block_hashes[first:end], strict=True):
             if hashes[block_id] is None and name not in cached:
                 hashes[block_id] = name
                 cached[name] = block_id
