@@ -130,15 +130,24 @@ class SentPrefixes(PrefixIndex):
         prompts keep the blocks that they have, too."""
         sent = self._sent[server]
         prompts = self._prompts[server]
-        while len(sent) > self.capacity:
+        where = self.where
+        bit = 1 << server
+        num_extra = len(sent) - self.capacity
+        while num_extra > 0:
             number, names = prompts[0]
-            if names:
-                self._lengths[server] -= 1
+            length = len(names)
+            while names and num_extra > 0:
                 name = names.pop()
                 if sent[name] == number:
                     del sent[name]
-                    self.remove(server, name)
-            else:
+                    num_extra -= 1
+                    others = where[name] ^ bit
+                    if others:
+                        where[name] = others
+                    else:
+                        del where[name]
+            self._lengths[server] -= length - len(names)
+            if not names:
                 prompts.popleft()
         if self._lengths[server] > 2 * self.capacity + ROUTED_BLOCKS:
             # Many prompts have the same blocks.

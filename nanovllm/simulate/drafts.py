@@ -48,7 +48,7 @@ class DraftingEngine(SimulatedEngine):
         super()._launch(plan, now)
         step = self._in_flight[-1]
         time = self.draft_time * max(num_drafts_wanted(plan).values(), default=0)
-        self._in_flight[-1] = step._replace(end=step.end + time)
+        step.end += time
         self._stage_ends[-1] += time
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from math import isqrt
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.core.block_pool import InvariantError
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 TOKEN = SampledToken(0)
 
 
-class StepInFlight(NamedTuple):
+class StepInFlight(msgspec.Struct, gc=False):
     """A step whose result is still missing.
 
     Attributes:
@@ -39,7 +41,7 @@ class StepInFlight(NamedTuple):
     end: int
 
 
-class Run(NamedTuple):
+class Run(msgspec.Struct, frozen=True, gc=False):
     """Steps that compute a token for each member of the group of decoding requests, and nothing
     else. `finish` makes them all.
 
@@ -375,7 +377,9 @@ class SimulatedEngine:
         if num_results >= run.num_results:
             return False
         num_steps = num_results + self.steps_ahead
-        self._run = run._replace(num_steps=num_steps, num_results=num_results, ends=False)
+        self._run = msgspec.structs.replace(
+            run, num_steps=num_steps, num_results=num_results, ends=False
+        )
         self.end = run.origin + run.price(num_results)
         return True
 

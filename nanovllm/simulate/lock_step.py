@@ -22,7 +22,7 @@ class LockStepEngine(SimulatedEngine):
         """Let the step in flight, or the time without one, end then."""
         self.end = self._stage_ends[0] = end
         if self._in_flight:
-            self._in_flight[0] = self._in_flight[0]._replace(end=end)
+            self._in_flight[0].end = end
 
 
 class LockStepFleet(Fleet):

@@ -56,7 +56,10 @@ class SimulatedRequest(Request):
         self.__dict__ = _template(source.num_output_tokens).copy()
         self.request_id = source.request_id
         self.num_prompt_tokens = source.num_prompt_tokens
-        self.token_ids = Tokens(source.num_prompt_tokens)  # type: ignore[assignment]
+        # The memory of all tokens, now, since it is moved if it grows.
+        tokens = Tokens(source.num_prompt_tokens + source.num_output_tokens)
+        del tokens[source.num_prompt_tokens :]
+        self.token_ids = tokens  # type: ignore[assignment]
         self.extra_token_ids = []
         self.block_hashes = names  # type: ignore[assignment]
         self.order = order

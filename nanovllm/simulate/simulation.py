@@ -17,7 +17,7 @@ from nanovllm.data.errors import UsageError
 from nanovllm.data.resolved_config import ResolvedConfig, resolve
 from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.stores.store import HostKeys
-from nanovllm.router.policies import Router, RouterState
+from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
@@ -253,10 +253,14 @@ class FleetPlan:
         self, engines: Sequence[SimulatedEngine], workload: Workload
     ) -> PolicyRouter:
         policy = self.config.routing_policy
-        maker = RequestMaker(self.resolved.given.block_size, workload.prefix_block_size)
+        block_size = self.resolved.given.block_size
+        maker = RequestMaker(block_size, workload.prefix_block_size)
+        num_compared = ROUTED_BLOCKS * block_size
         router = PolicyRouter(
             Router(policy, RouterState(len(engines), self.resolved.num_kv_blocks)),
-            lambda source: maker.prompt_names(source.prefix_ids, source.num_prompt_tokens),
+            lambda source: maker.prompt_names(
+                source.prefix_ids, min(source.num_prompt_tokens, num_compared)
+            ),
             refresh=round(self.config.metrics_interval * SECOND),
         )
         if policy == "precise":

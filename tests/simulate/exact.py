@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.simulate.engine import Run, SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
@@ -102,7 +104,8 @@ class LoggedEngine(SimulatedEngine):
         ended = []
         for i in range(run.num_steps):
             ends = run.ends and i == run.num_steps - 1
-            single = run._replace(
+            single = replace(
+                run,
                 num_steps=1,
                 num_results=1 if ends else 1 - self.steps_ahead,
                 ends=ends,
