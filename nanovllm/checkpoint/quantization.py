@@ -9,18 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.files import (
+    Description,
     Fields,
     ModelFileError,
-    Size,
     UnsupportedModelError,
-    between,
+    anything,
     check_supported,
-    described,
+    dict_of,
+    flag,
+    json_object,
+    list_of,
+    size,
+    text,
+    whole,
 )
 from nanovllm.checkpoint.formats import FILE, SUPPORTED, MatrixFormat, check_format
 from nanovllm.data.json import JsonObject
@@ -32,38 +36,35 @@ if TYPE_CHECKING:
 ONLINE = ("w8a8", "w4a16", "w4a8")
 
 # Bits and group sizes; `check_format` rejects unsupported ones.
-Whole = Annotated[int, between(-(2**20), 2**20)]
-Block = Annotated[list[Size], Field(min_length=2, max_length=2)]
-Settings = described(
-    "Settings",
+small = whole(-(2**20), 2**20)
+block = list_of(size, length=2)
+Settings = Description(
     {
-        str: "quant_method checkpoint_format format version activation_scheme fmt",
-        Whole: "bits w_bit group_size q_group_size",
-        bool: "sym desc_act static_groups zero_point",
-        Block: "weight_block_size",
-        dict[str, JsonObject]: "config_groups dynamic",
-        JsonObject: "kv_cache_scheme sparsity_config transform_config",
-    },
+        text: "quant_method checkpoint_format format version activation_scheme fmt",
+        small: "bits w_bit group_size q_group_size",
+        flag: "sym desc_act static_groups zero_point",
+        block: "weight_block_size",
+        dict_of(json_object): "config_groups dynamic",
+        json_object: "kv_cache_scheme sparsity_config transform_config",
+    }
 )
-Sparsity = described("Sparsity", {str: "format"})
-Override = described("Override", {Whole: "bits group_size", bool: "sym desc_act static_groups"})
-Group = described(
-    "Group",
+Sparsity = Description({text: "format"})
+Override = Description({small: "bits group_size", flag: "sym desc_act static_groups"})
+Group = Description(
     {
-        str: "format",
-        list[str]: "targets",
-        JsonObject: "weights input_activations output_activations",
-    },
+        text: "format",
+        list_of(text): "targets",
+        json_object: "weights input_activations output_activations",
+    }
 )
-Numbers = described(
-    "Numbers",
+Numbers = Description(
     {
-        Whole: "num_bits group_size",
-        str: "type strategy",
-        bool: "symmetric",
-        Block: "block_structure",
-        object: "actorder dynamic",
-    },
+        small: "num_bits group_size",
+        text: "type strategy",
+        flag: "symmetric",
+        block: "block_structure",
+        anything: "actorder dynamic",
+    }
 )
 
 

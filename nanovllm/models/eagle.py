@@ -23,11 +23,16 @@ from torch import Tensor, nn
 from nanovllm.attention.base import Rotary
 from nanovllm.checkpoint.files import (
     ConfigFile,
+    Description,
     ModelFileError,
     UnsupportedModelError,
     check_supported,
-    described,
+    flag,
+    integer,
+    json_object,
+    list_of,
     read_json,
+    text,
 )
 from nanovllm.checkpoint.weights import open_tensors, weight_files
 from nanovllm.data.json import JsonObject
@@ -59,18 +64,17 @@ LLAMA += " Eagle3Speculator Eagle3DraftModel"
 ARCHITECTURES = dict.fromkeys(LLAMA.split(), "LlamaForCausalLM")
 ARCHITECTURES |= {name: name for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")}
 ARCHITECTURES["Eagle3Qwen3ForCausalLM"] = "Qwen3ForCausalLM"
-EagleFile = described(
-    "EagleFile",
+EagleFile = Description(
     {
-        int: "draft_vocab_size target_hidden_size",
-        bool: "norm_before_residual norm_before_fc fc_norm norm_output",
-        str: "speculators_model_type",
-        list[int]: "eagle_aux_hidden_state_layer_ids",
-        JsonObject: "eagle_config transformer_layer_config",
-    },
+        integer: "draft_vocab_size target_hidden_size",
+        flag: "norm_before_residual norm_before_fc fc_norm norm_output",
+        text: "speculators_model_type",
+        list_of(integer): "eagle_aux_hidden_state_layer_ids",
+        json_object: "eagle_config transformer_layer_config",
+    }
 )
-AuxFile = described(
-    "AuxFile", {list[int]: "eagle_aux_hidden_state_layer_ids", bool: "norm_before_fc"}
+AuxFile = Description(
+    {list_of(integer): "eagle_aux_hidden_state_layer_ids", flag: "norm_before_fc"}
 )
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 UNUSED = ("t2d",)  # d2t says it, too
