@@ -56,7 +56,8 @@ STAND_INS = set(
 # from which lecture 15 grows; 180 for replays by time; 60 for the request
 # rows and the methods from which lectures 17 to 20 begin; 80 for a calibration without a
 # trace whose requests arrive while others decode (and 140 in the lab for the live loads that check
-# it); 140 in the lab for which lines of a cell are new, and for lectures as web pages. A new
+# it); 140 in the lab for which lines of a cell are new, and for lectures as web pages; 70 for a
+# simulator in fewer calls, and 170 for checks of the files of a model without pydantic. A new
 # feature brings its own number. `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -72,7 +73,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_600,
-    "statements, engine": 25_280,
+    "statements, engine": 25_520,
     "statements, lab": 7_200,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
