@@ -21,7 +21,7 @@ LONGER = {
     "10_first_tokens": 419,
     "13_scheduler": 532,
     "24_expert_parallel": 515,
-    "91_llama_server": 505,
+    "91_llama_server": 475,
 }
 
 
