@@ -101,6 +101,13 @@ class DecodingQueues(Queues):
 
     def move(self, request: Request, status: RequestStatus) -> None:
         """Put a request into the queue of another status. It is no member (see `SettlingKV`)."""
+        running = self.running
+        if status is RequestStatus.RUNNING and not (running and request.order < running[-1].order):
+            # The most frequent move: an admission, to the end of the queue.
+            self.by_status[request.status].remove(request)
+            request.status = status
+            running.append(request)  # type: ignore[arg-type]
+            return
         super().move(request, status)
         head = self.size + self._num_ending
         if status is RequestStatus.RUNNING and head and request.order < self.running[head].order:
