@@ -35,21 +35,13 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.yarn import yarn_attention_factor, yarn_frequencies
 
 
-def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al.
-    2021); on the CPU, also where torch's default device is the meta device.
+def stretched(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Return the angles for a model with a longer context than it was trained on.
 
     With `rope_type` "linear" in `config.rope_scaling`, all angles are divided by `factor`. With
     "llama3", a pair's turns within `original_max_position_embeddings` decide: above
     `high_freq_factor` the angle stays, below `low_freq_factor` it is divided by `factor`, and in
-    between it is a mean of both, whose weights are linear in the turns. For "yarn", see
-    `models.yarn`."""
-    if config.rope_scaling["rope_type"] == "yarn":
-        return yarn_frequencies(config)
-    exponents = (
-        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    )
-    frequencies: Tensor = 1.0 / config.rope_theta**exponents
+    between it is a mean of both, whose weights are linear in the turns."""
     scaling = config.rope_scaling
     factor: float = scaling.get("factor", 1.0)
     if scaling["rope_type"] == "linear":
@@ -63,6 +55,15 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
         keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * frequencies + (1 - keep) * frequencies / factor
     return frequencies
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al.
+    2021); on the CPU, also where torch's default device is the meta device."""
+    if config.rope_scaling["rope_type"] == "yarn":
+        return yarn_frequencies(config)
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    return stretched(1.0 / config.rope_theta ** (pairs / config.head_dim), config)
 
 
 def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
@@ -217,8 +218,8 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """A decoder-only model over packed tokens.
 
-    It knows neither requests nor blocks: the forward context supplies what attention needs beyond
-    q, k and v.
+    It is independent of requests and blocks: the forward context supplies what attention needs
+    beyond q, k and v.
 
     Args:
         config: the model's shape.
@@ -250,8 +251,7 @@ class LlamaForCausalLM(nn.Module):
         """Hidden states `[num_tokens, hidden_size]` of packed tokens.
 
         Args:
-            input_ids, positions: `[num_tokens]` int64; positions count within each token's own
-                sequence.
+            input_ids, positions: `[num_tokens]` int64; positions count within each sequence.
         """
         return self.model(input_ids, positions)
 

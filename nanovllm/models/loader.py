@@ -5,7 +5,6 @@ Built by notebooks/10_first_tokens.ipynb: edit it there.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from nanovllm.checkpoint.weights import (
 )
 from nanovllm.data.parts import needed_for
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.dummy import dummy_tensors
 from nanovllm.models.llama import LlamaForCausalLM, rotary_table
 from nanovllm.models.registry import model_class
 from nanovllm.ops.device import weight_memory
@@ -59,7 +59,7 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
     Raises:
         CheckpointError: its message contains `NAME has shape [3]` if a tensor is of another shape
             than its place, `no place for 'NAME'` if the model has none, and `lacks NAME` (up to
-            five names) if tensors have not come.
+            five names) if tensors are missing.
     """
     places = model.checkpoint_places()
     for name_in_file, tensor in tensors:
@@ -100,21 +100,6 @@ def stored_tensors(
     the file may contain either."""
     tensors = checkpoint_tensors(folder, only_shapes)
     return with_embedding(tensors) if config.tie_word_embeddings else tensors
-
-
-def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all
-    others normal with a deviation of 0.02. A tensor depends on the seed and on its name only."""
-    parameter = next(model.parameters())
-    for name, [place, *_] in model.checkpoint_places().items():
-        tensor = torch.ones(place.shape, dtype=parameter.dtype, device=parameter.device)
-        if "norm" not in name:
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator(parameter.device).manual_seed(
-                int.from_bytes(digest[:6], "little")
-            )
-            tensor.normal_(0.0, 0.02, generator=generator)
-        yield name, tensor
 
 
 # What may exchange layers of a model that has no memory yet.
