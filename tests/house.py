@@ -61,7 +61,6 @@ READING_PATH = [
     "core/kv_cache_manager",
     "core/queues",
     "core/hooks",
-    "core/external_kv",
     "core/scheduler",
     "attention/base",
     "attention/torch",

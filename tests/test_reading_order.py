@@ -23,8 +23,8 @@ ORDER: dict[str, dict[str, str]] = {
     "core.scheduler:Scheduler": {
         "state": "__init__",
         "intake": "add_request has_unfinished finish abort_request forget_requests",
-        "step": "schedule continue_running admit share _why_not _admit_waiting _admit_swapped "
-        "_schedule",
+        "step": "schedule continue_running admit share _why_not _admit_waiting _run_waiting "
+        "_admit_swapped _schedule",
         "results": "update_from_output _update _append_tokens _cache_completed_block took stats",
         "memory": "_preempt",
         "invariants": "check_invariants",

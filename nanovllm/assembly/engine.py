@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nanovllm.executor.uniproc import UniProcExecutor
     from nanovllm.executor.virtual_clock import VirtualClock
     from nanovllm.kv_transfer.connector import KVConnectorScheduler
+    from nanovllm.kv_transfer.scheduling import KVTransfer
     from nanovllm.trace.trace import Trace
 
 
@@ -183,7 +184,9 @@ def create_peers(
     """Create what connects the engine's loop to other engines; None for an engine alone."""
     if connector is not None:
         create = load("nanovllm.kv_transfer.peers:TransferPeers", "KV transfer")
-        return cast("Peers", create(scheduler.external_kv, executor))
+        kind: type[KVTransfer] = load("nanovllm.kv_transfer.scheduling:KVTransfer", "KV transfer")
+        kv_transfer = next(each for each in scheduler.features if isinstance(each, kind))
+        return cast("Peers", create(kv_transfer, executor))
     # In lock-step, one of the scheduler's features.
     return next((each for each in scheduler.features if isinstance(each, Peers)), None)
 

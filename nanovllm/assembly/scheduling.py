@@ -51,11 +51,12 @@ def create_scheduler(
     """
     queues = queues or Queues()
     features = choose_features(config, queues, manager)
-    kv_transfer = None
+    choose_victim = None
     if connector is not None:
         create: type[KVTransfer] = load("nanovllm.kv_transfer.scheduling:KVTransfer", "KV transfer")
         kv_transfer = create(connector, queues, manager)
         features.append(kv_transfer)
+        choose_victim = kv_transfer.choose_victim
     scheduler = scheduler_class(
         SchedulerSettings(
             token_budget=config.token_budget,
@@ -66,7 +67,7 @@ def create_scheduler(
         queues=queues,
         manager=manager,
         features=features,
-        external_kv=kv_transfer,
+        choose_victim=choose_victim,
     )
     if config.given.batching_policy != "chunked":
         scheduler.fill = load(f"{POLICIES}:prefill_first", "batching_policy")

@@ -1,7 +1,4 @@
-"""Hooks with which a feature takes part in scheduling. See README.md.
-
-Built by notebooks/13_scheduler.ipynb: edit it there.
-"""
+"""Hooks with which a feature takes part in scheduling. See README.md."""
 
 from __future__ import annotations
 
@@ -57,6 +54,19 @@ class SchedulerHooks:
         no request runs, and no step is in flight, one must be admitted."""
         return ""
 
+    def admit(self, request: Request, computed_blocks: Sequence[int]) -> str | None:
+        """Admit a waiting request to another queue than `running`, with blocks of its own.
+
+        Args:
+            computed_blocks: blocks of the prefix cache, which `request.num_computed_tokens`
+                counts; the request's table begins with them.
+
+        Returns:
+            "" if the feature has moved the request; the reason if it cannot move it now; None if
+            the request is to run.
+        """
+        return None
+
     def planned(self, plan: SchedulerOutput) -> None:
         """The plan is complete. The hook may add what the feature's half in the runner needs."""
 
@@ -74,6 +84,11 @@ class SchedulerHooks:
     ) -> None:
         """A request has its new tokens, which are in `output`, and may have ended with them.
         The hook may add to the output."""
+
+    def keeps_blocks(self, request: Request) -> bool:
+        """A request ends. True: its blocks are still in use, and are held until
+        `KVCacheManager.let_go`."""
+        return False
 
     def took(self, plan: SchedulerOutput, seconds: float) -> None:
         """A step has ended, and has taken so long."""
@@ -115,9 +130,11 @@ class SchedulerHookCalls:
         self.limit_share = overriding(features, SchedulerHooks.limit_share)
         self.scheduled = overriding(features, SchedulerHooks.scheduled)
         self.why_not = overriding(features, SchedulerHooks.why_not)
+        self.admit = overriding(features, SchedulerHooks.admit)
         self.planned = overriding(features, SchedulerHooks.planned)
         self.arrived = overriding(features, SchedulerHooks.arrived)
         self.sampled = overriding(features, SchedulerHooks.sampled)
+        self.keeps_blocks = overriding(features, SchedulerHooks.keeps_blocks)
         self.took = overriding(features, SchedulerHooks.took)
         self.add_stats = overriding(features, SchedulerHooks.add_stats)
         self.check_invariants = overriding(features, SchedulerHooks.check_invariants)

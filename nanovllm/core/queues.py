@@ -19,7 +19,6 @@ class Queues:
     Attributes:
         by_status: the queue of each status; the queue of finished requests stays empty.
         waiting: requests without computed tokens.
-        receiving: requests whose blocks are being filled from outside this engine.
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
         removed_ids: requests whose state the runner drops before its next step.
@@ -30,7 +29,6 @@ class Queues:
         self.requests: dict[str, Request] = {}
         self.by_status: dict[RequestStatus, list[Request]] = {s: [] for s in RequestStatus}
         self.waiting = self.by_status[RequestStatus.WAITING]
-        self.receiving = self.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
         self.running = self.by_status[RequestStatus.RUNNING]
         self.swapped = self.by_status[RequestStatus.SWAPPED]
         self.removed_ids: list[str] = []
@@ -38,8 +36,8 @@ class Queues:
 
     @property
     def num_seated(self) -> int:
-        """Requests that count against `max_num_seqs`."""
-        return len(self.running) + len(self.receiving)
+        """Requests that count against `max_num_seqs`: those with blocks on the device."""
+        return len(self.requests) - len(self.waiting) - len(self.swapped)
 
     @property
     def next_in_line(self) -> Request | None:

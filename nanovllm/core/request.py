@@ -96,6 +96,16 @@ class Request:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens that the next step could compute: the missing ones, and the extra ones if the
+        runner has state for the request; 0 while its last token is pending."""
+        pending = self.num_pending_tokens
+        if pending and self.num_tokens + pending >= self.max_num_tokens:
+            return 0
+        num_extra = len(self.extra_token_ids) if self.num_sent_tokens else 0
+        return self.num_missing_tokens + num_extra
+
+    @property
     def in_prefill(self) -> bool:
         """True while more than the newest token has to be computed."""
         return self.num_missing_tokens > 1 or self.num_output_tokens + self.num_pending_tokens == 0

@@ -1,7 +1,4 @@
-"""A step as plain data: what the scheduler asks of the runner, and what the runner returns.
-
-Built by notebooks/13_scheduler.ipynb: edit it there.
-"""
+"""A step as plain data: what the scheduler asks of the runner, and what the runner returns."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from nanovllm.core.request import BlockCopies
+from nanovllm.core.request import BlockCopies, Request
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 
@@ -41,6 +38,26 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
     last_is_pending: bool = False
     extra_token_ids: list[int] | tuple[()] = ()
 
+    @classmethod
+    def of(cls, request: Request, num_tokens: int, new_block_ids: list[int]) -> ScheduledRequest:
+        """Describe a share of `num_tokens` tokens that begins at the first missing token. If it
+        reaches the last known token, the request samples."""
+        start = request.num_computed_tokens
+        scheduled = cls(
+            request.request_id,
+            start,
+            num_tokens,
+            request.token_ids[request.num_sent_tokens :],
+            new_block_ids,
+        )
+        num_extra = num_tokens - request.num_missing_tokens
+        if num_extra >= 0:
+            scheduled.samples = 1 + num_extra
+            scheduled.last_is_pending = start + num_tokens - num_extra > request.num_tokens
+        if num_extra > 0:
+            scheduled.extra_token_ids = request.extra_token_ids[:num_extra]
+        return scheduled
+
 
 @dataclass
 class SchedulerOutput:
@@ -56,7 +73,8 @@ class SchedulerOutput:
         token_budget: the most tokens that the step may compute; for the trace.
         num_prefill_tokens: prompt tokens that the step computes.
         num_tokens, num_samples: tokens that the step computes, and requests for which it samples.
-        blocked_by: why the first waiting request was not admitted; "" if no request waits.
+        blocked_by: why the next request in line, waiting or swapped, was not admitted; "" if no
+            request is in line.
         extras: by feature, what its half in the scheduler has to tell its half in the runner.
         all_report: every runner of the engine reports what its features have to tell; otherwise,
             only the one that samples does.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanovllm.core.block_pool import InvariantError
-from nanovllm.core.external_kv import ExternalKV
 from nanovllm.core.hooks import SchedulerHookCalls, SchedulerHooks
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
@@ -53,8 +52,9 @@ class Scheduler:
 
     Args:
         features: have a say in each step, and are asked in this order.
-        external_kv: knows of keys and values outside this engine; by default there are none.
         fill: puts shares into an empty plan; by default `continue_then_admit`.
+        choose_victim: returns the running request to preempt so that a request gets blocks for a
+            number of tokens, or None if this request has to wait; by default `last_running`.
 
     Attributes:
         num_queried_tokens, num_hit_tokens: tokens that were looked up in the prefix cache, and
@@ -67,16 +67,16 @@ class Scheduler:
         queues: Queues,
         manager: KVCacheManager,
         features: Sequence[SchedulerHooks] = (),
-        external_kv: ExternalKV | None = None,
         fill: Callable[[Scheduler, SchedulerOutput], None] | None = None,
+        choose_victim: Callable[[Request, int, list[Request]], Request | None] | None = None,
     ) -> None:
         self.settings = settings
         self.queues = queues
         self.manager = manager
         self.features = tuple(features)
         self.hooks = SchedulerHookCalls(features)
-        self.external_kv = external_kv or ExternalKV()
         self.fill = fill or continue_then_admit
+        self.choose_victim = choose_victim or last_running
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -108,10 +108,10 @@ class Scheduler:
         return bool(self.queues.requests)
 
     def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
-        """End a request. Free its blocks, unless they are still used from outside."""
+        """End a request. Free its blocks, unless a feature keeps them."""
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        if self.external_kv.uses_blocks(request):
+        if any([keeps_blocks(request) for keeps_blocks in self.hooks.keeps_blocks]):
             self.manager.hold(request, request.request_id)
         else:
             self.manager.free(request)
@@ -164,8 +164,8 @@ class Scheduler:
         the new blocks to `_schedule`. While this returns None, because no block is free:
 
         - If the plan is empty and steps are in flight, return: their results may free blocks.
-        - Otherwise preempt `external_kv.choose_victim(request, tokens, running)`, usually the last
-          running request. If the victim is the request itself, or None, skip the request; else try
+        - Otherwise preempt `choose_victim(request, tokens, running)`, usually the last running
+          request. If the victim is the request itself, or None, skip the request; else try
           again.
         """
         running = self.queues.running
@@ -181,7 +181,7 @@ class Scheduler:
                     # Their results may free blocks. The engine would not run a plan that only
                     # preempts.
                     return
-                victim = self.external_kv.choose_victim(request, wanted, running)
+                victim = self.choose_victim(request, wanted, running)
                 if victim is not None:
                     self._preempt(victim, plan)
                 if victim is None or victim is request:
@@ -208,22 +208,13 @@ class Scheduler:
     def share(self, request: Request, plan: SchedulerOutput) -> int:
         """Return how many tokens of the request this step may compute.
 
-        It is `min(missing + extra, left)`, which each feature may lower (`limit_share`). It is 0 if
-        the tokens that the request samples in steps in flight are its last ones
-        (`num_tokens + num_pending_tokens >= max_num_tokens`).
+        It is `min(missing, left)`, which each feature may lower (`limit_share`).
 
-            missing  request.num_missing_tokens
-            extra    len(request.extra_token_ids), if the runner has state for the request
-                     (`num_sent_tokens`)
+            missing  request.num_schedulable_tokens
             left     settings.token_budget - plan.num_tokens
         """
-        pending = request.num_pending_tokens
-        if pending and request.num_tokens + pending >= request.max_num_tokens:
-            return 0
-        share = request.num_missing_tokens
-        if request.extra_token_ids and request.num_sent_tokens:
-            share += len(request.extra_token_ids)
-        share = min(share, self.settings.token_budget - plan.num_tokens)
+        left = self.settings.token_budget - plan.num_tokens
+        share = min(request.num_schedulable_tokens, left)
         for limit_share in self.hooks.limit_share:
             share = limit_share(request, share, plan)
         return share
@@ -242,24 +233,29 @@ class Scheduler:
 
     def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
         computed = self.manager.get_computed_blocks(request)
-        request.num_computed_tokens = len(computed) * self.manager.block_size
-        num_external = self.external_kv.num_tokens(request)
-        share = num_external or self.share(request, plan)
-        blocks = None
-        if share:
-            end = request.num_computed_tokens + share
-            blocks = self.manager.allocate_slots(request, end, computed)
-        if blocks is None:
-            request.num_computed_tokens = 0
-            return "kv blocks" if share else "max_num_batched_tokens"
-        self.num_queried_tokens += request.num_tokens
-        self.num_hit_tokens += request.num_computed_tokens
-        if num_external:
-            self.queues.move(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
-            self.external_kv.load(request, blocks, num_external)
+        num_hit_tokens = len(computed) * self.manager.block_size
+        request.num_computed_tokens = num_hit_tokens
+        for admit in self.hooks.admit:
+            if (reason := admit(request, computed)) is not None:
+                break
         else:
-            self.queues.move(request, RequestStatus.RUNNING)
-            self._schedule(request, share, [], plan)
+            reason = self._run_waiting(request, computed, plan)
+        if reason:
+            request.num_computed_tokens = 0
+        else:
+            self.num_queried_tokens += request.num_tokens
+            self.num_hit_tokens += num_hit_tokens
+        return reason
+
+    def _run_waiting(self, request: Request, computed: list[int], plan: SchedulerOutput) -> str:
+        share = self.share(request, plan)
+        if share == 0:
+            return "max_num_batched_tokens"
+        end = request.num_computed_tokens + share
+        if self.manager.allocate_slots(request, end, computed) is None:
+            return "kv blocks"
+        self.queues.move(request, RequestStatus.RUNNING)
+        self._schedule(request, share, [], plan)
         return ""
 
     def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
@@ -279,14 +275,7 @@ class Scheduler:
         self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput
     ) -> None:
         start = request.num_computed_tokens
-        num_extra = share - request.num_missing_tokens
-        new_tokens = request.token_ids[request.num_sent_tokens :]
-        scheduled = ScheduledRequest(request.request_id, start, share, new_tokens, new_blocks)
-        if num_extra >= 0:  # the request catches up
-            scheduled.samples = 1 + num_extra
-            scheduled.last_is_pending = start + share - num_extra > request.num_tokens
-        if num_extra > 0:
-            scheduled.extra_token_ids = request.extra_token_ids[:num_extra]
+        scheduled = ScheduledRequest.of(request, share, new_blocks)
         for notify in self.hooks.scheduled:
             notify(request, scheduled)
         if request.num_sent_tokens == 0:
@@ -321,13 +310,12 @@ class Scheduler:
         Returns:
             What the calls of `_update` returned, without None.
         """
-        queues = self.queues
-        queues.in_flight = [step for step in queues.in_flight if step is not plan]
+        self.queues.in_flight = [step for step in self.queues.in_flight if step is not plan]
         for arrived in self.hooks.arrived:
             arrived(plan, result)
         outputs = []
         for scheduled in plan.requests:
-            request = queues.requests.get(scheduled.request_id)
+            request = self.queues.requests.get(scheduled.request_id)
             if request is not None:
                 request.num_pending_tokens -= scheduled.samples
                 if (output := self._update(request, scheduled, result)) is not None:
@@ -404,13 +392,10 @@ class Scheduler:
     @property
     def stats(self) -> EngineStats:
         """Queue lengths, memory and counters."""
-        queues = self.queues
         stats = EngineStats(
-            num_running=len(queues.running),
-            num_waiting=len(queues.waiting) + len(queues.receiving),
-            num_swapped=len(queues.swapped),
-            num_receiving=len(queues.receiving),
-            num_held_requests=len(self.manager.held),
+            num_running=len(self.queues.running),
+            num_waiting=len(self.queues.waiting),
+            num_swapped=len(self.queues.swapped),
             kv_cache_usage=self.manager.pool.usage,
             num_preemptions=self.num_preemptions,
             num_queried_tokens=self.num_queried_tokens,
@@ -455,14 +440,12 @@ class Scheduler:
         for request_id, request in self.queues.requests.items():
             status = request.status
             assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
-            holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
-            assert holds_blocks == (request_id in self.manager.tables), (
-                f"{request_id} is {status.value}: has it blocks?"
-            )
+            holds_blocks = status not in (RequestStatus.WAITING, RequestStatus.SWAPPED)
+            assert holds_blocks == (request_id in self.manager.tables), f"table of {request_id}"
             is_swapped = status is RequestStatus.SWAPPED
             assert is_swapped == (request_id in self.manager.host_tables), "host tables"
-            is_new = status is RequestStatus.WAITING
-            assert not is_new or request.num_computed_tokens == 0, "waits, but computed"
+            if status is RequestStatus.WAITING:
+                assert request.num_computed_tokens == 0, "waits, but computed"
         assert self.queues.num_seated <= self.settings.max_num_seqs
         self.manager.check_invariants(list(self.queues.requests.values()))
         for check_invariants in self.hooks.check_invariants:
@@ -473,3 +456,8 @@ def continue_then_admit(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     """Fill a plan: first the running requests, then those in line."""
     scheduler.continue_running(plan, scheduler.queues.running)
     scheduler.admit(plan)
+
+
+def last_running(request: Request, num_tokens: int, running: list[Request]) -> Request:
+    """The victim if `request` gets no blocks for `num_tokens` tokens: the last running request."""
+    return running[-1]

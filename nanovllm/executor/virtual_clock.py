@@ -19,7 +19,7 @@ import msgspec
 
 from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.queues import Queues
-from nanovllm.core.request import Request
+from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.processes.activity import waiting_for_others
@@ -83,7 +83,8 @@ class VirtualClock(SchedulerHooks):
         if is_timed or not plan.empty:
             self.now = now
         # These wait for KV that another engine still computes: no message tells when it moves.
-        untimed = {each.request_id for each in self.queues.receiving if not _carried_time(each)}
+        receiving = self.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+        untimed = {each.request_id for each in receiving if not _carried_time(each)}
         self._known = set(requests)
         self._timed = self._known - untimed
         self.ordered = now

@@ -1,18 +1,18 @@
 """KV transfer, the scheduler's half: updates requests and blocks when transfers begin and end.
 
 KV from another engine or a store raises `num_computed_tokens`, like a prefix-cache hit. While it is
-in flight, the request has blocks but computes nothing (`Queues.receiving`). When it has arrived,
-the request runs as if it had computed these tokens itself. If a peer needs the KV of a finished
-request, the scheduler holds the request's blocks until the peer has read them.
+in flight, the request has blocks but computes nothing (`WAITING_FOR_REMOTE_KVS`). When it has
+arrived, the request runs as if it had computed these tokens itself. If a peer needs the KV of a
+finished request, the scheduler holds the request's blocks until the peer has read them.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
-from nanovllm.core.external_kv import ExternalKV
 from nanovllm.core.hooks import SchedulerHooks
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
@@ -25,12 +25,13 @@ from nanovllm.kv_transfer.aggregator import OutputAggregator
 from nanovllm.kv_transfer.connector import KV_TRANSFER, KVConnectorScheduler
 
 
-class KVTransfer(ExternalKV, SchedulerHooks):
+class KVTransfer(SchedulerHooks):
     """Connects the scheduler to a KV connector.
 
     Attributes:
         num_queried_tokens, num_hit_tokens: tokens whose KV was to come from outside, and those
             whose KV has arrived.
+        receiving: requests that wait for KV which is in flight.
     """
 
     def __init__(
@@ -41,25 +42,30 @@ class KVTransfer(ExternalKV, SchedulerHooks):
         self.manager = manager
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.receiving = queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
         self._together = OutputAggregator()
 
     # ---------------------------------------------------------------- KV from elsewhere
 
-    def num_tokens(self, request: Request) -> int:
-        """Return what the connector offers; nothing if the hidden states of the whole prompt are
-        needed, for its log-probabilities."""
+    def admit(self, request: Request, computed_blocks: Sequence[int]) -> str | None:
+        """Have the connector load what it offers, into blocks for all of it; nothing if the hidden
+        states of the whole prompt are needed, for its log-probabilities."""
         if request.sampling_params.prompt_logprobs is not None:
-            return 0
+            return None
         known = request.num_computed_tokens
-        return self.connector.get_num_new_matched_tokens(request, known)[0]
-
-    def load(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
-        """Have the connector load it."""
+        num_tokens, _ = self.connector.get_num_new_matched_tokens(request, known)
+        if num_tokens == 0:
+            return None
+        table = self.manager.allocate_slots(request, known + num_tokens, computed_blocks)
+        if table is None:
+            return "kv blocks"
+        self.queues.move(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
         request.num_external_tokens = num_tokens
         self.num_queried_tokens += num_tokens
-        self.connector.update_state_after_alloc(request, block_ids, num_tokens)
+        self.connector.update_state_after_alloc(request, table, num_tokens)
+        return ""
 
-    def uses_blocks(self, request: Request) -> bool:
+    def keeps_blocks(self, request: Request) -> bool:
         """Whether a peer reads the blocks of a request that ends, or a transfer writes to them."""
         table = self.manager.tables.get(request.request_id, [])
         is_read, request.remote_kv = self.connector.request_finished(request, table)
@@ -105,7 +111,11 @@ class KVTransfer(ExternalKV, SchedulerHooks):
             output.kv_transfer_params = request.remote_kv
 
     def add_stats(self, stats: EngineStats) -> None:
-        """Add the tokens that were to come, and those that have arrived."""
+        """Add the requests that wait for KV or hold it, and the tokens that were to come, and those
+        that have arrived."""
+        stats.num_receiving = len(self.receiving)
+        stats.num_waiting += stats.num_receiving
+        stats.num_held_requests = len(self.manager.held)
         stats.num_external_queried_tokens = self.num_queried_tokens
         stats.num_external_hit_tokens = self.num_hit_tokens
 
@@ -115,7 +125,7 @@ class KVTransfer(ExternalKV, SchedulerHooks):
     def holds_blocks(self) -> bool:
         """Whether a transfer fills the blocks of a waiting request, or reads those of an ended
         one."""
-        return bool(self.queues.receiving or self.manager.held)
+        return bool(self.receiving or self.manager.held)
 
     def take_over(self, request: Request, invalid_block_ids: set[int]) -> None:
         """Run a request with the KV that has arrived. `num_computed_tokens` rises, but never falls,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from nanovllm.core.external_kv import ExternalKV
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
 from nanovllm.core.request import Request, RequestStatus
@@ -100,7 +99,8 @@ class DecodingQueues(Queues):
             self.requests[request.request_id] = request  # type: ignore[assignment]
 
     def move(self, request: Request, status: RequestStatus) -> None:
-        """Put a request into the queue of another status. It is no member (see `SettlingKV`)."""
+        """Put a request into the queue of another status. It is no member (see
+        `settle_ended`)."""
         running = self.running
         if status is RequestStatus.RUNNING and not (running and request.order < running[-1].order):
             # The most frequent move: an admission, to the end of the queue.
@@ -326,22 +326,14 @@ class DecodingQueues(Queues):
         self.in_flight.append(plan)
         return plan
 
-
-class SettlingKV(ExternalKV):
-    """Lets a request leave the group before it ends or is preempted."""
-
-    def __init__(self, queues: DecodingQueues) -> None:
-        self.queues = queues
-
-    def uses_blocks(self, request: Request) -> bool:
-        """A request ends."""
+    def settle_ended(self, request: Request) -> bool:
+        """A hook of the scheduler (`keeps_blocks`): a request that ends leaves the group."""
         assert isinstance(request, SimulatedRequest)
-        self.queues.leave(request)
+        self.leave(request)
         return False
 
-    def choose_victim(
-        self, request: Request, num_tokens: int, running: list[Request]
-    ) -> Request | None:
-        """Return the last running request."""
-        self.queues.leave(self.queues.running[-1])
+    def settle_victim(self, request: Request, num_tokens: int, running: list[Request]) -> Request:
+        """A strategy of the scheduler: the last running request leaves the group, and is
+        preempted."""
+        self.leave(self.running[-1])
         return running[-1]

@@ -12,11 +12,12 @@ import msgspec
 
 from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.core.block_pool import InvariantError
+from nanovllm.core.request import RequestStatus
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.simulate.cost import StepCost, StepWork
-from nanovllm.simulate.decoding import DecodingQueues, SettlingKV, Shares
+from nanovllm.simulate.decoding import DecodingQueues, Shares
 from nanovllm.simulate.pool import SimulatedManager
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
@@ -143,7 +144,7 @@ class SimulatedEngine:
     def num_waiting(self) -> int:
         """Requests that wait for their first step, or for another one after a preemption."""
         queues = self.scheduler.queues
-        return len(queues.waiting) + len(queues.swapped) + len(queues.receiving)
+        return len(queues.requests) - len(queues.running)
 
     @property
     def num_running(self) -> int:
@@ -183,7 +184,8 @@ class SimulatedEngine:
     @property
     def _awaits_transfers(self) -> bool:
         """KV transfers fill or hold blocks, so more can be planned once they are complete."""
-        return bool(self.scheduler.queues.receiving or self.scheduler.manager.held)
+        receiving = self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+        return bool(receiving or self.scheduler.manager.held)
 
     def _abort_requests(self) -> list[SimulatedRequest]:
         requests = self.scheduler.queues.requests
@@ -462,7 +464,8 @@ def create_engine(
     if group is not None:
         scheduler.fill = group.fill
         scheduler.hooks.may_plan = ()  # the tokens of simulated requests are always known
-        scheduler.external_kv = SettlingKV(group)
+        scheduler.hooks.keeps_blocks = (group.settle_ended,)
+        scheduler.choose_victim = group.settle_victim
     return kind(
         scheduler,
         cost,

@@ -126,9 +126,7 @@ class Links:
 
 def transfer_of(engine: SimulatedEngine) -> KVTransfer:
     """Return what connects an engine's scheduler to its connector."""
-    transfer = engine.scheduler.external_kv
-    assert isinstance(transfer, KVTransfer)
-    return transfer
+    return next(each for each in engine.scheduler.features if isinstance(each, KVTransfer))
 
 
 def report(fleet: Fleet, replica: int, ended: KVConnectorOutput) -> None:

@@ -302,8 +302,7 @@ class ReplayedEngine(StepRecorder, Executor):
         self.core.add_request(EngineRequest(name, prompt, params, priority=arrival.priority))
 
     def _end_transfers(self, ended: TransfersEnded) -> None:
-        transfer = self.scheduler.external_kv
-        assert isinstance(transfer, KVTransfer)
+        transfer = next(each for each in self.scheduler.features if isinstance(each, KVTransfer))
         output = KVConnectorOutput(
             finished_sending=set(ended.sent),
             finished_recving=set(ended.received),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from nanovllm.core.recorder import Recorder
-from nanovllm.core.request import Request
+from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.outputs import KVConnectorOutput
@@ -147,7 +147,8 @@ class StepRecorder(Recorder):
         pool = self.scheduler.manager.pool
         requests = queues.requests
         # A request that waits for remote KV counts as waiting, although it has blocks.
-        waiting = sorted(queues.waiting + queues.receiving, key=lambda r: r.order)
+        receiving = queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+        waiting = sorted(queues.waiting + receiving, key=lambda r: r.order)
         shares = [
             TracedRequest(
                 request_id=r.request_id,
@@ -195,9 +196,8 @@ class StepRecorder(Recorder):
         queues = self.scheduler.queues
         manager = self.scheduler.manager
         arrived = [request for request in queues.running if not request.num_sent_tokens]
-        tables = {
-            r.request_id: list(manager.tables[r.request_id]) for r in [*queues.receiving, *arrived]
-        }
+        receiving = queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+        tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*receiving, *arrived]}
         return tables | manager.held
 
     def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.assembly.scheduling import create_manager, create_scheduler
-from nanovllm.core.request import Request
+from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
@@ -104,20 +104,20 @@ class World:
         received = self.connector.take_output()
         for name in received.aborts:
             self.scheduler.abort_request(name)
-        kv_transfer = self.scheduler.external_kv
-        assert isinstance(kv_transfer, KVTransfer)
+        kv_transfer = next(each for each in self.scheduler.features if isinstance(each, KVTransfer))
         return kv_transfer.update_from_transfers(received, self.scheduler)
 
     def state(self) -> dict[str, Any]:
         """All that later decisions depend on."""
         scheduler = self.scheduler
         queues = scheduler.queues
+        receiving = queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
         manager = self.manager
         stats = scheduler.stats
         state: dict[str, Any] = {
             "queues": [
                 [request.request_id for request in queue]
-                for queue in (queues.waiting, queues.receiving, queues.running, queues.swapped)
+                for queue in (queues.waiting, receiving, queues.running, queues.swapped)
             ],
             "requests": [self._facts_of(request) for request in self.requests.values()],
             "tables": [manager.tables, manager.host_tables, manager.held],

@@ -48,7 +48,7 @@ def taken_over(
     transfer = KVTransfer(connector, queues, manager)
     transfer.num_hit_tokens = 100
     transfer.take_over(one, set(invalid))
-    assert queues.running == [one] and not queues.receiving, (
+    assert queues.running == [one] and not queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS], (
         "whatever has arrived, the request runs"
     )
     queues.check_invariants()

@@ -33,8 +33,7 @@ from tests.examples import examples
 
 def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> list[EngineOutput]:
     """Tell a scheduler which transfers have ended."""
-    kv_transfer = scheduler.external_kv
-    assert isinstance(kv_transfer, KVTransfer)
+    kv_transfer = next(each for each in scheduler.features if isinstance(each, KVTransfer))
     return kv_transfer.update_from_transfers(ended, scheduler)
 
 
@@ -201,9 +200,14 @@ class TransferMachine(SchedulerMachine):
 
     def leave(self, draw: random.Random) -> None:
         """The client of a request for which something comes."""
-        if self.scheduler.queues.receiving and draw.random() < 0.3:
+        if (
+            self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+            and draw.random() < 0.3
+        ):
             assert self.scheduler.abort_request(
-                draw.choice(self.scheduler.queues.receiving).request_id
+                draw.choice(
+                    self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+                ).request_id
             )
 
     def write(self, transfer: Transfer, spoiled: set[int]) -> None:
@@ -269,16 +273,20 @@ class TransferMachine(SchedulerMachine):
 
     def step(self) -> None:
         self.take_transfers()
-        receiving = {r.request_id for r in self.scheduler.queues.receiving}
+        receiving = {
+            r.request_id
+            for r in self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
+        }
         plan = self.scheduler.schedule()
         assert (
-            len(self.scheduler.queues.running) + len(self.scheduler.queues.receiving)
+            len(self.scheduler.queues.running)
+            + len(self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS])
             <= self.config.max_num_seqs
         )
         assert not receiving & {share.request_id for share in plan.requests}, (
             "computes what has not come"
         )
-        for request in self.scheduler.queues.receiving:
+        for request in self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]:
             assert (
                 request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
                 and request.request_id in self.connector.coming
@@ -342,7 +350,12 @@ class TransferMachine(SchedulerMachine):
         """Whether a step has changed anything."""
         requests = self.scheduler.queues.requests.values()
         done = sum(r.num_computed_tokens + r.num_tokens for r in requests)
-        return done, len(requests), len(self.scheduler.queues.receiving), len(self.manager.held)
+        return (
+            done,
+            len(requests),
+            len(self.scheduler.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]),
+            len(self.manager.held),
+        )
 
 
 TestTransferScheduler = TransferMachine.TestCase
