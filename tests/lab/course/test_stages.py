@@ -50,7 +50,7 @@ OPERATORS_AND_SERVER += [
     )
 ]
 # Code lines of the rest, of 100 columns, at most. Some 800 of them read GGUF files.
-STAGE_18 = 7_600
+STAGE_18 = 7_700
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
