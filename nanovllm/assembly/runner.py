@@ -203,7 +203,7 @@ def choose_features(loaded: LoadedModel, speculator: Speculator | None) -> list[
     features += lock_step(config)
     if config.enable_eplb:
         part = "enable_eplb"
-        create_balancer = load("nanovllm.models.moe:load_balancer", part)
+        create_balancer = load("nanovllm.distributed.load_balancer:create_balancer", part)
         balancer = create_balancer(loaded.model, config.eplb_config or "{}")
         features.append(load("nanovllm.features.expert_balance:ExpertBalance", part)(balancer))
     return features + kv_transfer(config, loaded.model_config)

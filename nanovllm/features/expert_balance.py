@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nanovllm.core.runner_hooks import LaunchedStep, RunnerHooks, Wait
 
 if TYPE_CHECKING:
-    from nanovllm.distributed.load_balance import LoadBalancer
+    from nanovllm.distributed.load_balancer import LoadBalancer
 
 
 class ExpertBalance(RunnerHooks):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from nanovllm import ops
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
-from nanovllm.distributed.load_balance import EPLBConfig, LoadBalancer
 from nanovllm.layers.basic import Layer, Packable, Place
 from nanovllm.layers.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
 from nanovllm.models.config import ModelConfig
@@ -110,7 +108,7 @@ class Experts(Packable):
             weights: `[num_tokens, top_k]` float32.
             num_absent: how many of the slots are -1; a host number, since shapes depend on it.
 
-        Returns: `[num_tokens, hidden_size]`; with experts in slices, this rank's addend.
+        Returns: `[num_tokens, hidden_size]`; with experts in slices, this rank's partial sum.
         """
         num_tokens, top_k = slots.shape
         flat = slots.flatten()
@@ -278,12 +276,9 @@ class MoEDecoderLayer(DecoderLayer):
     """Llama's layer, with a `MoE` as `mlp` in the layers that the configuration names."""
 
     def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
-        sparse = config.moe is not None and config.moe.sparse_layers[layer]
-        return (
-            MoE(config.moe, config.hidden_size)
-            if config.moe and sparse
-            else super().build_mlp(config, layer)
-        )
+        if config.moe is not None and config.moe.sparse_layers[layer]:
+            return MoE(config.moe, config.hidden_size)
+        return super().build_mlp(config, layer)
 
 
 # Mixtral's names in a checkpoint -> those of all other models.
@@ -309,14 +304,3 @@ class MoEForCausalLM(LlamaForCausalLM):
         for old, new in MIXTRAL_NAMES.items():
             name = name.replace(old, new)
         return super().checkpoint_name(name)
-
-
-def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:
-    """Create the balancer that moves a model's experts between ranks by their load; see
-    `LoadBalancer.after_step`.
-
-    Args:
-        settings: fields of `EPLBConfig`, as JSON.
-    """
-    layers = cast(MoEForCausalLM, model).moe_layers().values()
-    return LoadBalancer(list(layers), EPLBConfig.from_json(settings))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.checkpoint.files import Fields, check_supported
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.eplb_config import EPLBConfig
 
 # The loader lists all experts of a model. DeepSeek-V3 has 14,848.
 MOST_EXPERTS = 2**16
@@ -91,8 +92,6 @@ class MoEConfig:
         moe = replace(self, enable_expert_parallel=True)
         if not config.enable_eplb:
             return moe
-        from nanovllm.distributed.load_balance import EPLBConfig  # imports torch
-
         eplb = EPLBConfig.from_json(config.eplb_config or "{}")
         return replace(
             moe,

@@ -29,19 +29,18 @@ from nanovllm import LLM, ops
 from nanovllm.checkpoint.files import Fields
 from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.eplb_config import EPLBConfig
 from nanovllm.distributed import groups
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import Grid, GroupCoordinator, get_dp_group, get_ep_group
 from nanovllm.distributed.load_balance import (
-    EPLBConfig,
-    LoadBalancer,
     balance,
     count_replicas,
-    move_experts,
     pack_replicas,
     plan_moves,
     settle,
 )
+from nanovllm.distributed.load_balancer import LoadBalancer, move_experts
 from nanovllm.distributed.pipeline_parallel import keep_stage
 from nanovllm.executor.grid import check_grid
 from nanovllm.lab.course.greedy import GreedyLoop
