@@ -58,7 +58,7 @@ engine.process EngineLoop.run
             features.decodes_first? continue_decoding
             features.pipeline.scheduling? PipelineSteps.limit_share
             core.kv_cache_manager KVCacheManager.get_computed_blocks
-            kv_transfer.scheduling? KVTransfer.num_tokens
+            kv_transfer.scheduling? KVTransfer.admit
             kv_transfer.stores.offloading? OffloadingScheduler.get_num_new_matched_tokens
             core.kv_cache_manager KVCacheManager.allocate_slots
                 core.block_pool BlockPool.get_new_blocks
