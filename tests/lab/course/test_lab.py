@@ -290,6 +290,7 @@ def test_unchanged_lines_are_pale(page: Any, lab: Lab) -> None:
     notebook = notebook_of(CONTINUED.replace("count", "number"), CONTINUED, CONTINUED + " + 1")
     mark(notebook.cells)
     notebook.cells[2].source += "  # edited since"
+    page.set_default_timeout(120_000)
     page.goto(lab.add(notebook, "pool"))
     cell = page.locator(".jp-CodeCell").nth(1)
     pale = cell.locator(".nanovllm-unchanged")
@@ -311,6 +312,7 @@ def test_an_output_that_answers_a_prediction_opens_by_a_click(page: Any, lab: La
     notebook.cells[1].outputs = [nbformat.v4.new_output("stream", text="42\n")]
     notebook.cells[1].metadata.jupyter = {"outputs_hidden": True}
     notebook.cells[1].metadata.tags = [GPU_TAG]  # so that copies keep it
+    page.set_default_timeout(120_000)
     page.goto(lab.add(notebook, "answers"))
     cell = page.locator(".jp-CodeCell").nth(1)
     placeholder = cell.locator(".jp-OutputPlaceholder")
@@ -329,6 +331,7 @@ def test_an_output_that_answers_a_prediction_opens_by_a_click(page: Any, lab: La
 def test_a_film_can_be_stopped_and_stepped(page: Any, lab: Lab) -> None:
     notebook = notebook_of("1 + 1")
     notebook.cells.insert(0, nbformat.v4.new_markdown_cell("![Blocks](../figures/pool.gif)"))
+    page.set_default_timeout(120_000)
     page.goto(lab.add(notebook, "film"))
     film = page.locator(".nanovllm-film")
     film.wait_for()
