@@ -180,7 +180,8 @@ def _entry(kind: Kind, value: object, place: object) -> object:
     try:
         return kind(value)
     except Mistake as mistake:
-        raise Mistake(mistake.reason, mistake.value, place, *mistake.path) from None
+        mistake.path = (place, *mistake.path)
+        raise
 
 
 def after(prepare: Callable[[object], object], kind: Kind) -> Kind:
