@@ -190,7 +190,7 @@ def load_shared_memory_library() -> ctypes.CDLL:
     ring = (place, size, size, number)
     library.put.argtypes = [*ring, ctypes.c_char_p, size, size]
     library.get.argtypes = [*ring, place, size, place]
-    ring_and_buffers = [*ring, number, place, place]
+    ring_and_buffers = (*ring, number, place, place)
     library.collective.argtypes = [*ring_and_buffers, size, size, number, kind, size, flag]
     library.put.restype = library.get.restype = library.collective.restype = size
     return library
