@@ -533,7 +533,7 @@ GPTQ_SETTINGS = {
             "pack-quantized with 8 bits and quantized inputs is not supported",
         ),
         (FP8 | {"weight_block_size": [128, -1]}, "weight_block_size.1 must be at least 1"),
-        (FP8 | {"weight_block_size": [128]}, "weight_block_size .*at least 2 items"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size must have 2 entries"),
         (FP8 | {"activation_scheme": "magic"}, "'magic' is not supported; supported are dynamic"),
         (FP8 | {"fmt": "e5m2"}, "'e5m2' is not supported; supported are e4m3"),
         (
