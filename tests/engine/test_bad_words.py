@@ -174,7 +174,7 @@ async def test_they_are_encoded_outside_of_the_event_loop(
 
     from nanovllm.data.config import EngineConfig
     from nanovllm.engine import async_engine
-    from nanovllm.text import processor
+    from nanovllm.text import input_processor
 
     threads: list[threading.Thread] = []
 
@@ -182,7 +182,7 @@ async def test_they_are_encoded_outside_of_the_event_loop(
         threads.append(threading.current_thread())
         return encode_bad_words(words, tokenizer)
 
-    monkeypatch.setattr(processor, "encode_bad_words", encode)
+    monkeypatch.setattr(input_processor, "encode_bad_words", encode)
     config = EngineConfig(checkpoint, dtype="float32", num_kv_blocks=64, max_model_len=128)
     running = await async_engine.AsyncEngine.start(config)
     try:
