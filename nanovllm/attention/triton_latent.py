@@ -38,11 +38,11 @@ def choose_latent_tiles(
 
 
 def choose_latent_splits(num_queries: int, num_heads: int, tiles: Tiles, hardware: Hardware) -> int:
-    """Parts of each context, such that between one and two times as many programs run as fit at
-    once: two on each multiprocessor, one of 64 heads. (Fewer are 4 % faster where all contexts are
-    equally long, and up to 20 % slower where they are not, since the longest runs last and alone.)
-    With more parts, as `choose_splits` of lecture 15 has, their averages would cost too much: one
-    of 16 heads is as large as 28 rows of the cache, and is written and read."""
+    """Parts of each context, such that between one and two times as many programs run as fit
+    simultaneously: two on each multiprocessor, one of 64 heads. (Fewer are 4 % faster where all
+    contexts are equally long, and up to 20 % slower where they are not, since the longest runs last
+    and alone.) With more parts, as `choose_splits` of lecture 15 has, their averages would cost too
+    much: one of 16 heads is as large as 28 rows of the cache, and is written and read."""
     programs = num_queries * triton.cdiv(num_heads, tiles.rows)
     at_once = 1 if tiles.rows >= 64 else 2
     splits: int = triton.next_power_of_2(at_once * hardware.num_processors // programs + 1)

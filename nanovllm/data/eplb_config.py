@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class EPLBConfig:
-    """When to balance, and with how many slots; names and defaults are those of vLLM's
+    """When to balance, and with how many slots; names and defaults match vLLM's
     `--eplb-config`.
 
     Attributes:

@@ -59,8 +59,8 @@ def place_chunk(
     cos_sin: Tensor,
     first: int = 0,
 ) -> None:
-    """Write a chunk into a sequence's blocks at the positions from `start` on, to which its keys
-    are rotated. Positions before `first` are not written."""
+    """Write a chunk into a sequence's blocks at the positions that begin at `start`, to which its
+    keys are rotated. Positions before `first` are not written."""
     skipped = min(max(first - start, 0), len(chunk))
     positions = torch.arange(start + skipped, start + len(chunk), device=block_table.device)
     keys, values = chunk.kv[:, :, skipped:].to(block_table.device).unbind(1)

@@ -34,7 +34,7 @@ def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) ->
     """
     cos, sin = cos_sin[before].double().unsqueeze(1).chunk(2, dim=-1)
     new_cos, new_sin = cos_sin[after].double().unsqueeze(1).chunk(2, dim=-1)
-    length = cos.square() + sin.square()  # 1, but for rounding
+    length = cos.square() + sin.square()  # 1, except for rounding
     wide = torch.promote_types(keys.dtype, torch.float32)
     turn_cos = ((new_cos * cos + new_sin * sin) / length).to(wide)
     turn_sin = ((new_sin * cos - new_cos * sin) / length).to(wide)
