@@ -11,28 +11,27 @@ from typing import NamedTuple
 import msgspec
 
 from nanovllm.core.request import Request
-from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import Fleet, ReplicaRouter
+from nanovllm.simulate.fleet import ReplicaRouter
 from nanovllm.simulate.links import Links, report, transfer_of
-from nanovllm.simulate.requests import RequestMaker, SimulatedRequest
+from nanovllm.simulate.outages import Outage, UnreliableFleet
+from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult
+from nanovllm.simulate.tiers import TierConnector
 from nanovllm.simulate.workload import Workload, WorkloadRequest
 
 
 class PrefillConnector(KVConnectorScheduler):
     """Holds the blocks of each computed prompt until a decode engine has read them."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, identity={}, ranks=())
-
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, RemoteKV | None]:
         """See `KVConnectorScheduler.request_finished`."""
+        super().request_finished(request, block_ids)
         return request.finish_reason == "length" and bool(block_ids), None
 
 
@@ -40,50 +39,58 @@ class DecodeConnector(KVConnectorScheduler):
     """Reads prompts from prefill engines, as `ConsumerSide` does with prefill first.
 
     Attributes:
-        offered: requests whose prompt a prefill engine holds.
+        offered: requests whose prompt a prefill engine holds; shared by all decode engines.
         fetch: called to begin the transfer of some blocks for a request.
         release: called when a request does not need what is held for it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, identity={}, ranks=())
-        self.offered: set[str] = set()
-        self.fetch: Callable[[str, int], None] = lambda request_id, num_blocks: None
-        self.release: Callable[[str], None] = lambda request_id: None
+    offered: set[str]
+    fetch: Callable[[str, Sequence[int]], None]
+    release: Callable[[str], None]
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """See `ConsumerSide.get_num_new_matched_tokens`: at most one missing block is computed
-        here."""
-        if request.request_id not in self.offered:
-            return 0, True
+        here. What no prefill engine holds may be in a tier."""
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         missing = request.num_prompt_tokens - num_computed_tokens
-        if missing > self.config.block_size:
+        if request.request_id in self.offered and missing > self.config.block_size:
             return missing, True
         self._decline(request)
-        return 0, True
+        return found
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
         """Begin to read the blocks that are missing here."""
-        self.offered.remove(request.request_id)
-        self._in_flight.add(request.request_id)
-        first = request.num_computed_tokens // self.config.block_size
-        self.fetch(request.request_id, len(block_ids) - first)
+        name = request.request_id
+        if name not in self.offered:
+            super().update_state_after_alloc(request, block_ids, num_external_tokens)
+            return
+        self.offered.remove(name)
+        self._in_flight.add(name)
+        self.fetch(name, block_ids[request.num_computed_tokens // self.config.block_size :])
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, RemoteKV | None]:
         """Hold blocks that a transfer still fills; release a prompt that is not read."""
+        super().request_finished(request, block_ids)
         self._decline(request)
         return request.request_id in self._in_flight, None
 
     def _decline(self, request: Request) -> None:
         if request.request_id in self.offered:
-            self.offered.remove(request.request_id)
             self.release(request.request_id)
+
+
+class TieredPrefillConnector(PrefillConnector, TierConnector):
+    """A prefill engine's connector with tiers, like two in vLLM's `MultiConnector`."""
+
+
+class TieredDecodeConnector(DecodeConnector, TierConnector):
+    """A decode engine's connector with tiers. What a prefill engine holds is read from there."""
 
 
 class TwoRouters(NamedTuple):
@@ -92,6 +99,11 @@ class TwoRouters(NamedTuple):
     prefill: ReplicaRouter
     decode: ReplicaRouter
     num_prefill: int
+
+    @property
+    def available(self) -> int:
+        """The decode engines that may be chosen: without prefill engines, they compute prompts."""
+        return self.decode.available
 
     def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the number of a prefill engine."""
@@ -104,53 +116,72 @@ class TwoRouters(NamedTuple):
         else:
             self.decode.set_load(replica - self.num_prefill, engine, now)
 
+    def set_available(self, replica: int, is_available: bool) -> None:
+        """An engine has failed, or its replacement is ready."""
+        if replica < self.num_prefill:
+            self.prefill.set_available(replica, is_available)
+        else:
+            self.decode.set_available(replica - self.num_prefill, is_available)
 
-class _Handed(NamedTuple):
-    """A request as its prefill engine has left it."""
 
-    source: WorkloadRequest
-    prefill: SimulatedRequest
-
-
-class DisaggregatedFleet(Fleet):
+class DisaggregatedFleet(UnreliableFleet):
     """Prefill engines, decode engines, and links between them.
 
     A prefill engine computes the prompt and one token, and holds the prompt's blocks. A decode
     engine then reads those that its own cache lacks, as whole blocks. It computes the prompt's last
     token again, and generates the output.
 
+    If the prefill engine fails before the blocks have arrived, or if none is ready, the decode
+    engine computes the prompt (`nanovllm router --kv-load-failure-policy recompute`). It learns of
+    a failure when the transfer should have ended. If no decode engine is ready, requests fail.
+
     Args:
         prefill, decode: engines with a `PrefillConnector` or a `DecodeConnector`.
         routers: of these engines.
+        outages, retries, by_priority, group_size: see `UnreliableFleet`. The prefill engines have
+            the first numbers.
         bandwidth, latency: of each engine's link; see `Links`.
         kv_bytes_per_token: KV of a token, in bytes, on all ranks of an engine.
         first_token: the stage whose first token the client gets: "decode", as with vLLM's and our
             router, or "prefill", as in DistServe, where the decode engine continues after it.
     """
 
+    router: TwoRouters
+
     def __init__(
         self,
         prefill: Sequence[SimulatedEngine],
         decode: Sequence[SimulatedEngine],
         routers: tuple[ReplicaRouter, ReplicaRouter],
+        outages: Sequence[Outage] = (),
         *,
         bandwidth: float,
         latency: int,
         kv_bytes_per_token: float,
         first_token: str = "decode",
+        retries: bool = True,
+        by_priority: bool = False,
+        group_size: int = 1,
     ) -> None:
-        super().__init__([*prefill, *decode], TwoRouters(*routers, len(prefill)))
+        super().__init__(
+            [*prefill, *decode],
+            TwoRouters(*routers, len(prefill)),
+            outages,
+            retries=retries,
+            by_priority=by_priority,
+            group_size=group_size,
+        )
         self.links = Links(bandwidth, latency, self.at, lambda: self.now)
         self.num_prefill = len(prefill)
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_extra = int(first_token == "prefill")
-        self._make: RequestMaker
-        # Requests in each of the two stages.
-        self._in_prefill: dict[str, WorkloadRequest] = {}
-        self._in_decode: dict[str, _Handed] = {}
+        # Requests that were sent to decode engines, as their prefill engines have left them.
+        self._prefilled: dict[str, SimulatedRequest | None] = {}
+        self._offered: set[str] = set()
         for replica, engine in enumerate(self.engines):
             connector = transfer_of(engine).connector
             if isinstance(connector, DecodeConnector):
+                connector.offered = self._offered
                 connector.fetch = functools.partial(self._fetch, replica)
                 connector.release = self._release
 
@@ -165,88 +196,97 @@ class DisaggregatedFleet(Fleet):
 
     # ---------------------------------------------------------------- the way of a request
 
-    def _arrive(self, source: WorkloadRequest, make: RequestMaker) -> None:
-        self._make = make
-        self._in_prefill[source.request_id] = source
-        super()._arrive(msgspec.structs.replace(source, num_output_tokens=1), make)
+    def _begin(self, source: WorkloadRequest) -> None:
+        if self.router.prefill.available:
+            request = self._make(msgspec.structs.replace(source, num_output_tokens=1))
+            self._send(source, request, self.router.choose(source, self.now))
+        else:
+            self._decode(source, None)
 
-    def _end(self, request: SimulatedRequest) -> None:
-        name = request.request_id
-        if (source := self._in_prefill.pop(name, None)) is None:
-            handed = self._in_decode.pop(name)
-            self._served.append(
-                msgspec.structs.replace(
-                    request.served(),
-                    num_prompt_tokens=handed.source.num_prompt_tokens,
-                    num_output_tokens=request.num_output_tokens + self.num_extra,
-                    num_cached_tokens=handed.prefill.num_cached_tokens,
-                )
-            )
-            return
-        is_held = request.finish_reason == "length"
-        is_gone = source.abort is not None and source.abort <= self.now
-        if is_held and not is_gone and source.num_output_tokens > self.num_extra:
-            self._hand_over(_Handed(source, request))
-            return
-        if is_held:
-            self._release_from(request)
-        if is_gone:
-            request.finish_reason = "abort"
-        super()._end(request)
-
-    def _hand_over(self, handed: _Handed) -> None:
-        """Send a request to a decode engine, after its prompt was computed."""
-        source = handed.source
+    def _decode(self, source: WorkloadRequest, prefilled: SimulatedRequest | None) -> None:
+        """Send a request to a decode engine."""
         name = source.request_id
-        assert isinstance(self.router, TwoRouters)
-        chosen = self.router.decode.choose(source, self.now)
+        num_extra = self.num_extra if prefilled is not None else 0
         request = self._make(
             msgspec.structs.replace(
                 source,
-                num_prompt_tokens=source.num_prompt_tokens + self.num_extra,
-                num_output_tokens=source.num_output_tokens - self.num_extra,
+                num_prompt_tokens=source.num_prompt_tokens + num_extra,
+                num_output_tokens=source.num_output_tokens - num_extra,
             )
         )
-        replica = request.replica = self.num_prefill + chosen
-        if self.num_extra:
+        if num_extra:
             request.first_token = request.last_token = self.now
-        engine = self.engines[replica]
-        connector = transfer_of(engine).connector
-        assert isinstance(connector, DecodeConnector)
-        connector.offered.add(name)
-        self._in_decode[name] = handed
-        try:
-            has_changed = engine.arrive(request, self.now)
-        except ValueError:
-            request.finish_reason = "rejected"
-            connector.offered.discard(name)
-            self._release(name)
-            self._end(request)
-            return
-        if has_changed:
-            self._await(replica)
-        if source.abort is not None and source.abort > self.now:
-            self.at(source.abort, lambda: self._abort(request))
-        self.router.set_load(replica, engine, self.now)
+        self._prefilled[name] = prefilled
+        if prefilled is not None:
+            self._offered.add(name)
+        replica = self.router.decode.choose(source, self.now)
+        self._send(source, request, self.num_prefill + replica)
+
+    def _end(self, request: SimulatedRequest) -> None:
+        name = request.request_id
+        source = self._sources[name]
+        if name in self._prefilled:
+            if name in self._offered:  # rejected
+                self._release(name)
+            prefilled = self._prefilled.pop(name)
+            request.num_prompt_tokens = source.num_prompt_tokens
+            if prefilled is not None:
+                request.num_cached_tokens = prefilled.num_cached_tokens
+        elif request.finish_reason == "length":
+            if not self.num_extra:  # the client gets no token from the prefill engine
+                request.first_token = request.last_token = None
+            is_served = source.num_output_tokens <= self.num_extra
+            if source.abort is not None and source.abort <= self.now:
+                request.finish_reason = "abort"
+            elif not is_served and name in self._lost:
+                request.finish_reason = "abort"  # its blocks are gone with the engine
+            elif not is_served and not self.router.available:
+                request.finish_reason = "failed"
+            elif not is_served:
+                self._decode(source, request)
+                return
+            self._free(request)
+        super()._end(request)
+
+    def _stop(self, outage: Outage) -> None:
+        super()._stop(outage)
+        for name in sorted(self._offered):
+            prefilled = self._prefilled[name]
+            if prefilled is not None and prefilled.replica in self.groups[outage.replica]:
+                self._release(name)
 
     # ---------------------------------------------------------------- transfers
 
-    def _fetch(self, replica: int, request_id: str, num_blocks: int) -> None:
+    def _fetch(self, replica: int, request_id: str, block_ids: Sequence[int]) -> None:
         """Send blocks to a decode engine, which has just planned to read them."""
-        prefill = self._in_decode[request_id].prefill.replica
+        prefilled = self._prefilled[request_id]
+        assert prefilled is not None
+        source = prefilled.replica
+        begin = self.now
         block_size = self.engines[replica].scheduler.manager.block_size
-        num_bytes = round(num_blocks * block_size * self.kv_bytes_per_token)
+        num_bytes = round(len(block_ids) * block_size * self.kv_bytes_per_token)
 
         def arrived() -> None:
-            report(self, prefill, KVConnectorOutput(finished_sending={request_id}))
-            report(self, replica, KVConnectorOutput(finished_recving={request_id}))
+            has_failed = any(
+                each.replica in self.groups[source] and begin < each.begin <= self.now
+                for each in self.outages
+            )
+            report(self, source, KVConnectorOutput(finished_sending={request_id}))
+            ended = KVConnectorOutput(finished_recving={request_id})
+            if has_failed:
+                ended.invalid_block_ids[request_id] = set(block_ids)
+            report(self, replica, ended)
 
-        self.links.send(prefill, replica, num_bytes, arrived)
+        self.links.send(source, replica, num_bytes, arrived)
 
     def _release(self, request_id: str) -> None:
-        self._release_from(self._in_decode[request_id].prefill)
+        """A decode engine does not need what is held for a request."""
+        self._offered.remove(request_id)
+        prefilled = self._prefilled[request_id]
+        assert prefilled is not None
+        self._free(prefilled)
 
-    def _release_from(self, prefill: SimulatedRequest) -> None:
+    def _free(self, prefilled: SimulatedRequest) -> None:
         """Free a prompt's blocks in its prefill engine."""
-        ended = KVConnectorOutput(finished_sending={prefill.request_id})
-        report(self, prefill.replica, ended)
+        ended = KVConnectorOutput(finished_sending={prefilled.request_id})
+        report(self, prefilled.replica, ended)

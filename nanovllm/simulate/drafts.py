@@ -22,17 +22,22 @@ class DraftingEngine(SimulatedEngine):
         scheduler: has `Speculation`, with another method than "ngram".
         cost, steps_ahead, num_stages: see `SimulatedEngine`.
         acceptance: for each position, the share of drafts that are accepted there, as vLLM counts
-            them: with all before them. It does not increase.
+            them: with all before them. It does not increase. Empty: there are no drafts.
         draft_time: picoseconds in which the draft model makes one draft for all requests.
         seed: of what is accepted.
+
+    Attributes:
+        result: that of the last step.
     """
+
+    result: ModelRunnerOutput
 
     def __init__(
         self,
         scheduler: Scheduler,
         cost: StepCost,
         *,
-        acceptance: Sequence[float],
+        acceptance: Sequence[float] = (),
         draft_time: int = 0,
         seed: int = 0,
         steps_ahead: int = 0,
@@ -63,7 +68,7 @@ class DraftingEngine(SimulatedEngine):
                 if isinstance(request, SimulatedRequest):  # not aborted
                     known.append((request, request.num_tokens))
         drafts = {name: [0] * count for name, count in num_drafts_wanted(plan).items()}
-        result = ModelRunnerOutput(sampled, extras={DRAFTS: drafts})
+        result = self.result = ModelRunnerOutput(sampled, extras={DRAFTS: drafts})
         self.scheduler.update_from_output(plan, result)
         self.scheduler.took(plan, (step.end - step.start) / SECOND)
         for request, num_tokens in known:

@@ -221,12 +221,13 @@ class SimulatedEngine:
         return bool(in_flight)
 
     def finish(self) -> list[SimulatedRequest]:
-        """Take the result that arrives at `end`. Returns the requests that have ended."""
+        """Take the result that arrives at `end`; an idle engine has none, but requests that wait
+        for transfers may be aborted. Returns the requests that have ended."""
         if self._run is not None:
             ended = self._finish_run(self._run)
             self._run = None
         else:
-            ended = self._take(self._in_flight.popleft())
+            ended = self._take(self._in_flight.popleft()) if self._in_flight else []
         if self._aborts:
             ended += self._abort_requests()
         if ended:

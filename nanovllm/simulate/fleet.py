@@ -21,11 +21,18 @@ RESULT = 1
 class ReplicaRouter(Protocol):
     """Chooses the engine for each request."""
 
+    @property
+    def available(self) -> int:
+        """The set of the engines that may be chosen; engine i is bit i."""
+
     def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the number of an engine."""
 
     def set_load(self, replica: int, engine: SimulatedEngine, now: int) -> None:
         """The load of an engine may have changed."""
+
+    def set_available(self, replica: int, is_available: bool) -> None:
+        """An engine has failed, or its replacement is ready."""
 
 
 class RoundRobin:
@@ -33,15 +40,22 @@ class RoundRobin:
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
+        self.available = (1 << num_replicas) - 1
         self._next = -1
 
     def choose(self, request: WorkloadRequest, now: int) -> int:
-        """Return the engine after the last one."""
+        """Return the available engine after the last one."""
         self._next = (self._next + 1) % self.num_replicas
+        while not self.available >> self._next & 1:
+            self._next = (self._next + 1) % self.num_replicas
         return self._next
 
     def set_load(self, replica: int, engine: SimulatedEngine, now: int) -> None:
         """Do nothing: loads do not matter."""
+
+    def set_available(self, replica: int, is_available: bool) -> None:
+        """An engine has failed, or its replacement is ready."""
+        self.available = self.available & ~(1 << replica) | is_available << replica
 
 
 class Fleet:
@@ -51,9 +65,12 @@ class Fleet:
         engines: idle, with the same `gaps`, which then count for the whole fleet.
         router: by default, round robin.
         by_priority: requests run in the order of their priorities.
+        group_size: engines after one another that form a group, see `lock_step`. Then they are
+            `LockStepEngine`s. They fail together.
 
     Attributes:
         now: the time of the last event, in picoseconds.
+        groups: for each engine, the engines of its group.
     """
 
     def __init__(
@@ -61,11 +78,17 @@ class Fleet:
         engines: Sequence[SimulatedEngine],
         router: ReplicaRouter | None = None,
         by_priority: bool = False,
+        group_size: int = 1,
     ) -> None:
         self.engines = engines
         self.router = router or RoundRobin(len(engines))
         self.by_priority = by_priority
         self.now = 0
+        self.groups = [
+            range(number - number % group_size, number - number % group_size + group_size)
+            for number in range(len(engines))
+        ]
+        self._make: RequestMaker
         self._served: list[ServedRequest] = []
         # (time, kind, number of the action or engine, version of the engine's event)
         self._events: list[tuple[int, int, int, int]] = []
@@ -79,11 +102,11 @@ class Fleet:
         for engine in self.engines:
             engine.gaps = gaps
         size = self.engines[0].scheduler.manager.block_size
-        make = RequestMaker(
+        self._make = RequestMaker(
             size, workload.prefix_block_size, self.by_priority, workload.names_outputs
         )
         with _collecting_less():
-            self._run(iter(workload.requests), make)
+            self._run(iter(workload.requests))
         return FleetResult(
             requests=self._served,
             replicas=[engine.counters for engine in self.engines],
@@ -97,13 +120,13 @@ class Fleet:
         self._actions[self._num_actions] = action
         heappush(self._events, (time, _ACTION, self._num_actions, 0))
 
-    def _run(self, arrivals: Iterator[WorkloadRequest], make: RequestMaker) -> None:
+    def _run(self, arrivals: Iterator[WorkloadRequest]) -> None:
         events = self._events
         request = next(arrivals, None)
         while request is not None or events:
             if request is not None and (not events or request.arrival <= events[0][0]):
                 self.now = request.arrival
-                self._arrive(request, make)
+                self._arrive(request)
                 request = next(arrivals, None)
                 continue
             time, kind, number, version = heappop(events)
@@ -114,9 +137,17 @@ class Fleet:
                 self.now = time
                 self._advance(number)
 
-    def _arrive(self, source: WorkloadRequest, make: RequestMaker) -> None:
-        request = make(source)
-        replica = request.replica = self.router.choose(source, self.now)
+    def _arrive(self, source: WorkloadRequest) -> None:
+        """A client sends a request."""
+        self._begin(source)
+
+    def _begin(self, source: WorkloadRequest) -> None:
+        """Choose the first engine for a request."""
+        self._send(source, self._make(source), self.router.choose(source, self.now))
+
+    def _send(self, source: WorkloadRequest, request: SimulatedRequest, replica: int) -> None:
+        """Give a request to an engine."""
+        request.replica = replica
         engine = self.engines[replica]
         try:
             has_changed = engine.arrive(request, self.now)
@@ -133,8 +164,11 @@ class Fleet:
 
     def _abort(self, request: SimulatedRequest) -> None:
         replica = request.replica
-        if self.engines[replica].abort(request.request_id, self.now):
+        engine = self.engines[replica]
+        if engine.abort(request.request_id, self.now):
             self._await(replica)
+        elif engine.end is None:
+            self._advance(replica)
 
     def _advance(self, replica: int) -> None:
         engine = self.engines[replica]
@@ -142,7 +176,8 @@ class Fleet:
             self._end(request)
         if engine.begin(self.now):
             self._await(replica)
-        self.router.set_load(replica, engine, self.now)
+        for each in self.groups[replica]:
+            self.router.set_load(each, self.engines[each], self.now)
 
     def wake(self, replica: int) -> None:
         """Let an engine plan again, if it is idle: a KV transfer has ended."""

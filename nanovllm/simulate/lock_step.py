@@ -3,84 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappush
 
 from nanovllm.router.policies import random_bits
-from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import RESULT, Fleet, ReplicaRouter
+from nanovllm.simulate.drafts import DraftingEngine
+from nanovllm.simulate.requests import SimulatedRequest
 
 
-class LockStepEngine(SimulatedEngine):
-    """An engine whose steps end when the slowest engine of its group has computed."""
+class LockStepEngine(DraftingEngine):
+    """An engine whose steps end when the slowest engine of its group has computed.
 
-    @property
-    def is_computing(self) -> bool:
-        """A step is in flight; otherwise the engine only takes part in those of others."""
-        return bool(self._in_flight)
+    To its caller, a group is like one engine: the step that the first of them begins is the step of
+    all, and so are its end and its results.
 
-    def hold_until(self, end: int) -> None:
-        """Let the step in flight, or the time without one, end then."""
-        self.end = self._stage_ends[0] = end
-        if self._in_flight:
-            self._in_flight[0].end = end
+    Attributes:
+        group_in_step: the engines that run their steps with this one; None: it runs alone.
+    """
+
+    group_in_step: LockStepGroup | None = None
+
+    def begin(self, now: int) -> bool:
+        """Plan and launch a step of the whole group. Returns whether a result is to come."""
+        return (
+            self.begin_alone(now) if self.group_in_step is None else self.group_in_step.begin(now)
+        )
+
+    def finish(self) -> list[SimulatedRequest]:
+        """Take the results of the whole group. Returns the requests that have ended."""
+        return self.finish_alone() if self.group_in_step is None else self.group_in_step.finish()
+
+    def begin_alone(self, now: int) -> bool:
+        """See `SimulatedEngine.begin`."""
+        return super().begin(now)
+
+    def finish_alone(self) -> list[SimulatedRequest]:
+        """See `SimulatedEngine.finish`."""
+        return super().finish()
+
+    def hold_until(self, end: int | None) -> None:
+        """Let the step in flight, or the time without one, end then. None: the group is idle."""
+        self.end = end
+        if end is not None:
+            self._stage_ends[0] = end
+            for step in self._in_flight:
+                step.end = end
 
 
-class LockStepFleet(Fleet):
-    """Groups of engines in lock-step.
+class LockStepGroup:
+    """Engines in lock-step.
 
     A step takes as long as the slowest of its group. Its experts are unevenly loaded: they take up
     to `imbalance` longer than evenly loaded ones, a share that is uniformly distributed. A request
     that arrives during a step waits for the next one, even if its own engine computes nothing.
 
     Args:
-        engines: without steps ahead; `group_size` after one another form a group.
-        router: see `Fleet`.
+        engines: without steps ahead.
         imbalance: the largest share by which a step is longer.
         seed: of these shares.
     """
 
     def __init__(
-        self,
-        engines: Sequence[LockStepEngine],
-        router: ReplicaRouter | None,
-        group_size: int,
-        *,
-        imbalance: float = 0.0,
-        seed: int = 0,
-        by_priority: bool = False,
+        self, engines: Sequence[LockStepEngine], imbalance: float = 0.0, seed: int = 0
     ) -> None:
-        super().__init__(engines, router, by_priority)
-        self.group_size = group_size
+        self.engines = engines
         self.imbalance = imbalance
         self.seed = seed
-        self._members = engines
         self._num_draws = 0
+        for engine in engines:
+            engine.group_in_step = self
 
-    def _advance(self, replica: int) -> None:
-        group = range(replica, replica + self.group_size)
-        for engine in self._members[replica : group.stop]:
-            if engine.is_computing:
-                for request in engine.finish():
-                    self._end(request)
-            engine.end = None
-        # All of them begin: each plans its own step.
-        if any([engine.begin(self.now) for engine in self._members[replica : group.stop]]):
-            self._await(replica)
-        for each in group:
-            self.router.set_load(each, self.engines[each], self.now)
-
-    def _await(self, replica: int) -> None:
-        """Let the steps that have just begun in a group end together."""
-        first = replica - replica % self.group_size
-        group = self._members[first : first + self.group_size]
-        end = max(self._end_of(engine) for engine in group if engine.is_computing)
-        for engine in group:
+    def begin(self, now: int) -> bool:
+        """Let each engine plan its own step, and all of these end together."""
+        end = self.engines[0].end
+        if end is not None and end > now:
+            return True
+        computing = [engine for engine in self.engines if engine.begin_alone(now)]
+        end = max((self._end_of(engine, now) for engine in computing), default=None)
+        for engine in self.engines:
             engine.hold_until(end)
-        self._versions[first] += 1
-        heappush(self._events, (end, RESULT, first, self._versions[first]))
+        return bool(computing)
 
-    def _end_of(self, engine: SimulatedEngine) -> int:
+    def finish(self) -> list[SimulatedRequest]:
+        """Take the results of all engines."""
+        return [request for engine in self.engines for request in engine.finish_alone()]
+
+    def _end_of(self, engine: LockStepEngine, now: int) -> int:
         assert engine.end is not None
         self._num_draws += 1
         share = self.imbalance * random_bits(self.seed, self._num_draws) / 2**64
-        return engine.end + round((engine.end - self.now) * share)
+        return engine.end + round((engine.end - now) * share)
+
+
+def put_in_lock_step(
+    engines: Sequence[LockStepEngine], group_size: int, imbalance: float = 0.0, seed: int = 0
+) -> None:
+    """Form groups of engines after one another, each with its own shares."""
+    for first in range(0, len(engines), group_size):
+        LockStepGroup(engines[first : first + group_size], imbalance, seed + first)

@@ -1,19 +1,21 @@
-"""Replicas that fail, and replicas that start late."""
+"""Engines that fail, and engines that start late."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import Fleet
-from nanovllm.simulate.requests import RequestMaker, SimulatedRequest
+from nanovllm.simulate.fleet import Fleet, ReplicaRouter
+from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult
-from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
 
@@ -57,75 +59,91 @@ def parse_outages(
 
 
 class UnreliableFleet(Fleet):
-    """A fleet with outages, which the router notices when the step in flight should have ended.
+    """A fleet with outages.
 
-    As with `nanovllm router`, requests of which the client has no token yet are sent to another
-    replica; those with tokens fail. Requests that arrive while no replica is ready fail, too.
+    The router sends nothing to an engine that has failed, and notices what it has lost when the
+    step in flight should have ended; the results of that step still count. As with `nanovllm
+    router`, requests of which the client has no token yet are sent to another engine; those with
+    tokens fail. Requests that arrive while no engine is ready fail, too.
 
     Args:
-        engines, router, by_priority: see `Fleet`.
-        outages: those of one replica do not overlap.
-        retries: send lost requests to another replica.
+        engines, router, by_priority, group_size: see `Fleet`. A group fails as a whole.
+        outages: an engine is ready when none of its outages lasts.
+        retries: send lost requests to another engine.
 
     Attributes:
-        restarted: called with the number of a replica that is ready again.
+        restarted: called with the number of an engine that is ready again.
     """
 
     def __init__(
         self,
         engines: Sequence[SimulatedEngine],
-        router: PolicyRouter,
-        outages: Sequence[Outage],
+        router: ReplicaRouter | None = None,
+        outages: Sequence[Outage] = (),
         *,
         retries: bool = True,
         by_priority: bool = False,
+        group_size: int = 1,
     ) -> None:
-        super().__init__(engines, router, by_priority)
-        self.policy_router = router
+        super().__init__(engines, router, by_priority, group_size)
+        self.outages = outages
         self.retries = retries
         self.restarted: Callable[[int], None] = lambda replica: None
-        self._make: RequestMaker
+        self._num_outages: Counter[int] = Counter()  # that last, by engine
         self._sources: dict[str, WorkloadRequest] = {}
-        # Requests of a failed replica, until its step in flight should have ended.
+        # Requests of a failed engine, until its step in flight should have ended.
         self._lost: set[str] = set()
+        # A request that is sent again has another id in the engines: that of its client by it.
+        self._client_ids: dict[str, str] = {}
         for outage in outages:
             self.at(outage.begin, functools.partial(self._stop, outage))
 
     def run(self, workload: Workload) -> FleetResult:
         """Serve all requests of a workload. A fleet runs once."""
         result = super().run(workload)
+        if not self.outages:
+            return result
         # An outage may be over long after the last request.
         ends = [request.last_token or request.arrival for request in result.requests]
         return dataclasses.replace(result, duration=max(ends, default=0))
 
     def _stop(self, outage: Outage) -> None:
-        replica = outage.replica
-        self.policy_router.available &= ~(1 << replica)
-        engine = self.engines[replica]
-        for request_id in list(engine.scheduler.queues.requests):
-            self._lost.add(request_id)
-            if engine.abort(request_id, self.now):
-                self._await(replica)
+        """A group fails."""
+        group = self.groups[outage.replica]
+        self._num_outages.update(group)
+        for replica in group:
+            self.router.set_available(replica, False)
+            engine = self.engines[replica]
+            for request_id in list(engine.scheduler.queues.requests):
+                self._lost.add(request_id)
+                if engine.abort(request_id, self.now):
+                    self._await(replica)
+        if self.engines[outage.replica].end is None:
+            self._advance(outage.replica)
         if outage.end is not None:
-            self.at(outage.end, functools.partial(self._start, replica))
+            self.at(outage.end, functools.partial(self._start, group))
 
-    def _start(self, replica: int) -> None:
-        """A replica is ready; its cache is empty."""
-        self.engines[replica].scheduler.manager.pool.reset_prefix_cache()
-        self.policy_router.router.state.sent.forget(replica)
-        self.policy_router.available |= 1 << replica
-        self.restarted(replica)
-
-    def _arrive(self, source: WorkloadRequest, make: RequestMaker) -> None:
-        self._make = make
-        if self.policy_router.available:
-            self._sources[source.request_id] = source
-            super()._arrive(source, make)
+    def _start(self, group: range) -> None:
+        """A group is ready, with empty caches, but not before its last step has ended."""
+        if (end := self.engines[group[0]].end) is not None:
+            self.at(end + 1, functools.partial(self._start, group))
             return
-        request = make(source)
+        self._num_outages.subtract(group)
+        for replica in group:
+            if not self._num_outages[replica]:
+                self.engines[replica].scheduler.manager.pool.reset_prefix_cache()
+                self.router.set_available(replica, True)
+                self.restarted(replica)
+
+    def _arrive(self, source: WorkloadRequest) -> None:
+        if self.router.available:
+            self._sources[source.request_id] = source
+            super()._arrive(source)
+            return
+        request = self._make(source)
         request.replica = -1
         request.finish_reason = "failed"
-        super()._end(request)
+        self._tell(request)
 
     def _end(self, request: SimulatedRequest) -> None:
         name = request.request_id
@@ -133,8 +151,15 @@ class UnreliableFleet(Fleet):
         is_lost = name in self._lost and request.finish_reason == "abort"
         self._lost.discard(name)
         if is_lost and (source.abort is None or source.abort > self.now):
-            if self.retries and request.first_token is None and self.policy_router.available:
-                self._arrive(source, self._make)
+            if self.retries and request.first_token is None and self.router.available:
+                again = f"{name}, again"
+                self._client_ids[again] = self._client_ids.pop(name, name)
+                self._arrive(msgspec.structs.replace(source, request_id=again))
                 return
             request.finish_reason = "failed"
+        self._tell(request)
+
+    def _tell(self, request: SimulatedRequest) -> None:
+        """Tell the client what has become of its request."""
+        request.request_id = self._client_ids.pop(request.request_id, request.request_id)
         super()._end(request)

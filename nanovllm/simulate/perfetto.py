@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.disk import writing
 from nanovllm.data.request import EngineOutput
-from nanovllm.simulate.engine import TOKEN, SimulatedEngine, StepInFlight
+from nanovllm.simulate.engine import SimulatedEngine, StepInFlight
+from nanovllm.simulate.lock_step import LockStepEngine
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.workload import SECOND
 from nanovllm.trace.perfetto import trace_events
@@ -22,7 +23,7 @@ from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
 
-class RecordedEngine(SimulatedEngine):
+class RecordedEngine(LockStepEngine):
     """An engine that records its steps in memory, like a real engine."""
 
     @cached_property
@@ -43,9 +44,9 @@ class RecordedEngine(SimulatedEngine):
         self._recorder.arrived(request, now / SECOND)
         return super().arrive(request, now)
 
-    def finish(self) -> list[SimulatedRequest]:
+    def finish_alone(self) -> list[SimulatedRequest]:
         """Take the result that arrives at `end`."""
-        ended = super().finish()
+        ended = super().finish_alone()
         for request in ended:
             if request.finish_reason == "abort":
                 self._recorder.ended(request.request_id, "abort")
@@ -58,15 +59,11 @@ class RecordedEngine(SimulatedEngine):
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:
         ended = super()._take(step)
-        sampled = {share.request_id: [TOKEN] for share in step.plan.requests if share.samples}
         outputs = [
             EngineOutput(each.request_id, finish_reason=each.finish_reason) for each in ended
         ]
         self._recorder.finish(
-            self._records.popleft(),
-            (step.end - step.start) / SECOND,
-            ModelRunnerOutput(sampled),
-            outputs,
+            self._records.popleft(), (step.end - step.start) / SECOND, self.result, outputs
         )
         return ended
 

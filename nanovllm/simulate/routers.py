@@ -86,6 +86,11 @@ class PolicyRouter:
         else:
             self._changed[replica] = engine
 
+    def set_available(self, replica: int, is_available: bool) -> None:
+        """An engine has failed, or its replacement is ready, with an empty cache."""
+        self.available = self.available & ~(1 << replica) | is_available << replica
+        self.router.state.sent.forget(replica)
+
     def _load_of(self, engine: SimulatedEngine) -> tuple[int, int]:
         if self.router.state.weights is None:
             return load_score(engine.num_waiting, engine.num_running), 0

@@ -89,7 +89,8 @@ class FleetConfig(Keywords):
             none)
         retry_failed: send requests of a failed engine to another one, unless their client has a
             token
-        data_parallel_size: number of engines that share experts, and run their steps together
+        data_parallel_size: number of engines that share experts, run their steps together, and fail
+            together
         expert_imbalance: with data_parallel_size, the most by which unevenly loaded experts make an
             engine's step longer, as a share of it; each step draws its own
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
@@ -135,20 +136,20 @@ class FleetConfig(Keywords):
         super().__post_init__()
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("--prefill and --decode need each other: set both, or none")
-        special = {
-            "--prefill": self.prefill,
-            "--failures": self.failures,
-            "--data-parallel-size": self.data_parallel_size > 1,
-            "--spec-acceptance": self.spec_acceptance and self.data_parallel_size > 1,
-        }
-        given = [flag for flag, value in special.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} cannot be combined with {given[1]}: simulate them apart")
-        if self.replicas % self.data_parallel_size:
-            raise ValueError(
-                f"--replicas must be a multiple of --data-parallel-size "
-                f"{self.data_parallel_size}, got {self.replicas}"
-            )
+        counts = {"--replicas": self.replicas}
+        if self.prefill:
+            counts = {"--prefill": self.prefill, "--decode": self.decode}
+        for flag, count in counts.items():
+            if count % self.data_parallel_size:
+                raise ValueError(
+                    f"{flag} must be a multiple of --data-parallel-size {self.data_parallel_size}, "
+                    f"got {count}"
+                )
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all kinds."""
+        return self.prefill + self.decode or self.replicas
 
     @property
     def acceptance(self) -> list[float]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from nanovllm.assembly.flags import words_of
 from nanovllm.data.checks import did_you_mean
@@ -16,15 +15,22 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.data.resolved_config import ResolvedConfig, resolve
 from nanovllm.distributed.cost_model import Link
+from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.store import HostKeys
 from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
+from nanovllm.simulate.disaggregated import (
+    DecodeConnector,
+    DisaggregatedFleet,
+    PrefillConnector,
+    TieredDecodeConnector,
+    TieredPrefillConnector,
+)
 from nanovllm.simulate.drafts import DraftingEngine
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
-from nanovllm.simulate.lock_step import LockStepEngine, LockStepFleet
+from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.machines import GIB, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
@@ -70,7 +76,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     plan = plan_fleet(config, create(EngineConfig, engine))
     block_size = plan.resolved.given.block_size
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
-    fleet = plan.create_fleet(workload, RecordedEngine if perfetto else SimulatedEngine)
+    fleet = plan.create_fleet(workload, is_recorded=perfetto is not None)
     tiers = plan.create_tiers(fleet)
     result = fleet.run(workload)
     if perfetto is not None:
@@ -106,7 +112,12 @@ def find_load(settings: Mapping[str, object]) -> Summary:
     return {name: load, **summary}
 
 
-EngineT = TypeVar("EngineT", bound=SimulatedEngine)
+# The connector with tiers of each kind of engine.
+TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {
+    KVConnectorScheduler: TierConnector,
+    PrefillConnector: TieredPrefillConnector,
+    DecodeConnector: TieredDecodeConnector,
+}
 
 
 @dataclass(frozen=True)
@@ -150,15 +161,34 @@ class FleetPlan:
             f"{blocks}; router: {config.routing_policy}"
         )
 
-    def create_fleet(self, workload: Workload, kind: type[SimulatedEngine]) -> Fleet:
-        """Create engines and their routers."""
+    def create_fleet(self, workload: Workload, is_recorded: bool = False) -> Fleet:
+        """Create engines, put them in lock-step, and create their routers.
+
+        Args:
+            is_recorded: for `perfetto.write_events`.
+        """
         config = self.config
-        create = self._engine_class(kind)
+        create = self._engine_class(is_recorded, config.acceptance)
+        outages = parse_outages(config.failures, config.cold_start, config.num_engines)
+        by_priority = self.resolved.given.scheduling_policy == "priority"
+        group_size = config.data_parallel_size
         if not config.prefill:
-            return self._create_replicas(workload, create)
+            engines = self._create_engines(config.replicas, create)
+            router = self._create_router(engines, workload)
+            if not outages:
+                return Fleet(engines, router, by_priority, group_size)
+            return UnreliableFleet(
+                engines,
+                router,
+                outages,
+                retries=config.retry_failed,
+                by_priority=by_priority,
+                group_size=group_size,
+            )
+        create_prefill = self._engine_class(is_recorded, [])
+        prefill = self._create_engines(config.prefill, create_prefill, PrefillConnector)
+        decode = self._create_engines(config.decode, create, DecodeConnector)
         assert isinstance(self.cost, Roofline)
-        prefill = [self._create_engine(kind, PrefillConnector) for _ in range(config.prefill)]
-        decode = [self._create_engine(create, DecodeConnector) for _ in range(config.decode)]
         layout = self.cost.layout
         link = self.cost.machine.between
         size = self.cost.model.kv_bytes_per_token(layout.tensor_parallel_size)
@@ -166,50 +196,31 @@ class FleetPlan:
             prefill,
             decode,
             (self._create_router(prefill, workload), self._create_router(decode, workload)),
+            outages,
             # Each device has its own link.
             bandwidth=link.bandwidth * layout.devices,
             latency=round(link.latency * SECOND),
             kv_bytes_per_token=size * layout.tensor_parallel_size,
+            retries=config.retry_failed,
+            by_priority=by_priority,
+            group_size=group_size,
         )
 
-    def _engine_class(self, kind: type[SimulatedEngine]) -> Callable[..., SimulatedEngine]:
-        """Return what creates the engines that generate outputs: `kind`, or one with drafts, or in
-        lock-step."""
-        config = self.config
-        in_lock_step = config.data_parallel_size > 1
-        if (config.acceptance or in_lock_step) and kind is not SimulatedEngine:
-            raise UsageError("--perfetto cannot show drafts or engines in lock-step")
-        if not config.acceptance:
-            return LockStepEngine if in_lock_step else kind
-        return functools.partial(
-            DraftingEngine,
-            acceptance=config.acceptance,
-            draft_time=round(config.draft_time * SECOND / 1000),
-        )
-
-    def _create_replicas(self, workload: Workload, create: Callable[..., SimulatedEngine]) -> Fleet:
-        config = self.config
-        by_priority = self.resolved.given.scheduling_policy == "priority"
-        engines = [self._create_engine(create) for _ in range(config.replicas)]
-        router = self._create_router(engines, workload)
-        if config.data_parallel_size > 1:
-            return LockStepFleet(
-                [engine for engine in engines if isinstance(engine, LockStepEngine)],
-                router,
-                config.data_parallel_size,
-                imbalance=config.expert_imbalance,
-                by_priority=by_priority,
-            )
-        outages = parse_outages(config.failures, config.cold_start, config.replicas)
-        if not outages:
-            return Fleet(engines, router, by_priority)
-        return UnreliableFleet(
-            engines, router, outages, retries=config.retry_failed, by_priority=by_priority
-        )
+    def _engine_class(
+        self, is_recorded: bool, acceptance: Sequence[float]
+    ) -> Callable[..., SimulatedEngine]:
+        """Return what creates engines: only those that do nothing special make steps at once."""
+        kind = LockStepEngine if self.config.data_parallel_size > 1 else DraftingEngine
+        if is_recorded:
+            kind = RecordedEngine
+        elif kind is DraftingEngine and not acceptance:
+            return SimulatedEngine
+        draft_time = round(self.config.draft_time * SECOND / 1000)
+        return functools.partial(kind, acceptance=acceptance, draft_time=draft_time)
 
     def create_tiers(self, fleet: Fleet) -> Tiers | None:
         """Connect the engines to host memory and the store; None if they have none."""
-        if self._create_tier_connector is None:
+        if not self.num_host_blocks and not self.num_store_blocks:
             return None
         assert isinstance(self.cost, Roofline)
         layout = self.cost.layout
@@ -227,27 +238,39 @@ class FleetPlan:
         )
 
     @cached_property
-    def _create_tier_connector(self) -> Callable[[EngineConfig], TierConnector] | None:
-        if not self.num_host_blocks and not self.num_store_blocks:
-            return None
-        store = HostKeys(self.num_store_blocks) if self.num_store_blocks else None
-        return functools.partial(TierConnector, num_host_blocks=self.num_host_blocks, store=store)
+    def _store(self) -> HostKeys | None:
+        return HostKeys(self.num_store_blocks) if self.num_store_blocks else None
 
-    def _create_engine(
+    def _create_connector(self, kind: type[KVConnectorScheduler]) -> KVConnectorScheduler | None:
+        """Create the connector of an engine of this kind, with the tiers that there are."""
+        config = self.resolved.given
+        if self.num_host_blocks or self.num_store_blocks:
+            return TIERED[kind](config, self.num_host_blocks, self._store)
+        return kind(config, {}, ()) if kind is not KVConnectorScheduler else None
+
+    def _create_engines(
         self,
-        kind: Callable[..., EngineT],
-        connector: type[PrefillConnector] | type[DecodeConnector] | None = None,
-    ) -> EngineT:
-        create_connector = connector or self._create_tier_connector
-        return create_engine(
-            kind,
-            self.resolved,
-            self.cost,
-            connector=create_connector(self.resolved.given) if create_connector else None,
-            # Engines of other kinds do something in each step, and a router that sees which blocks
-            # are cached has to see them after each step.
-            fast=kind is SimulatedEngine and self.config.routing_policy != "precise",
-        )
+        count: int,
+        kind: Callable[..., SimulatedEngine],
+        connector: type[KVConnectorScheduler] = KVConnectorScheduler,
+    ) -> list[SimulatedEngine]:
+        engines = [
+            create_engine(
+                kind,
+                self.resolved,
+                self.cost,
+                connector=self._create_connector(connector),
+                # Engines of other kinds do something in each step, and a router that sees which
+                # blocks are cached has to see them after each step.
+                fast=kind is SimulatedEngine and self.config.routing_policy != "precise",
+            )
+            for _ in range(count)
+        ]
+        if self.config.data_parallel_size > 1:
+            members = [engine for engine in engines if isinstance(engine, LockStepEngine)]
+            imbalance = self.config.expert_imbalance
+            put_in_lock_step(members, self.config.data_parallel_size, imbalance)
+        return engines
 
     def _create_router(
         self, engines: Sequence[SimulatedEngine], workload: Workload
@@ -378,10 +401,6 @@ def _tier_blocks(
             )
         if size and not engine.enable_prefix_caching:
             raise UsageError(f"{flag} needs --enable-prefix-caching: blocks have names by it")
-        if size and config.prefill:
-            raise UsageError(
-                f"{flag} cannot be combined with --prefill: an engine has one connector"
-            )
     return sizes["--kv-offloading-size"][1], sizes["--kv-store-size"][1]
 
 

@@ -46,6 +46,11 @@ class TierConnector(OffloadingScheduler):
         super().__init__(config, {}, [RankStore("", 1, num_host_blocks)])
         self.load: Callable[[str, int, int], None] = lambda request_id, num_host, num_store: None
 
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store that engines share."""
+        return self._store is not None
+
     def _open_shared(self, entry_bytes: int) -> HostKeys | None:
         return self._store
 
@@ -65,6 +70,12 @@ class TierConnector(OffloadingScheduler):
         )
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
         self.load(request.request_id, num_host, count - num_host)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Loads have ended, or transfers from prefill engines."""
+        for request_id in output.finished_recving:
+            self._loading.setdefault(request_id, {})
+        super().update_connector_output(output)
 
     def build_connector_meta(
         self, plan: SchedulerOutput, tables: Tables
@@ -149,7 +160,7 @@ class Tiers:
         from the store count as bytes and loads of the link to host memory, too."""
         found: dict[str, object] = {}
         tiers = {"host": (self.host, self.num_host_blocks)}
-        if self.num_store_blocks or self.store.num_transfers:
+        if self._connector(0).has_store:
             tiers["store"] = (self.store, self.num_store_blocks)
         for name, (links, num_blocks) in tiers.items():
             found[f"{name}_hit_rate"] = num_blocks * block_size / max(1, num_queried_tokens)

@@ -33,7 +33,7 @@ def engine_of(
     resolved = resolve(
         config, model_max_len=4096, num_kv_blocks=num_blocks, num_host_blocks=num_blocks
     )
-    connector: KVConnectorScheduler = kind(config)
+    connector: KVConnectorScheduler = kind(config, {}, ())
     scheduler = create_scheduler(resolved, create_manager(resolved), connector)
     return SimulatedEngine(scheduler, AffineCost(), steps_ahead=int(resolved.async_scheduling))
 

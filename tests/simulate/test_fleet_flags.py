@@ -81,11 +81,8 @@ def test_drafts_on_decode_engines_and_in_fleets_that_fail() -> None:
     [
         ({"failures": ["1@3"]}, "--failures must be an engine from 0 to 0"),
         ({"failures": ["0"]}, "such as 0@60, got '0'"),
-        (
-            {"replicas": 2, "data_parallel_size": 2, "spec_acceptance": "1"},
-            "--data-parallel-size cannot be combined with --spec-acceptance",
-        ),
-        ({"prefill": 1, "decode": 1, "failures": ["0@1"]}, "--prefill cannot be combined"),
+        ({"prefill": 1, "decode": 1, "failures": ["2@1"]}, "an engine from 0 to 1"),
+        ({"prefill": 2, "decode": 1, "data_parallel_size": 2}, "--decode must be a multiple of"),
         ({"spec_acceptance": "0.3,0.5"}, "do not increase"),
         ({"spec_acceptance": "x"}, "such as 0.8,0.6,0.4, got 'x'"),
         ({"replicas": 3, "data_parallel_size": 2}, "multiple of --data-parallel-size 2, got 3"),

@@ -10,23 +10,20 @@ from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
 from nanovllm.simulate.fleet import Fleet, RoundRobin
-from nanovllm.simulate.lock_step import LockStepEngine, LockStepFleet
+from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.workload import WorkloadRequest
 from tests.simulate.engines import AffineCost, engine_of, request_of, workload_of
 
 
-def fleet_of(
-    num_engines: int, group_size: int, imbalance: float = 0.0, seed: int = 0
-) -> LockStepFleet:
+def fleet_of(num_engines: int, group_size: int, imbalance: float = 0.0, seed: int = 0) -> Fleet:
     config = EngineConfig(num_kv_blocks=100, block_size=4, async_scheduling=False)
     resolved = resolve(config, model_max_len=4096, num_kv_blocks=100, num_host_blocks=0)
     engines = [
         LockStepEngine(create_scheduler(resolved, create_manager(resolved)), AffineCost())
         for _ in range(num_engines)
     ]
-    return LockStepFleet(
-        engines, RoundRobin(num_engines), group_size, imbalance=imbalance, seed=seed
-    )
+    put_in_lock_step(engines, group_size, imbalance, seed)
+    return Fleet(engines, RoundRobin(num_engines), group_size=group_size)
 
 
 # With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.

@@ -82,7 +82,8 @@ def test_a_replacement_has_an_empty_cache(policy: str) -> None:
     ]
     served = run(fleet, *requests)
     assert [served[f"r{i}"].num_cached_tokens for i in range(5)] == [0, 16, 16, 0, 16]
-    state = fleet.policy_router.router.state
+    assert isinstance(fleet.router, PolicyRouter)
+    state = fleet.router.router.state
     assert all(servers == 1 for servers in state.cached.where.values())
 
 

@@ -264,7 +264,7 @@ def distserve_engine(
     resolved = resolve(
         config, model_max_len=4096, num_kv_blocks=cost.kv_tokens // 16, num_host_blocks=0
     )
-    scheduler = create_scheduler(resolved, create_manager(resolved), kind(config))
+    scheduler = create_scheduler(resolved, create_manager(resolved), kind(config, {}, ()))
     step_cost: StepCost = cost
     return SimulatedEngine(scheduler, step_cost)
 

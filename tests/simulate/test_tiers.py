@@ -95,6 +95,7 @@ def test_host_memory_that_is_too_small_moves_blocks_to_the_store() -> None:
     fleet, tiers = tiered(num_host=10, num_store=50, latency=7)
     times = ttfts(fleet.run(workload_of(*asked_again(), prefix_block_size=8)))
     # They come over both links.
+    assert tiers.summary(4, 82)["store_hit_rate"] == 20 / 82
     assert times[2] == 2 * (7 + 5 * BLOCK_BYTES) + HIT
     assert (tiers.num_host_blocks, tiers.num_store_blocks) == (0, 5)
     # Without a store, they are lost.
@@ -118,6 +119,7 @@ def test_the_store_has_no_block_before_the_step_that_computes_it_has_ended() -> 
     requests = [request_of(i, i * 100, prompt=21, output=1, prefix_ids=[1, 2, 3]) for i in range(2)]
     assert ttfts(fleet.run(workload_of(*requests, prefix_block_size=8))) == [COMPUTED, COMPUTED]
     assert tiers.num_store_blocks == 0
+    assert tiers.summary(4, 42)["store_hit_rate"] == 0.0, "a store that is not read has a row, too"
 
 
 def test_simultaneous_loads_share_a_link() -> None:
@@ -254,7 +256,6 @@ def test_flags_of_tiers() -> None:
     [
         ({"kv_offloading_size": 1e-6}, "has no room for a KV block of 2,097,152 bytes: raise it"),
         ({"kv_store_size": 1.0, "enable_prefix_caching": False}, "needs --enable-prefix-caching"),
-        ({"kv_store_size": 1.0, "prefill": 1, "decode": 1}, "cannot be combined with --prefill"),
     ],
 )
 def test_mistakes(settings: dict[str, object], message: str) -> None:

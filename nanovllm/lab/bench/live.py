@@ -24,7 +24,6 @@ from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.processes import run_ranks
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.calibrate import StepTimer
-from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.measured import MeasuredCost, write_cost
 from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import FleetPlan, plan_fleet
@@ -223,7 +222,7 @@ def serve(
 def simulate(fleet: FleetPlan, requests: Sequence[WorkloadRequest]) -> Served:
     """Serve the same requests on a simulated engine."""
     workload = Workload("live", requests, BLOCK_SIZE)
-    result = fleet.create_fleet(workload, SimulatedEngine).run(workload)
+    result = fleet.create_fleet(workload).run(workload)
     times = []
     for each in result.requests:
         assert each.first_token is not None and each.last_token is not None
