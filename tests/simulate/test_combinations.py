@@ -227,8 +227,9 @@ def test_prefill_engines_in_lock_step() -> None:
 def test_decode_engines_in_lock_step() -> None:
     requests = [request_of(0, 0, prompt=10, output=9), request_of(1, 2010, prompt=10, output=1)]
     served = Setup(prefill=2, engines=4, group_size=2).run(*requests)
-    # r1 is computed from 2010 to 4020 and arrives at 4140; r0's steps end at 3240, 4351.
-    assert served["r1"].first_token == 4351 + 1112
+    # r0's steps end at 3240, 4351, 5463. The prompt of r1 is computed at 4020, its engine begins to
+    # read it at 4351, and its step at 5463 takes as long as that of r0.
+    assert served["r1"].first_token == 5463 + 1113
 
 
 def test_drafts_in_lock_step() -> None:
