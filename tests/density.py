@@ -59,8 +59,8 @@ STAND_INS = set(
 # it); 140 in the lab for which lines of a cell are new, and for lectures as web pages; 70 for a
 # simulator in fewer calls, and 170 for checks of the files of a model without pydantic; 20 for
 # the hooks with which KV from elsewhere leaves the scheduler, and for a module of random
-# checkpoints; 25 for the heads of three modules that lectures 24 and 26 read and do not build. A
-# new feature brings its own number. `nanovllm/core/` counts in the engine, too.
+# checkpoints; 25 for the heads of three modules that lectures 24 and 26 read and do not build; 45
+# for simulated fleets that are several things at once. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120
@@ -75,7 +75,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_600,
-    "statements, engine": 25_565,
+    "statements, engine": 25_610,
     "statements, lab": 7_200,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
