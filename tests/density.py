@@ -60,7 +60,8 @@ STAND_INS = set(
 # simulator in fewer calls, and 170 for checks of the files of a model without pydantic; 20 for
 # the hooks with which KV from elsewhere leaves the scheduler, and for a module of random
 # checkpoints; 25 for the heads of three modules that lectures 24 and 26 read and do not build; 45
-# for simulated fleets that are several things at once. A new feature brings its own number. `nanovllm/core/` counts in the engine, too.
+# for simulated fleets that are several things at once. A new feature brings its own number.
+# `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
     "JsonObject, engine": 90,  # an `Any` for each value: both together should be at most 120

@@ -52,7 +52,7 @@ class DecodeConnector(KVConnectorScheduler):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """See `ConsumerSide.get_num_new_matched_tokens`: at most one missing block is computed
-        here. What no prefill engine holds may be in a tier."""
+        here. Tokens that no prefill engine holds may be in a tier."""
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         missing = request.num_prompt_tokens - num_computed_tokens
         if request.request_id in self.offered and missing > self.config.block_size:
@@ -90,7 +90,7 @@ class TieredPrefillConnector(PrefillConnector, TierConnector):
 
 
 class TieredDecodeConnector(DecodeConnector, TierConnector):
-    """A decode engine's connector with tiers. What a prefill engine holds is read from there."""
+    """A decode engine's connector with tiers. It reads what a prefill engine holds."""
 
 
 class TwoRouters(NamedTuple):
@@ -239,7 +239,7 @@ class DisaggregatedFleet(UnreliableFleet):
             if source.abort is not None and source.abort <= self.now:
                 request.finish_reason = "abort"
             elif not is_served and name in self._lost:
-                request.finish_reason = "abort"  # its blocks are gone with the engine
+                request.finish_reason = "abort"  # the engine has lost its blocks
             elif not is_served and not self.router.available:
                 request.finish_reason = "failed"
             elif not is_served:

@@ -13,7 +13,7 @@ class LockStepEngine(DraftingEngine):
     """An engine whose steps end when the slowest engine of its group has computed.
 
     To its caller, a group is like one engine: the step that the first of them begins is the step of
-    all, and so are its end and its results.
+    all, and so are its last moment and its results.
 
     Attributes:
         group_in_step: the engines that run their steps with this one; None: it runs alone.
