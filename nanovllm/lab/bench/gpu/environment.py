@@ -25,7 +25,6 @@ NEEDS = (
     "tqdm",
     "filelock",
     "msgspec",
-    "pydantic",
     "zmq",
     "pytest",
 )
