@@ -188,6 +188,15 @@ class PoolState:
         written = self.num_tokens.get(request_id, everything)
         return max(0, min(self.block_size, written - index * self.block_size))
 
+    def emptied(self, keeps_content: bool) -> PoolState:
+        """The pool once all requests have ended; if it keeps content, their full blocks can still
+        be found."""
+        cached = set(self.cached)
+        for request_id, table in self.tables.items():
+            written = self.num_tokens.get(request_id, len(table) * self.block_size)
+            cached.update(table[: written // self.block_size] if keeps_content else [])
+        return PoolState(self.num_blocks, self.block_size, cached=cached, appeared=self.appeared)
+
 
 @runtime_checkable
 class Manager(Protocol):

@@ -70,6 +70,7 @@ class Player(anywidget.AnyWidget):
         views: names of the pictures, from top to bottom.
         speed: steps per second, until the reader chooses another.
         theme: "light", "dark", or "auto": as the page around it.
+        still: steps that a page without a kernel shows, of views of one step.
         lines: the trace, in the format of trace files.
     """
 
@@ -77,6 +78,7 @@ class Player(anywidget.AnyWidget):
     views = traitlets.List(traitlets.Unicode()).tag(sync=True)
     speed = traitlets.Float(2.0).tag(sync=True)
     theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
+    still = traitlets.List(traitlets.Int())
     lines = traitlets.Bytes().tag(sync=True)
 
     def __init__(self, trace: Source | None, **options: Any) -> None:
@@ -107,22 +109,25 @@ class Player(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The widget, and a picture of its views for pages where no widget runs."""
         data, metadata = super()._repr_mimebundle_(**options) or ({}, {})
-        return data | still(self.trace, self.views), metadata
+        return data | still(self.trace, self.views, self.still), metadata
 
     def __repr__(self) -> str:
         steps = f"{len(request_ids(self.trace))} requests, {len(self.trace)} steps"
         return f"Player: {steps}; run this cell in JupyterLab to play it"
 
 
-def still(trace: Trace, views: Collection[str]) -> dict[str, bytes]:
+def still(trace: Trace, views: Collection[str], steps: Collection[int] = ()) -> dict[str, bytes]:
     """A picture of a trace as a PNG, by its MIME type; see `draw_still`."""
-    ax = draw_still(trace, views)
+    ax = draw_still(trace, views, steps)
     plt.close(ax.get_figure(root=True))
     return {"image/png": style.image_bytes(ax)}
 
 
 def play(
-    trace: Source | None, views: Iterable[str] = ("tables", "timeline"), step: int = 0
+    trace: Source | None,
+    views: Iterable[str] = ("tables", "timeline"),
+    step: int = 0,
+    still: Iterable[int] | None = None,
 ) -> Player:
     """Show a trace in a player: the value of a notebook's cell.
 
@@ -133,6 +138,8 @@ def play(
             (blocks and tokens over time), "attention" (pages that the step reads and writes),
             "batch" (the step as the model sees it).
         step: where to begin, a step number.
+        still: steps whose "attention" and "batch" are drawn where no widget runs; by default
+            `step`.
 
     Raises:
         TraceError: the file is not a trace.
@@ -141,4 +148,4 @@ def play(
     views = list(views)
     if unknown := [view for view in views if view not in VIEWS]:
         raise ValueError(f"no such view: {', '.join(unknown)}; there are {', '.join(VIEWS)}")
-    return Player(trace, views=views, step=step)
+    return Player(trace, views=views, step=step, still=[step] if still is None else list(still))

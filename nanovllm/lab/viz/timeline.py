@@ -251,20 +251,16 @@ def overview(trace: Trace, x: StepScale = "step", *, title: str = "") -> list[Ax
     return axes
 
 
-def stacked(heights: Sequence[float], rest: float) -> list[Axes]:
-    """Axes under one another, of these heights in inches, on one x axis; `rest` is for titles and
-    legends."""
-    size = (style.MAX_WIDTH, sum(heights) + rest)
-    grid = plt.subplots(
-        len(heights),
-        1,
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-        figsize=size,
-        height_ratios=heights,
-    )[1]
-    return list(grid[:, 0])
+def stacked(heights: Sequence[float], rest: float, panels: Sequence[float] = ()) -> list[Axes]:
+    """Axes under one another, of these heights in inches: first those with one common x axis, then
+    `panels` with their own; `rest` is for titles and legends."""
+    every = [*heights, *panels]
+    figure = plt.figure(figsize=(style.MAX_WIDTH, sum(every) + rest), layout="constrained")
+    grid = figure.add_gridspec(len(every), 1, height_ratios=every)
+    first = figure.add_subplot(grid[0])
+    others = [figure.add_subplot(grid[row], sharex=first) for row in range(1, len(heights))]
+    own = [figure.add_subplot(grid[row]) for row in range(len(heights), len(every))]
+    return [first, *others, *own]
 
 
 def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:

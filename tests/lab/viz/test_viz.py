@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 
 import nanovllm
 from nanovllm.core.block_pool import BlockPool
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.lab.viz import (
     PALETTE,
     PoolState,
@@ -48,6 +49,7 @@ from nanovllm.lab.viz import (
 )
 from nanovllm.lab.viz.blocks import draw_still
 from nanovllm.lab.viz.memory import cell_columns
+from nanovllm.lab.viz.style import mark_style
 from nanovllm.trace.trace import StepRecord, Trace, TracedRequest
 
 DRAWINGS = [draw_timeline, draw_budget, draw_usage]
@@ -412,8 +414,67 @@ def test_blocks_are_drawn_with_their_holders_by_steps():
     ]
     trace = simulate(requests, num_kv_blocks=8, block_size=4)
     ax = draw_blocks(trace)
-    assert bars_of_block(ax, 1) == [(0, 2, "a"), (2, 4, "a+b"), (4, 6, "b"), (8, 10, "c")]
+    assert bars_of_block(ax, 1) == [
+        (0, 2, "a"),
+        (2, 4, "a+b"),
+        (4, 6, "b"),
+        (6, 8, ""),
+        (8, 10, "c"),
+    ]
     assert [end for *_, end in bars_of_block(ax, 2)] == ["a", "", "c"], "free, but still cached"
+
+
+def test_content_of_free_blocks_stays_while_no_request_is_left():
+    requests = [
+        SimulatedRequest(0, 9, 2, request_id="a"),
+        SimulatedRequest(6, 5, 2, request_id="b"),
+    ]
+    ax = draw_blocks(simulate(requests, num_kv_blocks=4, block_size=4))
+    assert bars_of_block(ax, 0) == [(0, 2, "a"), (2, 8, "")], "full: it can still be found"
+    assert bars_of_block(ax, 2) == [(0, 2, "a"), (6, 8, "b")], "it had room"
+    off = simulate(requests, num_kv_blocks=4, block_size=4, enable_prefix_caching=False)
+    assert bars_of_block(draw_blocks(off), 1) == [(0, 2, "a")]
+
+
+def test_a_still_of_a_step_has_its_pages_and_its_tokens():
+    requests = [
+        SimulatedRequest(0, 6, 8, request_id="a"),
+        SimulatedRequest(2, 9, 4, request_id="b"),
+    ]
+    trace = simulate(requests, num_kv_blocks=10, block_size=4, max_num_batched_tokens=6)
+    figure = draw_still(trace, ["attention", "batch"], [3, 5]).get_figure(root=True)
+    panels = [[text.get_text() for text in ax.texts] for ax in figure.axes[1:]]
+    assert [panel[0] for panel in panels] == ["step 3", "step 5"], "the timeline is above"
+    # a has 8 tokens in blocks 0 and 1, and is to write the first of block 4; b has 5.
+    slots = {5: 13, 6: 14, 7: 15, 8: 20}
+    assert panels[0] == (
+        ["step 3"]
+        + ["a", "0", "1", "4", "decode: reads 8 in 2 pages, writes 1"]
+        + ["b", "2", "3", "5", "prefill: reads 5 in 2 pages, writes 4"]
+        + ["request", "position", "slot", "a", "8", "16"]
+        + [word for position, slot in slots.items() for word in ("b", str(position), str(slot))]
+    )
+    only = draw_still(trace, ["attention"], [3]).get_figure(root=True).axes[1]
+    assert "slot" not in [text.get_text() for text in only.texts]
+    assert len(draw_still(trace, ["tables"], [3]).get_figure(root=True).axes) == 2, "no such view"
+
+
+def test_tokens_of_a_large_step_are_drawn_in_part_and_counted():
+    trace = simulate([SimulatedRequest(0, 300, 2)], max_num_batched_tokens=400)
+    panel = draw_still(trace, ["batch"], [0]).get_figure(root=True).axes[1]
+    assert panel.texts[-1].get_text() == "and 204 more tokens"
+
+
+def test_drafts_have_their_own_marks():
+    record = StepRecord(0, 0, 1, 8, [TracedRequest("a", 4, 4, 4, [0, 1], [7, 8], num_drafts=3)])
+    trace = Trace(settings=TraceSettings(block_size=4, num_blocks=4))
+    trace.record(record)
+    panel = draw_still(trace, ["batch"], [0]).get_figure(root=True).axes[1]
+    faces = [to_hex(patch.get_facecolor()) for patch in panel.patches]
+    assert faces == [
+        to_hex(mark_style(kind, PALETTE[0])["facecolor"])
+        for kind in ("decode", "accepted draft", "rejected draft", "rejected draft")
+    ]
 
 
 @pytest.mark.parametrize(
