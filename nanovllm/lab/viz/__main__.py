@@ -1,12 +1,14 @@
 """Redraws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The animations are
-filmed in Chromium."""
+filmed in Chromium. With `--timelines TIMES`, draws only what ranks with `device="sleep"` wrote into
+the folder TIMES: `ranks.png`, and the film `ranks.gif`."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
 
-from nanovllm.lab.viz import draw_language, image_bytes, use_style
+from nanovllm.executor.virtual_clock import read_timelines
+from nanovllm.lab.viz import draw_language, draw_ranks, image_bytes, play_ranks, use_style
 from nanovllm.lab.viz.figures import FILMS
 
 
@@ -24,7 +26,24 @@ def draw_all(folder: pathlib.Path) -> None:
         (folder / name).write_bytes(film().shoot())
 
 
+def draw_timelines(times: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write the timelines of ranks into the folder, as a picture and as a film."""
+    use_style()
+    folder.mkdir(parents=True, exist_ok=True)
+    timelines = read_timelines(times)
+    (folder / "ranks.png").write_bytes(image_bytes(draw_ranks(timelines)))
+    (folder / "ranks.gif").write_bytes(play_ranks(timelines).gif)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m nanovllm.lab.viz", description=__doc__)
     parser.add_argument("folder", nargs="?", default="figures", type=pathlib.Path)
-    draw_all(parser.parse_args().folder)
+    parser.add_argument("--timelines", metavar="TIMES", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if arguments.timelines is None:
+        draw_all(arguments.folder)
+    else:
+        try:
+            draw_timelines(arguments.timelines, arguments.folder)
+        except ValueError as error:
+            parser.error(str(error))
