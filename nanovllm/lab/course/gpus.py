@@ -55,11 +55,7 @@ def run_on_gpus(
         options = {"max_model_len": 4096, **options}
         # The course model lends its tokenizer.
         llm = LLM(
-            "smollm2-135m",
-            device="sleep",
-            sleep_config=json.dumps(fields),
-            trace=True,
-            **options,
+            "smollm2-135m", device="sleep", sleep_config=json.dumps(fields), trace=True, **options
         )
         assert llm.trace is not None, "it was asked for"
         try:
