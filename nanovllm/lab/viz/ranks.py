@@ -239,9 +239,19 @@ def _draw_span(ax: Axes, span: RankSpan, row: int, colors: RequestColors) -> Non
 
 _WAIT: dict[str, Any] = {"solid_capstyle": "butt", "dash_capstyle": "butt", "zorder": 1}
 _WAIT |= style.line_style("waiting", MUTED)
-_COMMUNICATE = {"facecolor": BACKGROUND, "edgecolor": MUTED, "hatch": "xxxx", "linewidth": 0.8}
-_DUMMY = {"facecolor": BACKGROUND, "edgecolor": MUTED, "linewidth": 0.8, "linestyle": "--"}
-_READ = {**style.mark_style("transferred", MUTED), "linewidth": 0.8}
+_COMMUNICATE: dict[str, Any] = {
+    "facecolor": BACKGROUND,
+    "edgecolor": MUTED,
+    "hatch": "xxxx",
+    "linewidth": 0.8,
+}
+_DUMMY: dict[str, Any] = {
+    "facecolor": BACKGROUND,
+    "edgecolor": MUTED,
+    "linewidth": 0.8,
+    "linestyle": "--",
+}
+_READ: dict[str, Any] = {**style.mark_style("transferred", MUTED), "linewidth": 0.8}
 _ORDER: dict[str, Any] = {"marker": 7, "markersize": 6, "color": INK, "linestyle": "none"}
 _ORDER |= {"clip_on": False, "zorder": 5}
 _ANSWER: dict[str, Any] = {"marker": "|", "markersize": 15, "color": INK, "linestyle": "none"}
@@ -353,7 +363,7 @@ def _picture(
     _draw(ax, timelines, spans, colors)
     # What has not happened yet is veiled.
     moment = _milliseconds(now)
-    veil = {"facecolor": BACKGROUND, "alpha": 0.8, "zorder": 8}
+    veil: dict[str, Any] = {"facecolor": BACKGROUND, "alpha": 0.8, "zorder": 8}
     ax.add_patch(Rectangle((moment, -1), ax.get_xlim()[1] - moment, len(rows) + 1, **veil))
     ax.axvline(moment, color=INK, linewidth=1.0, zorder=9)
     is_over = all(span.end <= now for span in spans)
