@@ -351,7 +351,8 @@ def _picture(
 ) -> Image.Image:
     rows = _rows(timelines)
     height = _height(rows, title) + 0.1
-    figure = Figure(figsize=(style.MAX_WIDTH, height), dpi=100, layout="none")
+    figure = Figure(figsize=(style.MAX_WIDTH, height), dpi=100)
+    figure.set_layout_engine("none")
     left, right, top = 1.5, 1.35, 0.4 if title else 0.15
     box = (
         left / style.MAX_WIDTH,
