@@ -16,7 +16,7 @@ from nanovllm.trace.trace import Trace
 
 @dataclass(frozen=True)
 class GPURun:
-    """What ranks with sleeping devices did while they completed some prompts.
+    """A finished run of an engine on simulated GPUs.
 
     Attributes:
         timelines: by rank, as `draw_ranks` and `rank_totals` want them.

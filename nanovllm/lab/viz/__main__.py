@@ -1,6 +1,6 @@
 """Redraws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The animations are
 filmed in Chromium. With `--timelines TIMES`, draws only what ranks with `device="sleep"` wrote into
-the folder TIMES: `ranks.png`, and the film `ranks.gif`."""
+the folder TIMES: `ranks.png`, and the animation `ranks.gif`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_all(folder: pathlib.Path) -> None:
 
 
 def draw_timelines(times: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write the timelines of ranks into the folder, as a picture and as a film."""
+    """Write the timelines of ranks into the folder, as a picture and as an animation."""
     use_style()
     folder.mkdir(parents=True, exist_ok=True)
     timelines = read_timelines(times)

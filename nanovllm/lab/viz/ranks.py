@@ -1,4 +1,4 @@
-"""Pictures of ranks whose devices sleep: a timeline per rank, and a film of it.
+"""Pictures of ranks whose devices sleep: a timeline per rank, and an animation of it.
 
 The data are the records that the ranks of `device="sleep"` write, see
 `nanovllm.executor.virtual_clock`. A step's bar is divided among its requests, in their colours; the
@@ -47,7 +47,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class RankSpan:
-    """What a rank did from `begin` to `end`, in picoseconds since the first order.
+    """A phase of a rank from `begin` to `end`, in picoseconds since the first step was ordered.
 
     Attributes:
         row: name of the rank, or of its link to other engines.
@@ -67,8 +67,8 @@ class RankSpan:
 
 @dataclass(frozen=True)
 class RankTotals:
-    """How a rank spends the time from the first order to the last answer of all ranks, in
-    milliseconds. `reads` can overlap the others, which add up to the whole time."""
+    """The time of a rank by phase, in milliseconds, from the first order until all ranks have
+    answered. `reads` can overlap the others, which add up to the whole time."""
 
     compute: float
     wait: float
@@ -78,7 +78,7 @@ class RankTotals:
 
     @property
     def duration(self) -> float:
-        """Milliseconds from the first order to the last answer."""
+        """Milliseconds until all ranks have answered."""
         return self.compute + self.wait + self.communicate + self.idle
 
 
@@ -278,12 +278,12 @@ def _explain(ax: Axes, spans: Sequence[RankSpan]) -> None:
     style.legend(ax, (), handles)
 
 
-# ---------------------------------------------------------------- the film
+# ---------------------------------------------------------------- the animation
 
 
 class RankFilm:
-    """A film of ranks: the value of a notebook's cell. JupyterLab and saved pages show it with
-    controls to play, pause and step, without a kernel.
+    """An animation of ranks: the value of a notebook's cell. JupyterLab and saved pages show it
+    with controls to play, pause and step, without a kernel.
 
     Attributes:
         gif: the bytes of the animation.
@@ -305,8 +305,8 @@ class RankFilm:
 def play_ranks(
     timelines: Timelines, *, colors: RequestColors | None = None, title: str = ""
 ) -> RankFilm:
-    """Film the timeline of `draw_ranks`: a picture for each moment at which a rank begins something
-    else, up to 60, with what each rank does beside its row.
+    """Animate the timeline of `draw_ranks`: a picture for each moment at which a rank begins
+    something else, up to 60, with the state of each rank next to its row.
 
     Args:
         timelines, colors: as in `draw_ranks`.
@@ -362,7 +362,7 @@ def _picture(
     )
     ax = figure.add_axes(box)
     _draw(ax, timelines, spans, colors)
-    # What has not happened yet is veiled.
+    # A veil covers the future.
     moment = _milliseconds(now)
     veil: dict[str, Any] = {"facecolor": BACKGROUND, "alpha": 0.8, "zorder": 8}
     ax.add_patch(Rectangle((moment, -1), ax.get_xlim()[1] - moment, len(rows) + 1, **veil))
