@@ -20,7 +20,6 @@ from nanovllm.core.schedule import (
     SchedulerOutput,
 )
 from nanovllm.features.speculation.scheduling import DRAFTS, num_drafts_wanted
-from nanovllm.features.speculation.verification import keep_accepted
 
 VOCABULARY = 6
 
@@ -94,7 +93,7 @@ class ContentRunner:
             for place in range(scheduled.samples):
                 self.sampled[name] = next_token([*tokens, *drafts[:place]])
                 sampled.setdefault(name, []).append(SampledToken(self.sampled[name]))
-        result = ModelRunnerOutput(keep_accepted(plan, sampled))
+        result = ModelRunnerOutput(self._kept(plan, sampled))
         wanted = num_drafts_wanted(plan)
         result.extras[DRAFTS] = {
             scheduled.request_id: self._draft(scheduled, wanted[scheduled.request_id], result)
@@ -102,6 +101,20 @@ class ContentRunner:
             if scheduled.request_id in wanted
         }
         return result
+
+    def _kept(
+        self, plan: SchedulerOutput, sampled: dict[str, list[SampledToken]]
+    ) -> dict[str, list[SampledToken]]:
+        """The tokens up to the first that was not drafted. `keep_accepted` says so, too, but is in
+        a module that imports torch: for a check of a scheduler, the longest part."""
+        drafts = {each.request_id: each.extra_token_ids for each in plan.requests}
+        kept = {}
+        for name, tokens in sampled.items():
+            agree = [
+                draft == token.token_id for draft, token in zip(drafts[name], tokens, strict=False)
+            ]
+            kept[name] = tokens[: [*agree, False].index(False) + 1]
+        return kept
 
     def _draft(
         self, scheduled: ScheduledRequest, num_drafts: int, result: ModelRunnerOutput

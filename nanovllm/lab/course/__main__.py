@@ -27,6 +27,7 @@ from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
 from nanovllm.lab.course.stages import write_stage
+from nanovllm.lab.course.trials import LIMIT
 from nanovllm.lab.course.workbook import check, write_workbook
 
 
@@ -77,6 +78,19 @@ def _parser() -> argparse.ArgumentParser:
         help="numbers of the lectures, such as 18 23",
     )
 
+    _add_workbook_commands(add)
+
+    command = add(_page, f"write lectures to {FOLDER}/ as web pages, which need no kernel")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    add(
+        _copy,
+        f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never "
+        "overwritten",
+    )
+    return parser
+
+
+def _add_workbook_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     command = add(_workbook, "write a lecture whose core methods are blank, for you to write")
     command.add_argument("lecture", metavar="LECTURE")
 
@@ -91,15 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="if all methods pass, write an engine that contains them",
     )
-
-    command = add(_page, f"write lectures to {FOLDER}/ as web pages, which need no kernel")
-    command.add_argument("lectures", nargs="*", metavar="LECTURE")
-    add(
-        _copy,
-        f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never "
-        "overwritten",
+    command.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT,
+        metavar="SECONDS",
+        help=f"maximum time per test; an endless loop ends then (default: {LIMIT:.0f})",
     )
-    return parser
 
 
 def _add_build_arguments(command: argparse.ArgumentParser) -> None:
@@ -172,7 +184,7 @@ def _workbook(root: Path, options: argparse.Namespace) -> int:
 
 def _check(root: Path, options: argparse.Namespace) -> int:
     wrong = 0
-    for name, complaint in check(root, options.lecture, options.file, options.out):
+    for name, complaint in check(root, options.lecture, options.file, options.out, options.limit):
         wrong += bool(complaint)
         print(f"{name}: {complaint or 'right'}", flush=True)
     if options.out and not wrong:

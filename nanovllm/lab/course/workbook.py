@@ -8,11 +8,8 @@ A blank is named in the cell that defines it, with the tests that decide whether
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +21,7 @@ from nanovllm.lab.course.fold import fold
 from nanovllm.lab.course.notebook import PACKAGE, CourseError, load
 from nanovllm.lab.course.pieces import Function, Piece
 from nanovllm.lab.course.pull import Edits
+from nanovllm.lab.course.trials import LIMIT, Outcome, Trials
 from nanovllm.lab.course.unchanged import mark
 
 _SOLUTION = re.compile(r"<details><summary>Solution.*?</details>\s*", re.DOTALL)
@@ -34,11 +32,6 @@ _INTRODUCTION = (
     "`.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the "
     "engine,\n"
     "runs the engine's own tests, and says what is wrong."
-)
-# A test that takes longer is in an endless loop.
-_PYTEST = (
-    "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no "
-    "--timeout=120"
 )
 
 
@@ -140,17 +133,28 @@ def blank(name: str, piece: Piece) -> list[str]:
     return [*piece.source.lines[piece.start : node.body[0].end_lineno], line]
 
 
-def _complaint(folder: str, name: str, tests: str) -> str:
-    """What pytest says in a folder with the package and the tests; "" if all pass."""
-    command = [sys.executable, "-m", "pytest", *_PYTEST.split(), *tests.split()]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True
+def is_open(node: ast.stmt | None) -> bool:
+    """Whether a function is still blank: its docstring, and an error instead of the rest."""
+    rest = node.body[1:] if isinstance(node, Function) and ast.get_docstring(node) else []
+    return (
+        len(rest) == 1
+        and isinstance(rest[0], ast.Raise)
+        and "NotImplementedError" in ast.unparse(rest[0])
     )
-    if done.returncode == 0 or f"NotImplementedError: write {name}" in done.stdout:
-        return "not written yet" if done.returncode else ""
+
+
+def explain(outcome: Outcome) -> str:
+    """What is wrong according to pytest, in a few lines; "" if all tests pass."""
+    if outcome.code == 0:
+        return ""
+    if stuck := outcome.stuck:
+        return (
+            f"no end within the time limit: {stuck.function} was running, {stuck.file}:"
+            f"{stuck.line}. Is its loop endless? (`--limit` gives a test more seconds)"
+        )
     _, said, *_ = [
-        *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout),
-        done.stdout + done.stderr,
+        *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", outcome.text),
+        outcome.text,
     ]
     # The test and the learner's code are at the beginning, the error at the end.
     lines = said.rstrip().split("\n")
@@ -171,15 +175,20 @@ def write_workbook(root: Path, lecture: str) -> Path:
 
 
 def check(
-    root: Path, lecture: str, file: Path | None = None, out: Path | None = None
+    root: Path,
+    lecture: str,
+    file: Path | None = None,
+    out: Path | None = None,
+    limit: float = LIMIT,
 ) -> Iterator[tuple[str, str]]:
-    """Run the tests of each blank with the learner's lines for it, and with the lecture's own for
-    all others.
+    """Run the tests of all blanks that are written, with the lecture's own lines for the others. If
+    one fails, run those of each blank with the lecture's lines for all others.
 
     Args:
         file: the learner's notebook; by default where `write_workbook` puts it.
         out: a new folder, to which the package with all of the learner's functions is written if
             they are right.
+        limit: seconds for each test.
 
     Yields:
         The name of a blank, and what is wrong with it: "" if it is right.
@@ -190,7 +199,6 @@ def check(
     """
     original, usual = _find_workbook(root, lecture)
     file = file or usual
-    complaints = []
     if not file.is_file():
         raise CourseError(
             f"{file}: there is no such notebook; `workbook {lecture}` writes {usual.name}"
@@ -199,22 +207,42 @@ def check(
         raise CourseError(f"{out} is not empty: name a new folder")
     try:
         learners = Workbook(root, original.path, load(file, str(file)))
-        for name, tests in original.tests.items():
-            with tempfile.TemporaryDirectory() as folder:
-                others = {
-                    other: original.blanks[other].lines
-                    for other in learners.blanks
-                    if other != name
-                }
-                learners.write_package(others, Path(folder))
-                for shared in ("tests", "pyproject.toml"):
-                    (Path(folder) / shared).symlink_to(root / shared)
-                complaints.append(_complaint(folder, name, tests))
-            yield name, complaints[-1]
-        if out and not any(complaints):
+        written = [name for name in original.tests if not is_open(learners.blanks[name].node)]
+        with Trials(limit) as trials:
+            together = _complaint(learners, original, written, trials) if written else ""
+            wrong = len(original.tests) - len(written)
+            for name in original.tests:
+                if name not in written:
+                    yield name, "not written yet"
+                    continue
+                found = together
+                if together and len(written) > 1:
+                    found = _complaint(learners, original, [name], trials)
+                wrong += bool(found)
+                yield name, found
+        if together and not wrong:
+            raise CourseError(f"each is right alone, and together they are {together}")
+        if out and not wrong:
             learners.write_package({}, out)
     except CourseError as error:
         raise CourseError(str(error).replace(original.lecture.name, str(file))) from None
+
+
+def _complaint(learners: Workbook, original: Workbook, names: list[str], trials: Trials) -> str:
+    """Run the tests of these blanks, with the learner's lines for them and the lecture's for
+    all others; returns what is wrong, "" if they pass."""
+    others = {name: original.blanks[name].lines for name in learners.blanks if name not in names}
+    tests = [test for name in names for test in original.tests[name].split()]
+    with tempfile.TemporaryDirectory() as folder:
+        learners.write_package(others, Path(folder))
+        link_tests(learners.root, Path(folder))
+        return explain(trials.run_tests(Path(folder), list(dict.fromkeys(tests))))
+
+
+def link_tests(root: Path, folder: Path) -> None:
+    """Put the course's tests into a folder with a package that they are to test."""
+    for shared in ("tests", "pyproject.toml"):
+        (folder / shared).symlink_to(root / shared)
 
 
 def _find_workbook(root: Path, lecture: str) -> tuple[Workbook, Path]:

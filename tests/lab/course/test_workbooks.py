@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nanovllm.lab.course import workbook
 from nanovllm.lab.course.__main__ import main
 from nanovllm.lab.course.build import build, find_lectures, read_lectures
 from nanovllm.lab.course.notebook import CourseError, source_of
@@ -115,6 +114,44 @@ def test_a_wrong_body_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "E   AttributeError: 'BlockPool' object has no attribute 'nothing'" in said
 
 
+def test_an_endless_loop_ends_and_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Workbook(ROOT, LECTURES["12_block_tables"])
+    data = original.to_fill_in()
+    blank = BLANK + '"write KVCacheManager.allocate_slots")'
+    data = changed(data, blank, "\n        while request:\n            num_tokens += 1")
+    file = tmp_path / "mine.ipynb"
+    file.write_text(json.dumps(data))
+    arguments = ["--root", str(ROOT), "check", "12", str(file), "--limit", "1"]
+    assert main(arguments) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("KVCacheManager.allocate_slots: no end within the time limit: ")
+    assert "allocate_slots was running, nanovllm/core/kv_cache_manager.py:" in line
+
+
+def test_methods_are_tried_together_and_alone_only_if_one_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    write = Workbook.write_package
+
+    def count(self: Workbook, new: dict[str, list[str]], folder: Path) -> None:
+        tried.append(len(new))
+        write(self, new, folder)
+
+    monkeypatch.setattr(Workbook, "write_package", count)
+    original = Workbook(ROOT, LECTURES["12_block_tables"])
+    assert not check("12", original.lecture.data, tmp_path, capsys)
+    assert tried == [0], "both methods in one run"
+    data = changed(original.lecture.data, "found.append(block_id)", "found.insert(0, block_id)")
+    tried.clear()
+    said = check("12", data, tmp_path, capsys)
+    assert said.startswith("KVCacheManager.get_computed_blocks: wrong")
+    assert said.endswith("KVCacheManager.allocate_slots: right\n")
+    assert tried == [0, 1, 1]
+
+
 def test_what_cannot_be_folded_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, file = Workbook(ROOT, LECTURES["11_paged_memory"]).to_fill_in(), tmp_path / "mine.ipynb"
     blank = BLANK + '"write BlockPool.touch")'
@@ -135,9 +172,8 @@ def test_what_cannot_be_folded_is_told(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_right_workbook_makes_an_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(workbook, "_complaint", lambda *_: "")
     original = Workbook(ROOT, LECTURES["11_paged_memory"])
     lines = original.blanks["BlockPool.touch"].lines
     data = original.replace({"BlockPool.touch": [*lines, "        self.mine = True"]})

@@ -1,0 +1,164 @@
+"""Trials: programs that run with a package in another folder, each in a fork of one process that
+has imported their libraries.
+
+A new interpreter takes seconds to import pytest, torch and transformers, more than most tests. The
+process that forks runs this file as a program and imports nothing of the package, so that each fork
+imports it from its folder. It learns from each fork which libraries the next one will need."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+LIMIT = 20.0  # seconds
+LIBRARIES = ("pytest", "hypothesis", "httpx", "numpy", "torch", "transformers")
+_AT_ONCE = LIBRARIES[:2]
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file in which a function was running."""
+
+    file: Path
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended.
+
+    Attributes:
+        code: its exit status; 0 if all went well.
+        text: what it wrote.
+        stuck: where it was when its time was over; None if it ended.
+    """
+
+    code: int
+    text: str
+    stuck: Place | None = None
+
+
+class Trials:
+    """Runs trials, one at a time. A context manager, which kills the process and its forks.
+
+    Args:
+        limit: seconds for a program, and for each test of pytest's.
+    """
+
+    def __init__(self, limit: float = LIMIT) -> None:
+        self.limit = limit
+        self._output = tempfile.NamedTemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            # Without -P the course's own modules would hide libraries of the same names.
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this process's to handle
+            env=os.environ | {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},  # macOS, for forks
+        )
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._output.close()
+
+    def run(self, folder: Path, module: str, *arguments: str) -> Outcome:
+        """Run a module as a program, in a folder whose packages it imports before all others."""
+        assert self._process.stdin and self._process.stdout
+        folder = folder.resolve()
+        order = {"words": [module, *arguments], "folder": str(folder), "limit": self.limit}
+        self._output.truncate(0)
+        print(
+            json.dumps(order | {"output": self._output.name}), file=self._process.stdin, flush=True
+        )
+        code = int(self._process.stdout.readline())
+        self._output.seek(0)
+        text = self._output.read()
+        return Outcome(code, text, _stuck(text, folder) if code else None)
+
+    def run_tests(self, folder: Path, tests: list[str]) -> Outcome:
+        """Run tests of pytest's until one fails."""
+        options = (
+            "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no "
+            f"--timeout=0 -o faulthandler_timeout={self.limit} "
+            "-o faulthandler_exit_on_timeout=true"
+        )
+        return self.run(folder, "pytest", *options.split(), *tests)
+
+
+def _stuck(text: str, folder: Path) -> Place | None:
+    """The innermost place in a folder's package that a timeout reports."""
+    _, timeout, stack = text.rpartition("Timeout (")
+    for file, line, function in _FRAME.findall(stack) if timeout else ():
+        if Path(file).is_relative_to(folder):
+            return Place(Path(file).relative_to(folder), int(line), function)
+    return Place(Path("?"), 0, "?") if timeout and "most recent call first" in stack else None
+
+
+def _serve() -> None:
+    """Fork for each order on the standard input; answer with the fork's exit status."""
+    for library in _AT_ONCE:
+        importlib.import_module(library)
+    for line in sys.stdin:
+        report, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(report)
+            _run(json.loads(line), write)
+        os.close(write)
+        with open(report) as found:
+            libraries = found.read().split()
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+        for library in libraries:
+            importlib.import_module(library)
+
+
+def _run(order: dict[str, Any], report: int) -> NoReturn:
+    """Run a program in this fork, and end."""
+    for number, path in ((0, os.devnull), (1, order["output"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+    os.dup2(1, 2)
+    os.chdir(order["folder"])
+    os.environ["PYTHONPATH"] = order["folder"]
+    sys.path.insert(0, order["folder"])
+    sys.argv = order["words"]
+    faulthandler.dump_traceback_later(order["limit"], exit=True)
+    code = 1
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    os.write(report, " ".join(each for each in LIBRARIES if each in sys.modules).encode())
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
