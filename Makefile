@@ -193,9 +193,11 @@ bench: $(VENV)/installed  ## measure (ARGS="throughput --workload W2", see nanov
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 GPU_FILES = $(if $(findstring --dry-run,$(ARGS)),,--json figures/gpu.json --markdown figures/gpu.md)
 
+GPU_LADDER = $(if $(findstring --dry-run,$(ARGS)),,&& PYTHONPATH=. $$python -m nanovllm bench ladder --markdown figures/ladder_gpu.md)
+
 gpu:  ## test and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
 	@python=$$($(GPU_PYTHON) nanovllm/lab/bench/gpu/environment.py) && \
-		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
+		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS) $(GPU_LADDER)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanovllm.lab.recorded import table
+
 FIGURES = Path(__file__).resolve().parents[1] / "figures"
 
 
@@ -20,12 +22,4 @@ def measured(page: str) -> str:
 
 def rows(page: str, title: str) -> Iterator[dict[str, str]]:
     """The rows of the table below the line `**title**`, by the names of their columns."""
-    text = (FIGURES / page).read_text(encoding="utf-8")
-    _, found, rest = text.partition(f"**{title}**\n")
-    assert found, f"{page} has no table {title!r}"
-    table = rest.strip().split("\n\n", 1)[0]
-    head, _, *lines = (
-        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.split("\n")
-    )
-    for line in lines:
-        yield dict(zip(head, line, strict=True))
+    return table(FIGURES / page, title)

@@ -55,6 +55,10 @@ BENCHMARKS = {
         "the gain from speculative decoding",
         "part dry-run repeats threads vllm-python",
     ),
+    "ladder": (
+        "one workload on the engine of each lecture",
+        "part dry-run repeats threads vllm-python llamacpp-python",
+    ),
     "kv": ("the cost of KV transfer, and the gain from stored KV", "part dry-run repeats threads"),
     "simulate": (
         "requests simulated per second (of the trace of Mooncake's in the folder NANOVLLM_TRACES, "
@@ -287,10 +291,12 @@ def _measure_parts(arguments: argparse.Namespace) -> int:
             threads=arguments.threads,
             seed=arguments.seed,
             repeats=arguments.repeats,
-            # Only some of these benchmarks have the option.
-            vllm_python=_python_of("vllm", arguments)
-            if vars(arguments).get("vllm_python")
-            else None,
+            # Only some of these benchmarks have the options.
+            peers={
+                name: _python_of(name, arguments)
+                for name in PEERS
+                if vars(arguments).get(f"{name}_python")
+            },
         )
         rows = Runner(setting).run(
             [part for name, part in parts.items() if name in (arguments.part or parts)]

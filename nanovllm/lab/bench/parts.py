@@ -56,7 +56,8 @@ class Setting:
         repeats: how often something long is measured; what is short is measured a multiple of that.
         seconds: the part is killed after this time.
         before: the rows of earlier parts.
-        vllm_python: interpreter of the environment that has vLLM, to measure it beside nanovllm.
+        peers: engines that are measured beside nanovllm ("vllm", "llamacpp"), each with the
+            interpreter of its environment.
     """
 
     dry_run: bool = False
@@ -67,7 +68,7 @@ class Setting:
     repeats: int = 3
     seconds: float = 600.0
     before: list[Row] = field(default_factory=list)
-    vllm_python: str | None = None
+    peers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
@@ -85,6 +86,13 @@ class Setting:
         import torch
 
         return torch.device("cpu" if self.dry_run else "cuda")
+
+    @property
+    def fastest_device(self) -> str:
+        """A GPU if there is one; in a dry run the CPU."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and not self.dry_run else "cpu"
 
     @property
     def seconds_left(self) -> float:
@@ -165,6 +173,10 @@ PARTS = {
             "time to first token with remote prefill", _KV + "first_token:first_token"
         ),
         "tiers": Part("prefixes in other stores", _KV + "tiers:tiers"),
+    },
+    "ladder": {
+        "ladder": Part("the engine of each lecture", "nanovllm.lab.bench.ladder:ladder"),
+        "step": Part("a decode step by part", "nanovllm.lab.bench.steps:step_parts"),
     },
     "simulate": {
         "trace": Part("a trace on eight simulated engines", _SIMULATE + "trace"),

@@ -114,12 +114,12 @@ def _start_peers(
 ) -> dict[str, OfflineEngine]:
     """Engines of vLLM, without drafts and with n-grams; none where it is not installed."""
     peers = dict[str, OfflineEngine]()
-    if setting.vllm_python:
+    if "vllm" in setting.peers:
         for name, drafts in (("vLLM, none", None), ("vLLM, ngram", VLLM_NGRAM)):
             where = pathlib.Path(setting.folder)
             settings = options | {"speculative_config": drafts}
             engine = OfflineEngine(
-                EngineSettings("vllm", where, settings, setting.threads, setting.vllm_python)
+                EngineSettings("vllm", where, settings, setting.threads, setting.peers["vllm"])
             )
             peers[name] = stack.enter_context(engine)
             engine.rest()  # it waits busily

@@ -35,6 +35,7 @@ RUNNING = (1, 32, 256, 1024, 4096)
 HISTORIES = (64, 4096)
 BATCHES = (1, 32, 256, 1024)
 CALLS = ("schedule", "update", "both")
+HOST_TIME = "Host time of a decode step by part, µs, medians"
 
 
 def scheduler(setting: Setting) -> Iterator[Row]:
@@ -46,9 +47,7 @@ def scheduler(setting: Setting) -> Iterator[Row]:
         sizes = itertools.product((8, 40), (1, 3))
         steps = 6
         rounds = 1
-    pythons = {"nanovllm": sys.executable} | (
-        {"vllm": setting.vllm_python} if setting.vllm_python else {}
-    )
+    pythons = {"nanovllm": sys.executable, **setting.peers}
     with ExitStack() as stack:
         engines = {}
         for name, python in pythons.items():
@@ -136,12 +135,13 @@ def step_parts(setting: Setting) -> Iterator[Row]:
             "max_num_seqs": max(batches),
             "max_model_len": 64 + steps,
             "enable_prefix_caching": True,
+            "device": setting.fastest_device,
         }
         found = run_ranks(time_parts, Grid(), options, batches, steps, threads=setting.threads)[0]
     for batch, parts in found.items():
         model = parts.pop("model")
         parts["together"] = [sum(times) for times in zip(*parts.values(), strict=True)]
-        row: Row = {"table": "Host time of a decode step by part, µs, medians", "running": batch}
+        row: Row = {"table": HOST_TIME, "running": batch}
         row |= {part: [1e6 * seconds for seconds in times] for part, times in parts.items()}
         row["together, per request"] = [each / batch for each in row["together"]]
         yield row | {"tiny model, subtracted": [1e6 * seconds for seconds in model]}

@@ -52,6 +52,41 @@ def nanovllm_engine(model: str, options: dict[str, Any]) -> Generate:
     )
 
 
+def loop_engine(model: str, options: dict[str, Any]) -> Generate:
+    """A loop around the model of this project, without a scheduler and for one request: with a
+    cache, or computing the whole text again for each token (`caches`)."""
+    import pathlib
+
+    import torch
+
+    from nanovllm.assembly.model import load_for_running
+    from nanovllm.data.config import EngineConfig
+    from nanovllm.lab.course.greedy import GreedyLoop
+    from nanovllm.models.config import ModelConfig
+
+    caches = options.pop("caches")
+    folder = pathlib.Path(model)
+    config = EngineConfig(model=model, enforce_eager=True, **options)
+    loaded = load_for_running(config, ModelConfig.from_pretrained(folder), folder)
+
+    def generate(requests: Requests) -> Timelines:
+        (request,) = requests
+        tokens = list(request["prompt_token_ids"])
+        size = request["max_tokens"]
+        timeline = []
+        start = time.perf_counter()
+        with torch.device(loaded.device):
+            loop = GreedyLoop(loaded.model, [tokens], size)
+            for _ in range(size):
+                if not caches:
+                    loop = GreedyLoop(loaded.model, [tokens], 1)
+                tokens += loop.step()
+                timeline.append((time.perf_counter() - start, 1))
+        return [timeline]
+
+    return generate
+
+
 def vllm_engine(model: str, options: dict[str, Any]) -> Generate:
     """vLLM through the engine that its `LLM` class wraps; `LLM.generate` is the same loop."""
     import vllm
@@ -70,6 +105,7 @@ def hugging_face_engine(model: str, options: dict[str, Any]) -> Generate:
 
     transformers.utils.logging.set_verbosity_error()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"]).eval()
+    loaded.to(options.get("device", "cpu"))
     loaded.generation_config.eos_token_id = None
     return functools.partial(generate_batch, loaded)
 
@@ -320,6 +356,7 @@ def run_steps(
 
 ENGINES: dict[str, Callable[[str, dict[str, Any]], Generate]] = {
     "nanovllm": nanovllm_engine,
+    "nanovllm loop": loop_engine,
     "vllm": vllm_engine,
     "hf": hugging_face_engine,
     "llamacpp": lambda model, options: LlamaSlots(model, options).generate,

@@ -26,7 +26,7 @@ from nanovllm.lab.course.copies import FOLDER, copy_lectures, edited_copies
 from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
-from nanovllm.lab.course.stages import write_stage
+from nanovllm.lab.course.stages import LAST, write_stage
 from nanovllm.lab.course.trials import LIMIT
 from nanovllm.lab.course.workbook import check, write_workbook
 
@@ -68,6 +68,21 @@ def _parser() -> argparse.ArgumentParser:
         "last", type=int, metavar="LECTURE", help="number of the lecture, such as 18"
     )
     command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
+
+    command = add(
+        _ladder, "measure one workload on the engine of a lecture and on transformers (20 s)"
+    )
+    command.add_argument(
+        "lecture",
+        type=int,
+        nargs="?",
+        default=LAST,
+        metavar="LECTURE",
+        help="number of the lecture that you have read last (default: all)",
+    )
+    command.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the ladder (.svg or .png)"
+    )
 
     command = add(_diff, "show what lectures change: the stages after two of them, compared")
     command.add_argument(
@@ -203,6 +218,22 @@ def _show_engine(folder: Path, what: str) -> None:
         f"{folder} has {what}. To try it:\n  cd {folder} && PYTHONPATH=. {sys.executable} -m "
         "nanovllm serve"
     )
+
+
+def _ladder(root: Path, options: argparse.Namespace) -> int:
+    from nanovllm.lab.course.ladder import climb  # it imports the engine
+
+    numbers = [int(path.name[:2]) for path in find_lectures(root, []) if path.name >= "10"]
+    if options.lecture not in numbers:
+        raise CourseError(
+            f"no engine belongs to lecture {options.lecture}: choose one of "
+            f"{', '.join(map(str, numbers))}"
+        )
+    found = climb(options.lecture, root / "figures")
+    print(found)
+    if options.picture is not None:
+        found.draw().savefig(options.picture)
+    return 0
 
 
 def _diff(root: Path, options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from nanovllm.lab.course.notebook import PACKAGE, CourseError
 
 FIRST = 18  # the lecture that completes an engine
 SERVER = 90  # lectures from here on are about the way in, which every stage has
+LAST = 91  # the last lecture
 
 # The parts that the package can do without: for each, the first lecture that builds or names it,
 # and patterns of its files.

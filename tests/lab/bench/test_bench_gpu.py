@@ -127,6 +127,7 @@ def test_make_gpu_never_writes_a_dry_run_into_figures() -> None:
             ["make", "-n", "gpu", f"ARGS={arguments}"], cwd=ROOT, text=True
         )
         assert ("figures/gpu.json" in text) is written and ("figures/gpu.md" in text) is written
+        assert ("figures/ladder_gpu.md" in text) is written
 
 
 def prepare(

@@ -568,7 +568,7 @@ def test_vllm_answers_the_same_questions(
     folder = write_checkpoint(tmp_path, TINY)
     rows = list(
         speculation.measure(
-            Setting(True, str(folder), repeats=1, vllm_python="its python"), "ngram"
+            Setting(True, str(folder), repeats=1, peers={"vllm": "its python"}), "ngram"
         )
     )
     assert [row["drafts"] for row in rows] == ["none", "ngram", "vLLM, none", "vLLM, ngram"] * 6
