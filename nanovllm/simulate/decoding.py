@@ -130,7 +130,7 @@ class DecodingQueues(Queues):
                     share = ScheduledRequest(request.request_id, start, 1, [], [], samples=1)
                     plan.requests.append(share)
         request.is_member = request.is_ending = False
-        request.last_step = NEVER
+        request.last_step = request.event = NEVER
 
     def settle(self, request: SimulatedRequest) -> None:
         """Bring a member's counters and cached blocks up to date."""
@@ -288,10 +288,32 @@ class DecodingQueues(Queues):
         last_steps = self._last_steps
         while last_steps[0][0] != last_steps[0][2].last_step or last_steps[0][0] < self.planned:
             heappop(last_steps)
+        to_end = last_steps[0][0] + 1 - self.planned
+        num_free = self.manager.pool.num_free
         # Each member takes at most one block in `block_size` steps.
-        safe = self.manager.pool.num_free // self.size * self.manager.block_size
-        num_steps = max(safe, self._events[0][0] - self.planned)
-        return num_steps, last_steps[0][0] + 1 - self.planned
+        num_steps = num_free // self.size * self.manager.block_size
+        if num_steps < to_end and num_free < self.size:
+            events = [each.event for each in self.running if each.event != NEVER]
+            num_steps = sorted(events)[num_free] - self.planned
+        return num_steps, to_end
+
+    def lacks_blocks(self, scheduler: Scheduler) -> bool:
+        """Whether the next request in line waits, and too few blocks are free to admit it to a step
+        in which all members compute."""
+        request = self.next_in_line
+        if request is None or request.status is RequestStatus.SWAPPED or request.num_pending_tokens:
+            return False
+        manager = self.manager
+        computed = manager.get_computed_blocks(request)
+        request.num_computed_tokens = len(computed) * manager.block_size
+        shares = Shares()
+        shares.silent = self.size
+        share = scheduler.share(request, SilentPlan(shares))
+        end = request.num_computed_tokens + share
+        request.num_computed_tokens = 0
+        num_idle = [manager.pool.ref_counts[block_id] for block_id in computed].count(0)
+        num_new = manager.blocks_for(end) - len(computed)
+        return share > 0 and num_new > manager.pool.num_free - num_idle
 
     def advance(self, num_steps: int) -> None:
         """Plan steps that `num_uneventful` has counted, at most up to the first last token."""

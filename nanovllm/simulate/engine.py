@@ -336,11 +336,13 @@ class SimulatedEngine:
         """Begin to make steps in one call, if the next one is uneventful. Returns whether it is."""
         group = self.group
         assert group is not None
-        if (group.waiting or group.swapped) and not self._is_blocked:
-            return False
         num_steps, to_end = group.num_uneventful()
         if not num_steps:
             return False
+        if (group.waiting or group.swapped) and not self._is_blocked:
+            if not group.lacks_blocks(self.scheduler):
+                return False
+            self._blocked_by = "kv blocks"
         ahead = self.steps_ahead
         if self._may_end_requests():
             num_steps = 1
