@@ -261,40 +261,51 @@ class SimulatedEngine:
         self._in_flight.append(StepInFlight(plan, start, end))
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:
-        """Pass a step's result to the scheduler. Returns the requests that have ended."""
+        """Take a step's result. Returns the requests that have ended."""
         plan = step.plan
         now = step.end
         group = self.group
-        queues = self.scheduler.queues
-        if group is not None and not len(plan.requests):
-            # All shares are silent.
-            queues.in_flight = [each for each in queues.in_flight if each is not plan]
+        if group is not None:
+            group.in_flight.remove(plan)
+            ended = self._append_tokens(plan, now, group)
             self._count_silent(plan, now, group)
-            return []
-        requests = queues.requests
-        sampled: dict[str, list[SampledToken]] = {}
-        sampling: list[SimulatedRequest] = []
-        for share in plan.requests:
-            if share.samples:
-                sampled[share.request_id] = [TOKEN]
-                request = requests.get(share.request_id)
-                if request is None:  # aborted
-                    continue
-                assert isinstance(request, SimulatedRequest)
-                sampling.append(request)
-                if request.is_member and group is not None:
-                    group.settle(request)
-        self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
-        if group is None:
-            self.scheduler.took(plan, (now - step.start) / SECOND)
+            return ended
+        scheduler = self.scheduler
+        requests = scheduler.queues.requests
+        sampled = {share.request_id: [TOKEN] for share in plan.requests if share.samples}
+        sampling = [requests[name] for name in sampled if name in requests]  # not aborted
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
+        scheduler.took(plan, (now - step.start) / SECOND)
         ended = []
         for request in sampling:
-            request.taken += 1
+            assert isinstance(request, SimulatedRequest)
             self._count_token(request, now)
             if request.finish_reason is not None:
                 ended.append(request)
-        if group is not None:
-            self._count_silent(plan, now, group)
+        return ended
+
+    def _append_tokens(
+        self, plan: SchedulerOutput, now: int, group: DecodingQueues
+    ) -> list[SimulatedRequest]:
+        """Do what `Scheduler.update_from_output` does for the shares that are listed. Returns the
+        requests that have ended."""
+        ended = []
+        for share in plan.requests:
+            request = group.requests.get(share.request_id)
+            if request is None or not share.samples:  # aborted, or in the middle of its prompt
+                continue
+            if request.is_member:
+                group.settle(request)
+            request.num_pending_tokens -= 1
+            request.token_ids.append(TOKEN.token_id)
+            self._count_token(request, now)
+            num_tokens = len(request.token_ids)
+            if num_tokens >= request.max_num_tokens:
+                self.scheduler.finish(request, "length")
+                ended.append(request)
+            elif request.status is RequestStatus.RUNNING:
+                group.manager.cache_blocks(request, num_tokens - 1)
+            request.taken += 1  # the step counts as taken when all its shares are
         return ended
 
     def _count_silent(self, plan: SchedulerOutput, now: int, group: DecodingQueues) -> None:
