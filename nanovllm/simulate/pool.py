@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from nanovllm.core.block_pool import BlockPool, InvariantError
@@ -27,7 +27,9 @@ class GrowingPool(BlockPool):
         self.block_hashes = []
         self.cached_blocks = {}
         self.num_evictions = 0
-        self._queue: deque[int] = deque()
+        # The free list: entries before `_head` were taken.
+        self._queue: list[int] = []
+        self._head = 0
         # How many of a block's entries in the queue are to be skipped: the first ones.
         self._skipped: dict[int, int] = {}
         self._num_skipped = 0
@@ -35,7 +37,7 @@ class GrowingPool(BlockPool):
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out, cached ones included."""
-        num_used = len(self._queue) - self._num_skipped
+        num_used = len(self._queue) - self._head - self._num_skipped
         return num_used + self.num_blocks - len(self.ref_counts)
 
     @property
@@ -43,7 +45,7 @@ class GrowingPool(BlockPool):
         """The ids of free blocks that were used before, in the order in which they will be
         reused."""
         skipped = dict(self._skipped)
-        return OrderedDict.fromkeys(self._without_skipped(self._queue, skipped))
+        return OrderedDict.fromkeys(self._without_skipped(self._queue[self._head :], skipped))
 
     @staticmethod
     def _without_skipped(entries: Iterable[int], skipped: dict[int, int]) -> list[int]:
@@ -69,7 +71,7 @@ class GrowingPool(BlockPool):
         num_used = len(ref_counts)
         num_fresh = min(count, self.num_blocks - num_used)
         num_reused = count - num_fresh
-        if num_reused > len(self._queue) - self._num_skipped:
+        if count > self.num_free:
             return super().get_new_blocks(count)  # raises the error
         block_ids: list[int] = []
         if num_fresh:
@@ -91,14 +93,23 @@ class GrowingPool(BlockPool):
 
     def _pop(self, count: int) -> list[int]:
         """Take blocks from the queue."""
-        pop = self._queue.popleft
         skipped = self._skipped
-        found = [pop() for _ in range(count)]
+        found = self._take(count)
         while not skipped.keys().isdisjoint(found):
             found = self._without_skipped(found, skipped)
             num_missing = count - len(found)
             self._num_skipped -= num_missing
-            found += [pop() for _ in range(num_missing)]
+            found += self._take(num_missing)
+        return found
+
+    def _take(self, count: int) -> list[int]:
+        """Take entries from the queue."""
+        head = self._head
+        self._head = end = head + count
+        found = self._queue[head:end]
+        if end > 1000 and 2 * end > len(self._queue):
+            del self._queue[:end]
+            self._head = 0
         return found
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
@@ -128,8 +139,8 @@ class GrowingPool(BlockPool):
                 skipped[block_id] = skipped.get(block_id, 0) + 1
                 self._num_skipped += 1
         if self._num_skipped > 2 * len(ref_counts):
-            self._queue = deque(self._without_skipped(self._queue, skipped))
-            self._num_skipped = 0
+            self._queue = self._without_skipped(self._queue[self._head :], skipped)
+            self._head = self._num_skipped = 0
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
         """Check the blocks that were ever used; see `BlockPool.check_invariants`."""
