@@ -219,15 +219,42 @@ class DecodingQueues(Queues):
         """Do what `decodes_first` does, but leave silent members out of the plan's list."""
         self.join()
         if not self.size or self._continue_group(scheduler, plan):
-            scheduler.continue_running(plan, self.running[self.size + self._num_ending :])
+            rest = self.running[self.size + self._num_ending :]
+            if rest:
+                scheduler.continue_running(plan, rest)
         scheduler.admit(plan)
 
     def _continue_group(self, scheduler: Scheduler, plan: SchedulerOutput) -> bool:
         """Schedule a token for each member. Return False if results have to come first, since the
         first member needs a block and none is free."""
-        number = self.planned
-        found = self._pop_events(number)
         shares = plan.requests = Shares()
+        number = self.planned
+        events = self._events
+        listed = self._list_events(scheduler, plan) if events and events[0][0] <= number else []
+        if listed is None:
+            return False
+        shares.silent = silent = self.size - len(listed)
+        shares.context = self.context
+        plan.num_tokens += silent
+        plan.num_samples += silent
+        self.context += self.size
+        for request in listed:
+            shares.context -= request.num_computed_tokens
+            if number == request.last_step:
+                self._await_end(request)
+            else:
+                self._await_event(request, number + self.manager.block_size)
+        return True
+
+    def _list_events(
+        self, scheduler: Scheduler, plan: SchedulerOutput
+    ) -> list[SimulatedRequest] | None:
+        """Schedule a token for each member with an event in the next step. Return these; None if
+        results have to come first."""
+        number = self.planned
+        shares = plan.requests
+        assert isinstance(shares, Shares)
+        found = self._pop_events(number)
         if found:
             # The scheduler asks whether the plan is empty when it needs a block.
             first = next(each for each in self.running if not each.is_ending)
@@ -241,22 +268,12 @@ class DecodingQueues(Queues):
             if not shares:
                 for each in found:
                     self._await_event(each, number)
-                return False
+                return None
             if request.is_member:
                 request.planned = number + 1
                 request.last_event = number
                 listed.append(request)
-        shares.silent = self.size - len(listed)
-        shares.context = self.context - sum(each.num_computed_tokens for each in listed)
-        plan.num_tokens += shares.silent
-        plan.num_samples += shares.silent
-        self.context += self.size
-        for request in listed:
-            if number == request.last_step:
-                self._await_end(request)
-            else:
-                self._await_event(request, number + self.manager.block_size)
-        return True
+        return listed
 
     def _await_end(self, request: SimulatedRequest) -> None:
         """A member's last token is in flight: no later step computes one for it."""

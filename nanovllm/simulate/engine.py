@@ -246,9 +246,10 @@ class SimulatedEngine:
         if work.prefills:
             self._totals.num_decode_steps -= 1
             self._totals.num_prefill_tokens += plan.num_tokens - work.num_decodes
-        for i in range(len(stages)):
+        num_stages = len(stages)
+        for i in range(num_stages):
             # The last stage gets the rest, so that the parts add up.
-            part = seconds * (i + 1) // len(stages) - seconds * i // len(stages)
+            part = seconds * (i + 1) // num_stages - seconds * i // num_stages
             end = stages[i] = max(end, stages[i]) + part
         for name in plan.admitted:
             request = self.scheduler.queues.requests[name]

@@ -21,24 +21,21 @@ class GrowingPool(BlockPool):
     later. So the list has no links, and takes little memory.
     """
 
+    num_free = 0  # here it is counted
+
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = []
         self.block_hashes = []
         self.cached_blocks = {}
         self.num_evictions = 0
+        self.num_free = num_blocks
         # The free list: entries before `_head` were taken.
         self._queue: list[int] = []
         self._head = 0
         # How many of a block's entries in the queue are to be skipped: the first ones.
         self._skipped: dict[int, int] = {}
         self._num_skipped = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
-        num_used = len(self._queue) - self._head - self._num_skipped
-        return num_used + self.num_blocks - len(self.ref_counts)
 
     @property
     def free_block_queue(self) -> OrderedDict[int, None]:  # type: ignore[override]
@@ -73,9 +70,9 @@ class GrowingPool(BlockPool):
         num_reused = count - num_fresh
         if count > self.num_free:
             return super().get_new_blocks(count)  # raises the error
-        block_ids: list[int] = []
+        self.num_free -= count
+        block_ids = list(range(num_used, num_used + num_fresh))
         if num_fresh:
-            block_ids += range(num_used, num_used + num_fresh)
             ref_counts += [1] * num_fresh
             hashes += [None] * num_fresh
         if num_reused:
@@ -120,6 +117,7 @@ class GrowingPool(BlockPool):
         """
         ref_counts = self.ref_counts
         add = self._queue.append
+        num_before = len(self._queue)
         for block_id in block_ids:
             left = ref_counts[block_id] - 1
             if left < 0:
@@ -127,6 +125,7 @@ class GrowingPool(BlockPool):
             ref_counts[block_id] = left
             if left == 0:
                 add(block_id)
+        self.num_free += len(self._queue) - num_before
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one more hold on each block; see `BlockPool.touch`."""
@@ -138,6 +137,7 @@ class GrowingPool(BlockPool):
             if count == 0:
                 skipped[block_id] = skipped.get(block_id, 0) + 1
                 self._num_skipped += 1
+                self.num_free -= 1
         if self._num_skipped > 2 * len(ref_counts):
             self._queue = self._without_skipped(self._queue[self._head :], skipped)
             self._head = self._num_skipped = 0
@@ -178,11 +178,16 @@ class SimulatedManager(KVCacheManager):
         if num_new <= 0 and not computed_blocks:
             return []
         pool = self.pool
-        num_idle = [pool.ref_counts[block_id] for block_id in computed_blocks].count(0)
+        appended: list[int] = []
+        num_idle = 0
+        if computed_blocks:
+            appended += computed_blocks
+            num_idle = [pool.ref_counts[block_id] for block_id in computed_blocks].count(0)
         if num_new > pool.num_free - num_idle:
             return None
         pool.touch(computed_blocks)
-        appended = [*computed_blocks, *pool.get_new_blocks(max(0, num_new))]
+        if num_new > 0:
+            appended += pool.get_new_blocks(num_new)
         table += appended
         self.tables[request.request_id] = table
         return appended
