@@ -62,18 +62,16 @@ class AttentionBackend(ABC):
         name: of the backend, for messages.
         fuses_rotary: `forward` takes a further argument `rotary`, a `Rotary` or None, and rotates q
             and k while it writes. For all other backends, `attend` rotates them first.
-        supports_graphs: a CUDA graph may record decode steps, since `forward` reads no length on
-            the host (lecture 40).
-        compiles_kernels: kernels are compiled on first use, in the variants that `step_kinds`
-            lists.
-        kv_dtype: of a quantized cache (lecture 41); None for the model's dtype.
-        scale_bytes: added to each row of a quantized cache.
     """
 
     name: str
     fuses_rotary = False
+
+    # A CUDA graph may record decode steps: `forward` reads no length on the host (lecture 40).
     supports_graphs = False
+    # Kernels are compiled on first use, in the variants that `step_kinds` lists.
     compiles_kernels = False
+    # Dtype of a quantized cache (lecture 41; None: the model's), and bytes added to each row.
     kv_dtype: torch.dtype | None = None
     scale_bytes = 0
 

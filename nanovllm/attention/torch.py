@@ -1,5 +1,4 @@
-"""The backends whose operators are functions of one module: in plain torch, and compiled for the
-CPU.
+"""Backends whose operators are functions of one module: in plain torch, or compiled for the CPU.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there.
 """
@@ -33,8 +32,7 @@ class TorchBackend(AttentionBackend):
         sliding_window: int = 0,
         soft_cap: float = 0.0,
     ) -> Tensor:
-        """First every token is written, then every token reads. So a sequence may share a page that
-        another sequence fills in this very step."""
+        """Write all new tokens, then attend: a row may read a page that this step fills."""
         self.operators.write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
         out: Tensor = self.operators.paged_attention(
             q,

@@ -50,6 +50,16 @@ def gather_kv(
     return keys, values
 
 
+def visible(
+    query_len: int, seq_len: int, sliding_window: int, device: torch.device | None = None
+) -> Tensor:
+    """Return which positions each of the last `query_len` positions sees: those up to its own, and
+    with a sliding window only the last `sliding_window` of them. `[query_len, seq_len]` bool."""
+    queries = torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
+    distance = queries - torch.arange(seq_len, device=device)
+    return (distance >= 0) & (distance < (sliding_window or seq_len))
+
+
 def attend_dense(
     q: Tensor,
     keys: Tensor,
@@ -58,15 +68,13 @@ def attend_dense(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
 ) -> Tensor:
-    """softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence, each over the
-    positions up to its own.
+    """Return softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence.
 
     Args:
         q: `[query_len, num_heads, head_dim]`; head h uses KV head
-        `h // (num_heads // num_kv_heads)`. keys, values: `[num_kv_heads, seq_len, head_dim]`;
-        values may have another width than keys.
-        sliding_window: above 0, a row sees only its own position and the `sliding_window - 1`
-            before it.
+            `h // (num_heads // num_kv_heads)`.
+        keys, values: `[num_kv_heads, seq_len, head_dim]`; values may have another width than keys.
+        sliding_window: see `visible`.
         soft_cap: above 0, scores become `soft_cap * tanh(score / soft_cap)`.
 
     Returns:
@@ -86,13 +94,8 @@ def attend_dense(
     scores = grouped @ keys.to(exact).transpose(1, 2) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    query_positions = torch.arange(seq_len - query_len, seq_len, device=q.device)
-    query_positions = query_positions.repeat_interleave(group).unsqueeze(1)
-    key_positions = torch.arange(seq_len, device=q.device)
-    visible = key_positions <= query_positions
-    if sliding_window:
-        visible &= key_positions > query_positions - sliding_window
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    mask = visible(query_len, seq_len, sliding_window, q.device).repeat_interleave(group, dim=0)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     out = weights @ values.to(exact)
     out = out.view(num_kv_heads, query_len, group, values.shape[2]).transpose(0, 1)
     return out.reshape(query_len, num_heads, values.shape[2]).to(q.dtype)

@@ -14,7 +14,6 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # How many a lecture has; most of them compare something else that a function returns together with
 # a time. A number may only fall.
 STORED = {
-    "14_prefill_and_decode": 2,
     "20_executor": 2,
     "21_process_groups": 1,
     "22_tensor_parallel": 2,
