@@ -4,6 +4,7 @@ them, with what is yours by then."""
 import functools
 import hashlib
 import importlib
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -223,6 +224,44 @@ def draw(lecture: int) -> Figure:
     draw_rooms(left, lecture)
     draw_calls(right, lecture)
     return figure
+
+
+def house() -> list[list[tuple[str, str]]]:
+    """The packages, floor by floor, each with the numbers of the lectures that build parts of
+    it."""
+    return [
+        [(room.name, ", ".join(map(str, sorted(set(room.lectures))))) for room in floor]
+        for floor in rooms()
+    ]
+
+
+def draw_house() -> Figure:
+    """Draw all packages and their lectures; those that no lecture builds are white."""
+    use_style()
+    figure, ax = plt.subplots(figsize=(9, 5.6))
+    for row, floor in enumerate(house()):
+        width = 6 / len(floor)
+        for column, (name, numbers) in enumerate(floor):
+            fill = pale(PALETTE[0]) if numbers else BACKGROUND
+            # A line has room for twelve numbers in a package of this width.
+            words = "\n".join([name, *textwrap.wrap(numbers, round(11 * width))])
+            box(ax, column * width, row, width - 0.08, 0.92, words, fill)
+    ax.set(xlim=(-0.1, 6.1), ylim=(len(FLOORS.strip().split("\n")), -0.1))
+    ax.axis("off")
+    return figure
+
+
+def house_fingerprint() -> str:
+    """A number of all that `draw_house` shows."""
+    return hashlib.sha256(repr(house()).encode()).hexdigest()[:12]
+
+
+def show_house() -> None:
+    """Show `draw_house`, with its fingerprint."""
+    figure = draw_house()
+    image = Image(image_bytes(figure), metadata={"map": house_fingerprint()})
+    plt.close(figure)
+    display(image)
 
 
 def where_you_are(lecture: int) -> None:

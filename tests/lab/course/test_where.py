@@ -61,3 +61,15 @@ def test_a_lecture_ends_with_a_picture_of_the_engine_as_it_is(where, path):
     assert output["metadata"]["image/png"]["map"] == where.fingerprint(lecture), (
         f"the saved picture shows an older engine: make run LECTURES={path.stem[:2]}"
     )
+
+
+def test_the_tour_shows_the_house_as_it_is(where):
+    cells = json.loads((ROOT / "notebooks" / "00_tour.ipynb").read_text("utf-8"))["cells"]
+    [cell] = [cell for cell in cells if "show_house()" in "".join(cell["source"])]
+    [output] = cell["outputs"]
+    assert output["metadata"]["image/png"]["map"] == where.house_fingerprint(), (
+        "the saved picture shows an older engine: make run LECTURES=00"
+    )
+    shown = [text.get_text() for text in where.draw_house().axes[0].texts]
+    assert any(text.startswith("kv_transfer\n31, 32") for text in shown), shown
+    assert sorted(text.split("\n")[0] for text in shown) == sorted(ROOMS)
