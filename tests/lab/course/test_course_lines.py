@@ -24,9 +24,6 @@ LONGER = {"91_llama_server": 476}
 MOST_IN_CELL = 45
 # How many cells of a lecture are longer. A number may only fall.
 LONG_CELLS = {
-    "10_first_tokens": 1,
-    "13_scheduler": 2,
-    "14_prefill_and_decode": 1,
     "15_triton_attention": 1,
     "21_process_groups": 1,
     "22_tensor_parallel": 1,
