@@ -62,7 +62,9 @@ STAND_INS = set(
 # checkpoints; 25 for the heads of three modules that lectures 24 and 26 read and do not build; 45
 # for simulated fleets that are several things at once; in the lab 120 for stills of single steps,
 # 250 for a timeline per rank, 120 for a check of workbooks that answers within five seconds,
-# and 320 for the ladder of engines. A new feature brings its own number.
+# and 320 for the ladder of engines;
+# 30 for the heads of three modules that lecture 91 reads and does not build. A new feature brings
+# its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -78,7 +80,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_600,
-    "statements, engine": 25_610,
+    "statements, engine": 25_640,
     "statements, lab": 8_300,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

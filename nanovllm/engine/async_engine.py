@@ -9,35 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from nanovllm.assembly.executor import read_model_config
-from nanovllm.assembly.front_end import create_client
 from nanovllm.assembly.requests import Preparation
-from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.engine.errors import EngineDeadError, EngineStartError, RequestRefusedError
+from nanovllm.engine.errors import EngineDeadError, RequestRefusedError
 from nanovllm.engine.process import Command, Report
-from nanovllm.engine.report_reader import ReportReader
-from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
+from nanovllm.engine.request_stream import RequestStream
+from nanovllm.engine.request_times import EngineObserver, RequestTimes
+from nanovllm.engine.starting import StartedEngine, start_engine
 from nanovllm.engine.watching import Watching
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import OutputProcessor
 from nanovllm.text.prompts import Prompt, unpack_prompt
-from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.engine.client import EngineClient
     from nanovllm.trace.stream import StepStream
 
 logger = logging.getLogger("nanovllm")
@@ -53,9 +48,7 @@ class AsyncEngine:
     """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
 
     Args:
-        client: the engine's process, which is ready.
-        reports: what it reports.
-        trace_settings: for each of the engines that data parallelism has, sizes and policies.
+        started: the engine's process, which is ready.
         show_text: whether readers of the trace may see prompts and answers.
 
     Attributes:
@@ -80,19 +73,13 @@ class AsyncEngine:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        client: EngineClient,
-        reports: ReportReader,
-        tokenizer: Tokenizer,
-        trace_settings: list[TraceSettings],
-        show_text: bool = False,
+        self, config: EngineConfig, started: StartedEngine, show_text: bool = False
     ) -> None:
         self.config = config
         self.name = config.model_names[0]
-        self.client = client
-        self.tokenizer = tokenizer
-        self.limits = client.limits
+        self.client = started.client
+        self.tokenizer = tokenizer = started.tokenizer
+        self.limits = self.client.limits
         self.preparation = Preparation(tokenizer, self.limits)
         self.input_processor = InputProcessor(
             tokenizer, self.limits, config.seed, prepare=self.preparation.prepare
@@ -101,15 +88,17 @@ class AsyncEngine:
             tokenizer, partial(RequestStream, on_close=self._forget)
         )
         self.observer = EngineObserver()
-        self.trace_settings = trace_settings
+        self.trace_settings = started.trace_settings
         shown = TraceSettings(model=self.name, live=True)
         self.watching = Watching(
-            [each | shown for each in trace_settings], self._order, tokenizer if show_text else None
+            [each | shown for each in self.trace_settings],
+            self._order,
+            tokenizer if show_text else None,
         )
         self.error: str | None = None
         self.died = asyncio.Event()
         self._closing = False
-        self._reports = reports
+        self._reports = started.reports
         self._reader = asyncio.create_task(self._read_reports())
 
     # ---------------------------------------------------------------- start
@@ -123,35 +112,9 @@ class AsyncEngine:
             show_text: whether readers of the trace may see prompts and answers.
 
         Raises:
-            ValueError: no such model (`ModelNotFoundError`), or settings that do not fit
-                (`EngineStartError`).
-            EngineDeadError: the process ended while it was starting.
+            ValueError, EngineDeadError: see `start_engine`.
         """
-        # Downloaded here, where the user sees the progress and can interrupt it.
-        stop = threading.Event()
-        try:
-            folder = await asyncio.to_thread(resolve_model, config.model, config.revision, stop)
-        finally:  # Ctrl-C cancels this task, but not the thread
-            stop.set()
-        # Settings that do not fit are refused here, and not after seconds in a process that imports
-        # torch first.
-        try:
-            read_model_config(config, folder)
-            client = create_client(config, folder)
-            reports = ReportReader(client)
-            # The tokenizer loads here while the other process imports torch and loads the weights.
-            try:
-                tokenizer = await asyncio.to_thread(Tokenizer.of, config)
-                ready, *_ = await reports.next()
-            except BaseException:
-                # Not awaited: after Ctrl-C, asyncio would cancel that, too, and leave the process
-                # alone.
-                reports.close()
-                client.shutdown(seconds=0)
-                raise
-        except ValueError as error:
-            raise EngineStartError(str(error)) from error
-        return cls(config, client, reports, tokenizer, ready.trace_settings, show_text)
+        return cls(config, await start_engine(config), show_text)
 
     # ---------------------------------------------------------------- state
 
@@ -287,7 +250,7 @@ class AsyncEngine:
         stop string has ended. The engine does not see stop strings, and would go on computing these
         sequences, so one `Command` aborts all of them, with the reason "stop".
 
-        Each request (a `RequestStream`) notes the time `now` (`note_times`, which also tells
+        Each request (a `RequestStream`) notes the time `now` (`times.note`, which also tells
         `observer`) before its reader can see the output (`put`). Readers of the trace see the
         output, too (`watching.add`)."""
         news, stopped = self.output_processor.process(outputs)
@@ -295,7 +258,7 @@ class AsyncEngine:
             self.client.send(Command(abort=dict.fromkeys(stopped, "stop")))
         for stream, output in news:
             self.watching.add(output)
-            stream.note_times(output, now, self.observer)
+            stream.times.note(output, now, self.observer)
             stream.put(output)
 
     # ---------------------------------------------------------------- control

@@ -24,7 +24,8 @@ import zmq
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.engine.process import STOP_STARTING, Command, Report, run_engine
+from nanovllm.engine.lifetime import STOP_STARTING, run_engine
+from nanovllm.engine.process import Command, Report
 from nanovllm.processes.activity import SILENCE_SECONDS
 from nanovllm.processes.channel import Channel, Failure, activity_of_this_thread
 from nanovllm.processes.standstill import Activity, CollectiveError

@@ -1,5 +1,5 @@
-"""A request in the front end of a server: its text so far, the outputs that its caller reads as
-they come, and the times of its events.
+"""A request in the front end of a server: its text so far, and the outputs that its caller reads as
+they come.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -8,42 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
-from nanovllm.data.outputs import CompletionOutput, OutputCollector, RequestOutput
+from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineRequest
+from nanovllm.engine.request_times import RequestTimes
 from nanovllm.text.processor import RequestState
 from nanovllm.text.tokenizer import Tokenizer
-
-
-@dataclass
-class RequestTimes:
-    """The times of a request's events, in seconds of the monotonic clock.
-
-    Attributes:
-        arrival: when it came to the front end, which had not yet tokenized its prompt.
-        scheduled: when the engine first computed a part of the prompt.
-        last_token, num_tokens: of each completion, by its index.
-    """
-
-    arrival: float
-    num_prompt_tokens: int
-    scheduled: float | None = None
-    first_token: float | None = None
-    last_token: dict[int, float] = field(default_factory=dict)
-    num_tokens: dict[int, int] = field(default_factory=dict)
-
-
-class EngineObserver:
-    """Its methods are called when something happens in an engine. They do nothing; metrics override
-    them."""
-
-    def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
-        """Called when a completion gets tokens or ends. `times` still shows the tokens before
-        these."""
-
-    def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
-        """Called when a request has ended with all its completions; `last` is the last piece."""
 
 
 class RequestStream(RequestState):
@@ -96,20 +66,6 @@ class RequestStream(RequestState):
         """End with an error, after the outputs so far."""
         self._error = error
         self._arrival.set()
-
-    def note_times(self, output: RequestOutput, now: float, observer: EngineObserver) -> None:
-        """Note when an output came, and tell the observer."""
-        times = self.times
-        for piece in output.outputs:
-            observer.tokens(times, piece, now)
-            if piece.token_ids:
-                times.first_token = times.first_token or now
-                times.last_token[piece.index] = now
-                times.num_tokens[piece.index] = times.num_tokens.get(piece.index, 0) + len(
-                    piece.token_ids
-                )
-        if output.finished:
-            observer.finished(times, output.outputs[-1], now)
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self

@@ -46,17 +46,11 @@ def continue_decoding(scheduler: Scheduler, plan: SchedulerOutput) -> list[Reque
         if blocks is None:
             rest = i
             break
-        schedule(
-            ScheduledRequest(
-                request.request_id,
-                start,
-                1,
-                request.token_ids[num_sent:],
-                blocks,
-                samples=1,
-                last_is_pending=pending > 0,
-            )
+        new = request.token_ids[num_sent:]
+        share = ScheduledRequest(
+            request.request_id, start, 1, new, blocks, samples=1, last_is_pending=pending > 0
         )
+        schedule(share)
         request.num_computed_tokens = end
         request.num_sent_tokens = num_tokens
         request.num_pending_tokens = pending + 1

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from nanovllm.data.outputs import CompletionOutput, EngineStats
 from nanovllm.engine.async_engine import AsyncEngine
-from nanovllm.engine.request_stream import EngineObserver, RequestTimes
+from nanovllm.engine.request_times import EngineObserver, RequestTimes
 
 Prefix = Literal["vllm", "nanovllm"]
 

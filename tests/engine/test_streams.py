@@ -24,7 +24,8 @@ from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.errors import EngineDeadError
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.engine.report_reader import ReportReader
-from nanovllm.engine.request_stream import EngineObserver, RequestStream, RequestTimes
+from nanovllm.engine.request_stream import RequestStream
+from nanovllm.engine.request_times import EngineObserver, RequestTimes
 from nanovllm.processes.channel import Failure
 from nanovllm.text.prompts import EngineLimits
 from nanovllm.text.tokenizer import Tokenizer

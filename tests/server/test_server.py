@@ -24,7 +24,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.errors import EngineDeadError
-from nanovllm.engine.request_stream import RequestTimes
+from nanovllm.engine.request_times import RequestTimes
 from nanovllm.server.admission import Admission
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.chat import ChatGeneration

@@ -16,7 +16,7 @@ from nanovllm import LLM
 from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import CompletionOutput, EngineStats
-from nanovllm.engine.request_stream import RequestTimes
+from nanovllm.engine.request_times import RequestTimes
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.stats_log import StatsLog
 from tests.server_process import ServerProcess, wait_until

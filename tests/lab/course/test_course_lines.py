@@ -17,7 +17,7 @@ LECTURES = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 MOST = 515
 MOST_LINES = 400
 # Lectures that are still longer. A number may only fall.
-LONGER = {"91_llama_server": 476}
+LONGER: dict[str, int] = {}
 
 
 # A cell is short: it can be seen as a whole, without directives and blank lines.
@@ -33,11 +33,6 @@ LONG_CELLS = {
     "26_latent_attention": 4,
     "31_pd_disaggregation": 9,
     "32_kv_sharing": 7,
-    "40_cuda_graphs": 6,
-    "41_quantization": 1,
-    "42_speculative_decoding": 6,
-    "43_async_scheduling": 3,
-    "91_llama_server": 2,
 }
 # Lines of exported cells that an earlier exported cell has printed for the same member: new ones
 # should be a class of their own, or a smaller method. A number may only fall.

@@ -23,7 +23,6 @@ STORED = {
     "32_kv_sharing": 8,
     "40_cuda_graphs": 1,
     "42_speculative_decoding": 6,
-    "91_llama_server": 3,
 }
 
 
