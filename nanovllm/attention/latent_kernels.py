@@ -35,6 +35,16 @@ def _load_rows(pointers, exists, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROP
 
 
 @triton.jit
+def _score_rows(q_low, q_high, q_rope, low, high, rope, exists):
+    """Scores of queries with rows, `[queries, rows]`; of rows that do not exist, -inf. Neither of
+    the two chains of products waits for the other; "ieee" keeps float32 exact."""
+    scores = tl.dot(q_low, tl.trans(low), input_precision="ieee")
+    others = tl.dot(q_high, tl.trans(high), input_precision="ieee")
+    scores += tl.dot(q_rope, tl.trans(rope), others, input_precision="ieee")
+    return tl.where(exists[None, :], scores, float("-inf"))
+
+
+@triton.jit
 def latent_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -87,19 +97,11 @@ def latent_attention_kernel(
                 + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
             )
             low, high, rope = _load_rows(rows[:, None], exists[:, None], HEAD_DIM, HALF, ROPE)
-            # Two chains of products, of which neither waits for the other; "ieee" keeps float32
-            # exact.
-            scores = tl.dot(q_low, tl.trans(low), input_precision="ieee")
-            others = tl.dot(q_high, tl.trans(high), input_precision="ieee")
-            scores += tl.dot(q_rope, tl.trans(rope), others, input_precision="ieee")
-            scores = tl.where(exists[None, :], scores, float("-inf"))
+            scores = _score_rows(q_low, q_high, q_rope, low, high, rope, exists)
             weights, shrink, total, peak = _weigh(scores, peak, total, score_scale, False)
-            sums_low = tl.dot(
-                weights.to(low.dtype), low, sums_low * shrink[:, None], input_precision="ieee"
-            )
-            sums_high = tl.dot(
-                weights.to(low.dtype), high, sums_high * shrink[:, None], input_precision="ieee"
-            )
+            weights = weights.to(low.dtype)
+            sums_low = tl.dot(weights, low, sums_low * shrink[:, None], input_precision="ieee")
+            sums_high = tl.dot(weights, high, sums_high * shrink[:, None], input_precision="ieee")
         # The largest score has the weight 1. A sequence of no length has a sum of 0.
         total = tl.maximum(total, 1.0)
         part_row = (row if NUM_SPLITS == 1 else seq * NUM_SPLITS + split) * NUM_HEADS
