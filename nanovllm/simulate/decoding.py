@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.queues import Queues
 from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
+from nanovllm.simulate.pool import SimulatedManager
 from nanovllm.simulate.requests import NEVER, SimulatedRequest
 
 
@@ -62,7 +62,7 @@ class DecodingQueues(Queues):
     requests: dict[str, SimulatedRequest]  # type: ignore[assignment]
     running: list[SimulatedRequest]  # type: ignore[assignment]
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: SimulatedManager) -> None:
         super().__init__()
         self.manager = manager
         self.planned = self.taken = self.ahead = 0
@@ -314,11 +314,25 @@ class DecodingQueues(Queues):
             num_steps = sorted(events)[num_free] - self.planned
         return num_steps, to_end
 
-    def lacks_blocks(self, scheduler: Scheduler) -> bool:
+    @property
+    def num_silent(self) -> int:
+        """How many of the next steps take no blocks, if `num_uneventful` counts that many."""
+        return self._events[0][0] - self.planned
+
+    def may_unblock(self, request: Request, scheduler: Scheduler) -> bool:
+        """Whether fewer blocks may suffice to admit a request after members have taken blocks.
+
+        A member's new block may evict the last block of the request's cached prefix. The request
+        then has to take one block less out of the free list, and to compute one more block. This
+        does not help it, unless the prefix loses several blocks with one, and the step cannot
+        compute all of them."""
+        is_limited = bool(scheduler.hooks.limit_share)
+        return is_limited or not self.manager.unordered.isdisjoint(request.block_hashes)
+
+    def lacks_blocks(self, request: Request, scheduler: Scheduler) -> bool:
         """Whether the next request in line waits, and too few blocks are free to admit it to a step
         in which all members compute."""
-        request = self.next_in_line
-        if request is None or request.status is RequestStatus.SWAPPED or request.num_pending_tokens:
+        if request.status is RequestStatus.SWAPPED or request.num_pending_tokens:
             return False
         manager = self.manager
         computed = manager.get_computed_blocks(request)

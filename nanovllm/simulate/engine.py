@@ -351,10 +351,15 @@ class SimulatedEngine:
         num_steps, to_end = group.num_uneventful()
         if not num_steps:
             return False
-        if (group.waiting or group.swapped) and not self._is_blocked:
-            if not group.lacks_blocks(self.scheduler):
+        request = group.next_in_line
+        if request is not None and not self._is_blocked:
+            if not group.lacks_blocks(request, self.scheduler):
                 return False
             self._blocked_by = "kv blocks"
+        if request is not None and group.may_unblock(request, self.scheduler):
+            num_steps = min(num_steps, group.num_silent)
+            if num_steps <= 0:
+                return False
         ahead = self.steps_ahead
         if self._may_end_requests():
             num_steps = 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from nanovllm.core.block_pool import BlockPool, InvariantError
 from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.request import Request
+from nanovllm.simulate.requests import SimulatedRequest
 
 
 class GrowingPool(BlockPool):
@@ -153,7 +154,12 @@ class GrowingPool(BlockPool):
 
 
 class SimulatedManager(KVCacheManager):
-    """Owns the block tables of requests whose blocks have all their names already."""
+    """Owns the block tables of requests whose blocks have all their names already.
+
+    Attributes:
+        unordered: names of blocks that may be evicted after a block before them in a prompt. Other
+            blocks are evicted before these, since a table is freed last block first.
+    """
 
     def __init__(
         self,
@@ -165,6 +171,7 @@ class SimulatedManager(KVCacheManager):
         super().__init__(0, block_size, enable_prefix_caching)
         self.pool = GrowingPool(num_blocks)
         self.host_pool = GrowingPool(num_host_blocks)
+        self.unordered: set[object] = set()
 
     def allocate_slots(
         self, request: Request, num_tokens: int, computed_blocks: Sequence[int] = ()
@@ -205,7 +212,11 @@ class SimulatedManager(KVCacheManager):
             found.append(block_id)
         return found
 
-    def cache_blocks(self, request: Request, num_before: int) -> None:
+    def cache_blocks(
+        self,
+        request: SimulatedRequest,  # type: ignore[override]
+        num_before: int,
+    ) -> None:
         """Let other requests find the blocks that became full since `num_before` tokens were
         computed."""
         size = self.block_size
@@ -216,7 +227,12 @@ class SimulatedManager(KVCacheManager):
         hashes = self.pool.block_hashes
         cached = self.pool.cached_blocks
         table = self.tables[request.request_id][first:end]
+        has_copies = request.has_copies
         for block_id, name in zip(table, request.block_hashes[first:end], strict=True):
             if hashes[block_id] is None and name not in cached:
                 hashes[block_id] = name
                 cached[name] = block_id
+                if has_copies:
+                    self.unordered.add(name)
+            else:
+                has_copies = request.has_copies = True

@@ -32,6 +32,7 @@ class SimulatedRequest(Request):
         scheduled: when the first step was planned that computes it; None: not yet.
         first_token, last_token: when these were sampled; None: not yet.
         replica: the engine that serves it.
+        has_copies: it has computed a block whose content is cached as another block.
         is_member: see `DecodingQueues`, like all that follows.
         is_ending: its last token is in flight, so that the next step has no share for it.
         planned, taken: steps as of which its counters are right.
@@ -44,6 +45,7 @@ class SimulatedRequest(Request):
     first_token: int | None
     last_token: int | None
     replica: int
+    has_copies: bool
     is_member: bool
     is_ending: bool
     planned: int
@@ -160,6 +162,7 @@ def _template(num_output_tokens: int) -> dict[str, object]:
         "first_token": None,
         "last_token": None,
         "replica": 0,
+        "has_copies": False,
         "is_member": False,
         "is_ending": False,
         "planned": 0,

@@ -1,7 +1,7 @@
 """Random workloads, and everything that an engine does with them, step by step or many steps at
 once.
 
-    python -m tests.simulate.exact NUMBER [SEED]    # compare this number of workloads
+    python -m tests.simulate.exact NUMBER [SEED]    # compare this number of workloads, twice
 """
 
 from __future__ import annotations
@@ -236,6 +236,45 @@ def case_of(seed: int) -> Case:
     )
 
 
+def crowded_case_of(seed: int) -> Case:
+    """The case with this number in which prompts with the same beginning arrive together, at an
+    engine with few blocks: it computes some blocks twice, and prompts do not fit into a step."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 1, 2, 3])
+    arrival = 0
+    requests = []
+    for i in range(rng.randint(4, 20)):
+        arrival += rng.choice([0, 0, 0, rng.randrange(3000), rng.randrange(30000)])
+        prompt = rng.randint(10, 60)
+        stem = rng.randrange(2) * 100
+        num_shared = rng.choice([60, rng.randint(5, 60)])
+        output = rng.choice([1, 2, rng.randint(1, 60)])
+        num_ids = -(-prompt // block_size)
+        request = request_of(
+            i,
+            arrival,
+            prompt,
+            output=output,
+            prefix_ids=[stem + j if j < num_shared else 1000 * (i + 1) + j for j in range(num_ids)],
+            priority=rng.randrange(2),
+            abort=arrival + rng.randrange(60000) if rng.random() < 0.1 else None,
+        )
+        requests.append(request)
+    longest = max(each.num_prompt_tokens + each.num_output_tokens for each in requests)
+    max_num_seqs = rng.choice([2, 4, 8, 16])
+    options = {
+        "block_size": block_size,
+        "num_blocks": -(-longest // block_size) + rng.choice([0, 2, 5, 10, 20]),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs + rng.choice([1, 2, 4, 8, 16]),
+        "preemption_mode": rng.choice(["recompute", "swap", "recompute"]),
+        "enable_prefix_caching": True,
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "async_scheduling": rng.random() < 0.5,
+    }
+    return Case(requests, block_size, False, 1, options)
+
+
 def _options(
     rng: random.Random, requests: Sequence[WorkloadRequest], block_size: int
 ) -> dict[str, Any]:
@@ -308,12 +347,13 @@ def main() -> None:
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     total: Counter[str] = Counter()
     for seed in range(first, first + number):
-        try:
-            total += compare(case_of(seed))
-        except Exception:
-            print(f"seed {seed}: {case_of(seed).options}", file=sys.stderr)
-            raise
-    print(f"{number} workloads are equal: {dict(total)}")
+        for create in (case_of, crowded_case_of):
+            try:
+                total += compare(create(seed))
+            except Exception:
+                print(f"{create.__name__}({seed}): {create(seed).options}", file=sys.stderr)
+                raise
+    print(f"{2 * number} workloads are equal: {dict(total)}")
 
 
 if __name__ == "__main__":
