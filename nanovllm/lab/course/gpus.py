@@ -8,9 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.client import EngineClient
 from nanovllm.executor.virtual_clock import Timeline, read_timelines
+from nanovllm.lab.course.fleet import EngineProcess
 from nanovllm.trace.trace import Trace
 
 
@@ -54,9 +57,15 @@ def run_on_gpus(
         fields = {"model": model, "scale": 2.0, "timelines": times, **(sleep or {})}
         options = {"max_model_len": 4096, **options}
         # The course model lends its tokenizer.
-        llm = LLM(
-            "smollm2-135m", device="sleep", sleep_config=json.dumps(fields), trace=True, **options
-        )
+        # A lecture shows no log of engines in processes of their own.
+        with mock.patch.object(EngineClient, "program", EngineProcess.program):
+            llm = LLM(
+                "smollm2-135m",
+                device="sleep",
+                sleep_config=json.dumps(fields),
+                trace=True,
+                **options,
+            )
         assert llm.trace is not None, "it was asked for"
         try:
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import html
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,8 +203,10 @@ def _draw(ax: Axes, timelines: Timelines, spans: Sequence[RankSpan], colors: Req
     rows = {name: row for row, name in enumerate(_rows(timelines))}
     last = _milliseconds(max(span.end for span in spans))
     ax.set(xlim=(0, last), ylim=(len(rows) - 0.5, -0.5), xlabel="time (ms)")
+    num_spans = Counter(span.row for span in spans)
     for span in spans:
-        _draw_span(ax, span, rows[span.row], colors)
+        rim = 0.8 if num_spans[span.row] <= 3 * _PICTURES else 0.0
+        _draw_span(ax, span, rows[span.row], colors, rim)
     zero = _first_order(timelines)
     for name, records in timelines.items():
         steps = [record for record in records if isinstance(record, RankStep)]
@@ -218,7 +221,7 @@ def _draw(ax: Axes, timelines: Timelines, spans: Sequence[RankSpan], colors: Req
     ax.tick_params(axis="y", length=0)
 
 
-def _draw_span(ax: Axes, span: RankSpan, row: int, colors: RequestColors) -> None:
+def _draw_span(ax: Axes, span: RankSpan, row: int, colors: RequestColors, rim: float) -> None:
     begin = _milliseconds(span.begin)
     width = _milliseconds(span.end - span.begin)
     top = row - _BAR / 2
@@ -234,7 +237,7 @@ def _draw_span(ax: Axes, span: RankSpan, row: int, colors: RequestColors) -> Non
         height = _BAR / len(shares)
         place = (begin, top + number * height)
         look = style.mark_style("prefill" if count > 1 else "decode", colors[request_id])
-        ax.add_patch(Rectangle(place, width, height, linewidth=0.8, zorder=2, **look))
+        ax.add_patch(Rectangle(place, width, height, linewidth=rim, zorder=2, **look))
 
 
 _WAIT: dict[str, Any] = {"solid_capstyle": "butt", "dash_capstyle": "butt", "zorder": 1}
