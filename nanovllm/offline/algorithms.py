@@ -1,14 +1,14 @@
-"""How to choose the integers that stand for a matrix: to the nearest, by GPTQ, and by AWQ.
+"""Chooses the integers that stand for a matrix: to the nearest, by GPTQ, and by AWQ.
 
-Each function takes a matrix and what the layer's inputs are like, and knows no engine. `weight` is
-`[out_features, in_features]`, a layer's inputs are `[tokens, in_features]`, and the product is
-`inputs @ weight.T`.
+Each function takes a matrix and statistics of the layer's inputs, and does not need the engine.
+`weight` is `[out_features, in_features]`, a layer's inputs are `[tokens, in_features]`, and the
+product is `inputs @ weight.T`.
 
 - Rounding to the nearest (RTN) needs no inputs.
 - GPTQ (Frantar et al. 2022, arXiv 2210.17323) rounds one input's column after the other, and
-  changes the columns that are not rounded yet so that the layer's output errs least.
+  changes the columns that are not rounded yet to keep the error of the layer's output small.
 - AWQ (Lin et al. 2023, arXiv 2306.00978) rounds to the nearest, but first multiplies the columns of
-  large inputs by a factor, by which the layer before divides them, and cuts off outliers.
+  large inputs by a factor, by which the layer before divides its output, and cuts off outliers.
 
 Built by notebooks/41_quantization.ipynb: edit it there.
 """
@@ -159,16 +159,16 @@ def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tens
 def gptq(
     weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, damping: float = 0.05
 ) -> Quantized:
-    """Round column after column, and have the columns that follow make up for the error.
+    """Round column after column, and let later columns compensate for the error.
 
-    The columns of a block change each other at once (`gptq_block`), and all later ones together
-    when the block is done: the same sums in one product of matrices.
+    Each column changes the rest of its block immediately (`gptq_block`). When the block is done,
+    one product of matrices changes all later columns, by the same sums.
 
     Args:
         hessian: see `hessian_of`.
-        act_order: begin with the largest inputs, while many columns are left to make up for their
-            errors. The grids are then those of the original weights ("static groups"), so that
-            groups stay together. Otherwise a group's grid is chosen when its first column is
+        act_order: begin with the largest inputs, while many columns are left to compensate for
+            their errors. The grids are then those of the original weights ("static groups"), so
+            that groups stay together. Otherwise a group's grid is chosen when its first column is
             reached, for weights that have been changed.
         damping: see `inverse_factor`.
     """
@@ -193,9 +193,9 @@ def gptq(
 
 
 def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Format) -> Tensor:
-    """A factor for each input, `[in_features]` float32, for which the rounded product of
-    `inputs / factors` and `weight * factors` errs
-    least: `magnitudes ** alpha`, with the best of twenty alphas from 0 on.
+    """Return a factor for each input, `[in_features]` float32, for which the rounded product of
+    `inputs / factors` and `weight * factors` has the smallest error: `magnitudes ** alpha`, with
+    the best of twenty alphas from 0 on.
 
     A column that is multiplied by a factor above 1 mostly keeps its group's scale, so that its
     weights are rounded in finer steps.
@@ -220,9 +220,9 @@ def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Forma
 
 
 def clip_outliers(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
-    """The weight with the largest numbers of each group cut off where the group's share of the
-    output then errs least: at one of ten limits, from the largest absolute value down to just above
-    half of it. What the cut numbers lose, all others gain by finer steps."""
+    """Return the weight with the outliers of each group cut off, at that of ten limits with which
+    the group's share of the output has the smallest error. The limits are between the largest
+    absolute value and just above half of it. All other weights of the group get finer steps."""
     size = form.group_size or weight.shape[1]
     grouped: Tensor = weight.unflatten(1, (-1, size))
     own = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, len(hessian), size)])

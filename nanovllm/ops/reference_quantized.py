@@ -1,5 +1,5 @@
 """Every operator of `quantized` in plain torch: the fallback where no faster kernel fits, and the
-oracle for those kernels.
+reference for those kernels.
 
 Built by notebooks/41_quantization.ipynb: edit it there.
 """
@@ -13,15 +13,15 @@ from nanovllm import ops
 
 
 def unpack(words: Tensor, bits: int = 4) -> Tensor:
-    """The unsigned integers in 32-bit words, `[..., width]` to `[..., width * 32 / bits]`, lowest
-    bits first."""
+    """Return the unsigned integers in 32-bit words, lowest bits first: `[..., width]` to
+    `[..., width * 32 / bits]`."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     values: Tensor = words[..., None] >> shifts & 2**bits - 1
     return values.flatten(-2)
 
 
 def pack(values: Tensor, bits: int = 4) -> Tensor:
-    """Unsigned integers as int32 words: undoes `unpack`."""
+    """Return unsigned integers as int32 words: the inverse of `unpack`."""
     shifts = torch.arange(0, 32, bits, device=values.device)
     of_words: Tensor = values.long().unflatten(-1, (-1, 32 // bits))
     return (of_words << shifts).sum(-1).to(torch.int32)
@@ -112,8 +112,8 @@ def compiled(*_: object) -> tuple[int, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's numbers as multiples of its scale, absmax / 127, rounded to the nearest, halves to
-    even. A row of zeros has the scale 0.
+    """Quantize each row: integer multiples of its scale, absmax / 127, rounded to the nearest,
+    halves to even. A row of zeros has the scale 0.
 
     Args:
         x: `[tokens, width]`.
