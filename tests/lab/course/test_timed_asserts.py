@@ -21,8 +21,6 @@ STORED = {
     "26_latent_attention": 2,
     "31_pd_disaggregation": 1,
     "32_kv_sharing": 8,
-    "40_cuda_graphs": 1,
-    "42_speculative_decoding": 6,
 }
 
 
