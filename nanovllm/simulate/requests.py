@@ -6,13 +6,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
-from nanovllm.core.request import Request
+from nanovllm.core.request import Request, RequestStatus
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.simulate.results import ServedRequest
 from nanovllm.simulate.workload import WorkloadRequest
 
 NEVER = 1 << 62
+NO_STOPS: dict[int, int | None] = {}
 
 
 class Tokens(bytearray):
@@ -41,23 +42,41 @@ class SimulatedRequest(Request):
         last_event: the last such step.
     """
 
+    # Slots take a quarter of the memory of a dictionary.
+    __slots__ = (
+        *vars(Request(EngineRequest("", [], SamplingParams()))),
+        "arrival",
+        "event",
+        "first_token",
+        "has_copies",
+        "is_ending",
+        "is_member",
+        "last_event",
+        "last_step",
+        "last_token",
+        "planned",
+        "replica",
+        "scheduled",
+        "taken",
+    )
     scheduled: int | None
     first_token: int | None
     last_token: int | None
-    replica: int
-    has_copies: bool
-    is_member: bool
-    is_ending: bool
-    planned: int
-    taken: int
-    last_step: int
-    event: int
-    last_event: int
 
     def __init__(self, source: WorkloadRequest, names: list[int], order: tuple[int, int]) -> None:
-        self.__dict__ = _template(source.num_output_tokens).copy()
+        # All that `Request` sets, in less time.
         self.request_id = source.request_id
         self.num_prompt_tokens = source.num_prompt_tokens
+        self.sampling_params = _sampling_params(source.num_output_tokens)
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = self.num_pending_tokens = self.num_sent_tokens = 0
+        self.max_num_tokens = self.min_tokens = self.num_external_tokens = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens = -1
+        self.stop_reasons = NO_STOPS
+        self.looks_back = False
+        self.finish_reason = self.stop_reason = self.num_exact_tokens = None
+        self.cache_salt = self.kv_transfer_params = self.remote_kv = None
         # The memory of all tokens, now, since it is moved if it grows.
         tokens = Tokens(source.num_prompt_tokens + source.num_output_tokens)
         del tokens[source.num_prompt_tokens :]
@@ -66,6 +85,11 @@ class SimulatedRequest(Request):
         self.block_hashes = names  # type: ignore[assignment]
         self.order = order
         self.arrival = source.arrival
+        self.scheduled = self.first_token = self.last_token = None
+        self.replica = self.planned = self.taken = 0
+        self.has_copies = self.is_member = self.is_ending = False
+        self.last_step = self.event = NEVER
+        self.last_event = -1
 
     def served(self) -> ServedRequest:
         """Return what became of it."""
@@ -153,21 +177,6 @@ class RequestMaker:
 
 
 @functools.cache
-def _template(num_output_tokens: int) -> dict[str, object]:
-    """Return the attributes with which requests of this length begin. It takes less time to copy
-    them than to set them."""
-    params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)
-    return vars(Request(EngineRequest("", [], params))) | {
-        "scheduled": None,
-        "first_token": None,
-        "last_token": None,
-        "replica": 0,
-        "has_copies": False,
-        "is_member": False,
-        "is_ending": False,
-        "planned": 0,
-        "taken": 0,
-        "last_step": NEVER,
-        "event": NEVER,
-        "last_event": -1,
-    }
+def _sampling_params(num_output_tokens: int) -> SamplingParams:
+    """Return the parameters of all requests with this number of output tokens."""
+    return SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)

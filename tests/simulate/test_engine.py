@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from nanovllm.core.request import Request
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.workload import Workload, WorkloadRequest
@@ -160,3 +163,18 @@ def test_a_run_keeps_pythons_garbage_collector_away_and_restores_it() -> None:
 
     Fleet([engine_of()]).run(Workload("one", requests()))
     assert seen == [False] and gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_a_simulated_request_begins_as_a_request_does() -> None:
+    params = SamplingParams(max_tokens=7, ignore_eos=True, temperature=0.0)
+    request = Request(EngineRequest("r0", [0] * 5, params))
+    simulated = RequestMaker(4, 4)(request_of(0, 0, 5, 7))
+    for name, value in vars(request).items():
+        found = getattr(simulated, name)
+        if name == "token_ids":
+            assert list(found) == value
+        elif name == "block_hashes":
+            assert len(found) == 3, "all blocks have names"
+        else:
+            assert found == value, name
+    assert not vars(simulated), "attributes without slots take memory"
