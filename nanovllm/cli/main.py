@@ -1,6 +1,8 @@
 """The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes
 show at once."""
 
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,8 +16,34 @@ from nanovllm.data.errors import ServerError, UsageError
 from nanovllm.data.parts import MissingPartError
 from nanovllm.engine.errors import EngineDeadError, EngineStartError
 
+STDOUT = 1
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code. If the reader of its output has left, such as
+    `head`, it ends without a message, with the code that a shell reports for other programs."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise  # it was another pipe, or a socket
+        return 128 + signal.SIGPIPE
+
+
+def _has_lost_reader() -> bool:
+    output = select.poll()
+    output.register(STDOUT, 0)
+    if not output.poll(0):
+        return False
+    # Python will write once more what is left in its buffer.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return True
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     """Run a command line; returns the exit code: 2 for what the user can mend, 1 for an engine or a
     server that has failed."""
     words = list(sys.argv[1:] if arguments is None else arguments)

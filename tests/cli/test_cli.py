@@ -281,6 +281,41 @@ def test_the_port_that_is_named_is_not_the_next_one_if_that_is_taken() -> None:
     pytest.fail("no two ports in a row are free")
 
 
+@pytest.mark.parametrize(
+    ("unbuffered", "words"),
+    [
+        ("", ["simulate", "--num-prompts", "3", "--json"]),
+        ("1", ["simulate", "--num-prompts", "3", "--json"]),
+        ("", ["simulate", "--help"]),
+        ("", ["--version"]),
+    ],
+)
+def test_a_command_whose_reader_has_left_ends_quietly(unbuffered: str, words: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as nobody_reads:
+        done = subprocess.run(
+            [sys.executable, "-m", "nanovllm", *words],
+            stdout=nobody_reads,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.stderr == b""
+    codes = {128 + signal.SIGPIPE}
+    if "--help" in words:  # argparse ignores the error, if its text is longer than the buffer
+        codes.add(0)
+    assert done.returncode in codes
+
+
+def test_another_broken_pipe_is_no_reader_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "_run", run)
+    with pytest.raises(BrokenPipeError):
+        cli.main([])
+
+
 @pytest.mark.started
 def test_fetch_prints_where_the_model_is() -> None:
     result = run("fetch")
