@@ -72,7 +72,7 @@ def create_workload(settings: SyntheticWorkload, block_size: int) -> Workload:
         name=f"{settings.num_prompts:,} requests at {settings.request_rate:g}/s",
         requests=islice(_requests(settings, block_size), settings.num_prompts),
         prefix_block_size=block_size,
-        names_outputs=True,
+        names_outputs=settings.num_turns > 1,
     )
 
 

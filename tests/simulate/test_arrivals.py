@@ -2,15 +2,19 @@
 
 import hashlib
 import statistics
+from collections import Counter
 from itertools import pairwise
 
 import msgspec
 import pytest
 
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
+from nanovllm.simulate.requests import SimulatedRequest
+from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.workload import SECOND, WorkloadRequest
-from tests.simulate.engines import engine_of
+from tests.simulate.engines import AffineCost, config_of, engine_of
 
 
 def create(block_size: int = 16, **settings: float) -> list[WorkloadRequest]:
@@ -87,6 +91,28 @@ def test_a_turn_finds_the_blocks_of_the_answer_before() -> None:
     assert [each.num_prompt_tokens for each in served] == [20, 70, 120, 170]
     # An answer's last token is never computed, so 49, 99 and 149 tokens are in full blocks.
     assert [each.num_cached_tokens for each in served] == [0, 48, 96, 144]
+
+
+def test_prompts_with_a_shared_prefix_decode_many_steps_at_once() -> None:
+    """Their outputs belong to no other prompt, so nothing can happen to the blocks of these."""
+    settings = SyntheticWorkload(
+        num_prompts=20, random_input_len=20, random_output_len=300, random_prefix_len=64
+    )
+    calls = Counter[bool]()
+
+    class Counted(SimulatedEngine):
+        def finish(self) -> list[SimulatedRequest]:
+            calls[self.group is not None] += 1
+            return super().finish()
+
+    def serve(fast: bool) -> FleetResult:
+        engine = create_engine(Counted, config_of(500), AffineCost(), fast=fast)
+        return Fleet([engine]).run(create_workload(settings, 16))
+
+    at_once, one_by_one = serve(fast=True), serve(fast=False)
+    assert at_once.requests == one_by_one.requests
+    assert at_once.replicas[0].num_hit_tokens >= 64
+    assert 3 * calls[True] < calls[False] == one_by_one.replicas[0].num_steps
 
 
 def test_a_seed_gives_the_same_requests_with_every_version_of_python() -> None:
