@@ -51,6 +51,7 @@ server.chat ChatEndpoint.submit_request
         text.input_processor InputProcessor.process
 engine.process EngineLoop.run
     engine.group? DataParallelCore.step
+    simulate.fleet? Fleet.run
     core.engine EngineCore.step
         core.scheduler Scheduler.schedule
         features.data_parallel.lock_step? LockStep.has_work
@@ -63,6 +64,8 @@ engine.process EngineLoop.run
             kv_transfer.stores.offloading? OffloadingScheduler.get_num_new_matched_tokens
             core.kv_cache_manager KVCacheManager.allocate_slots
                 core.block_pool BlockPool.get_new_blocks
+        simulate.cost? StepCost.step
+        simulate.measured? MeasuredCost.step
         executor.remote RemoteExecutor.launch
             executor.worker run_worker
                 core.runner ModelRunner.launch

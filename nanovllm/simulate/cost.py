@@ -1,4 +1,7 @@
-"""Interface of a model of step times."""
+"""Interface of a model of step times.
+
+Built by notebooks/51_what_if.ipynb: edit it there.
+"""
 
 from __future__ import annotations
 

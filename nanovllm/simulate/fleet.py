@@ -1,4 +1,7 @@
-"""Several engines and their router, on one virtual clock."""
+"""Several engines and their router, on one virtual clock.
+
+Built by notebooks/51_what_if.ipynb: edit it there.
+"""
 
 from __future__ import annotations
 
@@ -121,6 +124,13 @@ class Fleet:
         heappush(self._events, (time, _ACTION, self._num_actions, 0))
 
     def _run(self, arrivals: Iterator[WorkloadRequest]) -> None:
+        """Handle arrivals and events in the order of their times, until there are none.
+
+        First set `now` to the time of each. If an arrival and an event have the same time, the
+        arrival comes first (`_arrive`). The event of an action ends in a call of the action, which
+        is then forgotten. The event of an engine is void if its version is not the engine's in
+        `_versions`: it changes nothing, not even `now`. Otherwise, see `_advance`.
+        """
         events = self._events
         request = next(arrivals, None)
         while request is not None or events:

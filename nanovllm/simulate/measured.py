@@ -1,4 +1,7 @@
-"""Step times that `calibrate` has measured, as a cost that simulations read from a file."""
+"""Step times that `calibrate` has measured, as a cost that simulations read from a file.
+
+Built by notebooks/51_what_if.ipynb: edit it there.
+"""
 
 from __future__ import annotations
 
