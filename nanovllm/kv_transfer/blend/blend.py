@@ -185,6 +185,19 @@ def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
     return len(chunks[0][1]) if is_prefix else 0
 
 
+def keep_rows(rows: BlendRows, ratio: float, score: Callable[[BlendRows], Tensor]) -> Tensor:
+    """Choose the rows that are computed in the remaining layers: those in no chunk, and the share
+    `ratio` of the others with the highest scores, rounded up.
+
+    Returns:
+        `[num_rows]` bool.
+    """
+    kept = rows.offsets < 0
+    num_kept = math.ceil(ratio * int((~kept).sum()))
+    kept[score(rows).masked_fill(kept, -math.inf).topk(num_kept).indices] = True
+    return kept
+
+
 @torch.inference_mode()
 def blend(
     model: LlamaForCausalLM,
@@ -235,9 +248,7 @@ def blend(
         reused = prompt.kv(check_layer, positions)
         x, residual = prompt.compute(before, positions, x, residual)
         rows = BlendRows(positions, offsets[positions], reused, prompt.kv(check_layer, positions))
-        kept = rows.offsets < 0
-        num_kept = math.ceil(recompute_ratio * int((~kept).sum()))
-        kept[score(rows).masked_fill(kept, -math.inf).topk(num_kept).indices] = True
+        kept = keep_rows(rows, recompute_ratio, score)
         positions = positions[kept]
         x = x[kept]
         residual = residual[kept]
