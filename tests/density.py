@@ -63,8 +63,9 @@ STAND_INS = set(
 # for simulated fleets that are several things at once; in the lab 120 for stills of single steps,
 # 250 for a timeline per rank, 120 for a check of workbooks that answers within five seconds,
 # and 320 for the ladder of engines;
-# 30 for the heads of three modules that lecture 91 reads and does not build. A new feature brings
-# its own number.
+# 30 for the heads of three modules that lecture 91 reads and does not build; in the lab 650 for the
+# reader's own engine, which grows with the lectures, and 250 for workloads to beat with it. A new
+# feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -81,7 +82,7 @@ BOUNDS = {
     "stand-ins in tests": 0,
     "statements, core": 1_600,
     "statements, engine": 25_640,
-    "statements, lab": 8_300,
+    "statements, lab": 9_200,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

@@ -1,5 +1,5 @@
 """Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into
-lectures.
+lectures. For readers: `start FOLDER` begins an engine of your own, which grows with the lectures.
 
 A lecture is named by its file name or the beginning of it, such as 11; without a name, all are
 meant."""
@@ -23,11 +23,17 @@ from nanovllm.lab.course.build import (
     write,
 )
 from nanovllm.lab.course.copies import FOLDER, copy_lectures, edited_copies
+from nanovllm.lab.course.growing_commands import (
+    add_check_arguments,
+    add_commands,
+    check_engine,
+    engine_of,
+    show_engine,
+)
 from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
 from nanovllm.lab.course.stages import LAST, write_stage
-from nanovllm.lab.course.trials import LIMIT
 from nanovllm.lab.course.workbook import check, write_workbook
 
 
@@ -35,11 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status, 1 for an error or a difference."""
     options = _parser().parse_args(arguments)
     try:
-        root = (options.root or find_root(Path.cwd())).resolve()
+        root = (options.root or find_root(Path.cwd(), Path(__file__))).resolve()
         return int(options.command(root, options))
     except CourseError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,6 +70,21 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=int, default=300, help="maximum time per cell, in seconds (default: 300)"
     )
 
+    _add_stage_commands(add)
+    add_commands(add)
+    _add_workbook_commands(add)
+
+    command = add(_page, f"write lectures to {FOLDER}/ as web pages, which need no kernel")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    add(
+        _copy,
+        f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never "
+        "overwritten",
+    )
+    return parser
+
+
+def _add_stage_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     what = "a package that generates and serves, with everything taught so far"
     command = add(_stage, f"write the engine as it is after a lecture: {what}")
     command.add_argument(
@@ -93,24 +116,18 @@ def _parser() -> argparse.ArgumentParser:
         help="numbers of the lectures, such as 18 23",
     )
 
-    _add_workbook_commands(add)
-
-    command = add(_page, f"write lectures to {FOLDER}/ as web pages, which need no kernel")
-    command.add_argument("lectures", nargs="*", metavar="LECTURE")
-    add(
-        _copy,
-        f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never "
-        "overwritten",
-    )
-    return parser
-
 
 def _add_workbook_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     command = add(_workbook, "write a lecture whose core methods are blank, for you to write")
     command.add_argument("lecture", metavar="LECTURE")
 
-    command = add(_check, "say what is wrong with what you wrote in a workbook")
-    command.add_argument("lecture", metavar="LECTURE")
+    command = add(_check, "say what is wrong with your engine, or with a workbook")
+    command.add_argument(
+        "lecture",
+        nargs="?",
+        metavar="LECTURE",
+        help="of the workbook; of your engine, by default the last that you have opened",
+    )
     command.add_argument(
         "file", type=Path, nargs="?", metavar="FILE", help="path of the workbook, if you moved it"
     )
@@ -120,13 +137,7 @@ def _add_workbook_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FOLDER",
         help="if all methods pass, write an engine that contains them",
     )
-    command.add_argument(
-        "--limit",
-        type=float,
-        default=LIMIT,
-        metavar="SECONDS",
-        help=f"maximum time per test; an endless loop ends then (default: {LIMIT:.0f})",
-    )
+    add_check_arguments(command)
 
 
 def _add_build_arguments(command: argparse.ArgumentParser) -> None:
@@ -198,26 +209,22 @@ def _workbook(root: Path, options: argparse.Namespace) -> int:
 
 
 def _check(root: Path, options: argparse.Namespace) -> int:
+    is_workbook = options.lecture and (options.file or not engine_of(options))
+    if options.watch or not is_workbook:
+        return check_engine(root, options)
     wrong = 0
     for name, complaint in check(root, options.lecture, options.file, options.out, options.limit):
         wrong += bool(complaint)
         print(f"{name}: {complaint or 'right'}", flush=True)
     if options.out and not wrong:
-        _show_engine(options.out, "the engine with your methods")
+        show_engine(options.out, "the engine with your methods")
     return int(wrong > 0)
 
 
 def _stage(root: Path, options: argparse.Namespace) -> int:
     write_stage(root, options.last, options.out)
-    _show_engine(options.out, f"the engine as it stands after lecture {options.last}")
+    show_engine(options.out, f"the engine as it stands after lecture {options.last}")
     return 0
-
-
-def _show_engine(folder: Path, what: str) -> None:
-    print(
-        f"{folder} has {what}. To try it:\n  cd {folder} && PYTHONPATH=. {sys.executable} -m "
-        "nanovllm serve"
-    )
 
 
 def _ladder(root: Path, options: argparse.Namespace) -> int:

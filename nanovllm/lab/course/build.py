@@ -22,9 +22,10 @@ _RULES = "I,F401,F821,TC005"
 _IMPORT_IT = " in the module: define it, or import it in the exported cell that has the imports"
 
 
-def find_root(start: Path) -> Path:
-    """The folder, from `start` upwards, that holds pyproject.toml and notebooks/."""
-    for folder in (start, *start.parents):
+def find_root(start: Path, *others: Path) -> Path:
+    """The folder, from `start` or else from others upwards, that holds pyproject.toml and
+    notebooks/."""
+    for folder in (each for first in (start, *others) for each in (first, *first.parents)):
         if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
             return folder
     raise CourseError(

@@ -44,10 +44,28 @@ class GreedyLoop:
             for layer, attention in model.attention_layers.items()
         }
 
-    @torch.inference_mode()
     def step(self) -> list[int]:
         """Run one forward pass. Returns the next token of each prompt, and appends it to
         `outputs`."""
+        hidden, ends = self._forward()
+        tokens = self._likeliest(hidden[ends - 1])
+        self._new = [[token] for token in tokens]
+        for output, token in zip(self.outputs, tokens, strict=False):
+            output.append(token)
+        return tokens
+
+    def all_rows(self) -> list[int]:
+        """Run one forward pass. Returns the likeliest token after each row of the packed batch."""
+        return self._likeliest(self._forward()[0])
+
+    @torch.inference_mode()
+    def _likeliest(self, hidden: torch.Tensor) -> list[int]:
+        tokens: list[int] = self.model.compute_logits(hidden).argmax(-1).tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states of a packed batch, and the row at which each sequence ends."""
         counts = [len(tokens) for tokens in self._new]
         positions = [
             torch.arange(done, done + n) for done, n in zip(self._lengths, counts, strict=True)
@@ -69,8 +87,4 @@ class GreedyLoop:
         token_ids = torch.tensor([token for tokens in self._new for token in tokens])
         with forward_context(ForwardContext(self._backend, self._caches, metadata)):
             hidden = self.model(token_ids, torch.cat(positions))
-        tokens = self.model.compute_logits(hidden[starts[1:] - 1]).argmax(-1).tolist()
-        self._new = [[token] for token in tokens]
-        for output, token in zip(self.outputs, tokens, strict=False):
-            output.append(token)
-        return tokens
+        return hidden, starts[1:]

@@ -8,11 +8,13 @@ imports it from its folder. It learns from each fork which libraries the next on
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
 import re
+import resource
 import runpy
 import signal
 import subprocess
@@ -25,8 +27,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LIMIT = 20.0  # seconds
-LIBRARIES = ("pytest", "hypothesis", "httpx", "numpy", "torch", "transformers")
-_AT_ONCE = LIBRARIES[:2]
+# Packages whose modules are imported once, and those that every check needs.
+LIBRARIES = {"httpx", "hypothesis", "matplotlib", "numpy", "pytest", "torch", "transformers"}
+_AT_ONCE = ("pytest", "hypothesis")
+# An endless loop may print.
+_MOST_OUTPUT = 1 << 20
+_LARGEST_FILE = 1 << 30
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -91,8 +97,15 @@ class Trials:
         print(
             json.dumps(order | {"output": self._output.name}), file=self._process.stdin, flush=True
         )
-        code = int(self._process.stdout.readline())
-        self._output.seek(0)
+        answer = self._process.stdout.readline()
+        if not answer:
+            # At the top it would be imported by the process that forks.
+            from nanovllm.lab.course.notebook import CourseError
+
+            raise CourseError("the process that runs tests was ended from outside: run this again")
+        code = int(answer)
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _MOST_OUTPUT))
         text = self._output.read()
         return Outcome(code, text, _stuck(text, folder) if code else None)
 
@@ -100,7 +113,7 @@ class Trials:
         """Run tests of pytest's until one fails."""
         options = (
             "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no "
-            f"--timeout=0 -o faulthandler_timeout={self.limit} "
+            f"--disable-warnings --timeout=0 -o faulthandler_timeout={self.limit} "
             "-o faulthandler_exit_on_timeout=true"
         )
         return self.run(folder, "pytest", *options.split(), *tests)
@@ -131,7 +144,9 @@ def _serve() -> None:
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
         for library in libraries:
-            importlib.import_module(library)
+            # Some are no files, but made when another is imported.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(library)
 
 
 def _run(order: dict[str, Any], report: int) -> NoReturn:
@@ -143,6 +158,9 @@ def _run(order: dict[str, Any], report: int) -> NoReturn:
     os.environ["PYTHONPATH"] = order["folder"]
     sys.path.insert(0, order["folder"])
     sys.argv = order["words"]
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = _LARGEST_FILE if most == resource.RLIM_INFINITY else min(_LARGEST_FILE, most)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
     faulthandler.dump_traceback_later(order["limit"], exit=True)
     code = 1
     try:
@@ -152,7 +170,8 @@ def _run(order: dict[str, Any], report: int) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
-    os.write(report, " ".join(each for each in LIBRARIES if each in sys.modules).encode())
+    with open(report, "w") as libraries:
+        print(*(each for each in sys.modules if each.split(".")[0] in LIBRARIES), file=libraries)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

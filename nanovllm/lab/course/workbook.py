@@ -164,7 +164,7 @@ def explain(outcome: Outcome) -> str:
 def write_workbook(root: Path, lecture: str) -> Path:
     """Write the workbook of a lecture beside the learner's copies of lectures, and return its
     path."""
-    original, file = _find_workbook(root, lecture)
+    original, file = find_workbook(root, lecture)
     if file.exists():
         raise CourseError(f"{file} already exists: rename or delete it to get a fresh one")
     file.parent.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ def check(
         CourseError: there is no such notebook, a cell of it cannot be folded, or the folder is not
             empty.
     """
-    original, usual = _find_workbook(root, lecture)
+    original, usual = find_workbook(root, lecture)
     file = file or usual
     if not file.is_file():
         raise CourseError(
@@ -245,8 +245,18 @@ def link_tests(root: Path, folder: Path) -> None:
         (folder / shared).symlink_to(root / shared)
 
 
-def _find_workbook(root: Path, lecture: str) -> tuple[Workbook, Path]:
+def find_workbook(root: Path, lecture: str) -> tuple[Workbook, Path]:
+    """A lecture as a workbook, and the path of the learner's.
+
+    Raises:
+        CourseError: no such lecture, or it builds no module.
+    """
     (path,) = find_lectures(root, [lecture])
     if not (original := Workbook(root, path)).blanks:
         raise CourseError(f"{path.stem} builds no module, and has no workbook")
-    return original, root / FOLDER / f"{path.stem}_workbook.ipynb"
+    return original, workbook_path(root, path)
+
+
+def workbook_path(root: Path, lecture: Path) -> Path:
+    """The path of the learner's workbook of a lecture."""
+    return root / FOLDER / f"{lecture.stem}_workbook.ipynb"

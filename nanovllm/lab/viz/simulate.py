@@ -2,11 +2,12 @@
 than a second."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.core.kv_cache_manager import KVCacheManager
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.core.scheduler import Scheduler
@@ -52,6 +53,8 @@ def simulate(
     step_cost: float = 1.0,
     token_cost: float = 0.0,
     max_steps: int = 100_000,
+    make_manager: Callable[[ResolvedConfig], KVCacheManager] = create_manager,
+    scheduler_class: type[Scheduler] = Scheduler,
     **engine_options: Any,
 ) -> Trace:
     """Serve requests with the real scheduler and the real KV cache manager, and a runner that
@@ -66,6 +69,8 @@ def simulate(
             time, which the records give as `start` and `duration`. By default every step takes one
             unit.
         max_steps: give up after so many steps.
+        make_manager, scheduler_class: for experiments, a manager of blocks or a scheduler that
+            decides in another way.
         engine_options: fields of `EngineConfig`, such as `block_size`, `max_num_batched_tokens`,
             `max_num_seqs`, `batching_policy`, `enable_chunked_prefill`, `preemption_mode`,
             `check_invariants`. A token budget below 256 lowers the default of `max_num_seqs` with
@@ -90,7 +95,8 @@ def simulate(
         num_kv_blocks=num_kv_blocks,
         num_host_blocks=num_host_blocks,
     )
-    scheduler = create_scheduler(config, create_manager(config))
+    manager = make_manager(config)
+    scheduler = create_scheduler(config, manager, scheduler_class=scheduler_class)
     simulation = _Simulation(config, scheduler, step_cost, token_cost)
     return simulation.serve(requests, max_steps)
 

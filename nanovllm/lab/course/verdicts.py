@@ -1,0 +1,200 @@
+"""Checks a growing engine: this lecture's tests on the reader's code, then those of the earlier
+lectures; and what follows when all are right."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tempfile
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from nanovllm.lab.course.blanks import Blank
+from nanovllm.lab.course.growing import FILM, WORKLOADS, Growing
+from nanovllm.lab.course.trials import Outcome, Trials
+from nanovllm.lab.course.workbook import explain, link_tests
+from nanovllm.lab.course.workloads import Workload, workload_of
+
+FIRST_FILM = 11  # before it, no lecture builds a part of the scheduler
+_SQUARES = {"right": "■", "written": "◧", "open": "□"}
+_MEANING = "■ right  ◧ written, not right yet  □ to write  · not opened yet"
+
+
+class Checker:
+    """Checks the engine, again and again in one process of `Trials`.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, engine: Growing, trials: Trials, say: Callable[[str], None]) -> None:
+        self.engine = engine
+        self.trials = trials
+        self.say = say
+
+    def check(self, lecture: int) -> bool:
+        """Run the tests of a lecture's functions, then those of the earlier lectures, and print the
+        verdicts. Returns whether everything is right.
+
+        Raises:
+            CourseError: the engine's files cannot be used; the message names the fix.
+        """
+        engine = self.engine
+        for path in sorted({blank.path for blank in engine.blanks()}):
+            engine.functions(path)  # a syntax error is told before anything runs
+        unfinished = [blank for blank in engine.blanks() if engine.is_open(blank)]
+        earlier = [blank for blank in unfinished if blank.lecture < lecture]
+        if earlier:
+            self.say(f"Not written in earlier lectures, hence the lecture's: {_names(earlier)}")
+        ours = engine.blanks([lecture])
+        written = [blank for blank in ours if blank not in unfinished]
+        together = self._complaint(written, unfinished) if written else ""
+        verdicts = {blank: self._alone(blank, written, together) for blank in written}
+        for blank in ours:
+            verdict = verdicts.get(blank, "not written yet")
+            engine.note(blank, right=not verdict)
+            self.say(f"{blank.name}: {verdict or 'right'}")
+        if together and not any(verdicts.values()):
+            self.say(
+                "Each is right with the lecture's code for all others, but not with yours, which "
+                f"is {together}"
+            )
+        engine.save()
+        if together or len(written) < len(ours):
+            return False
+        return self._check_earlier(lecture, unfinished)
+
+    def _check_earlier(self, lecture: int, unfinished: list[Blank]) -> bool:
+        numbers = [number for number in self.engine.lectures if number < lecture]
+        before = [blank for blank in self.engine.blanks(numbers) if blank not in unfinished]
+        if not before:
+            return True
+        complaint = self._complaint(before, unfinished)
+        which = f"Tests of {_lectures(before)}"
+        self.say(f"{which}: {complaint or 'still right'}")
+        if not complaint:
+            for blank in before:
+                self.engine.note(blank, right=True)
+        return not complaint
+
+    def _alone(self, blank: Blank, written: list[Blank], together: str) -> str:
+        """What is wrong with one function; with the lecture's code for all others if several might
+        be."""
+        if not together or (len(written) == 1 and not self._has_earlier(blank)):
+            return together
+        return self._complaint([blank], [each for each in self.engine.blanks() if each != blank])
+
+    def _has_earlier(self, blank: Blank) -> bool:
+        return any(each.lecture < blank.lecture for each in self.engine.blanks())
+
+    def _complaint(self, blanks: Iterable[Blank], given: Collection[Blank]) -> str:
+        """Run the tests of some functions, with the lecture's code for those that are given.
+        Returns what is wrong."""
+        tests = list(dict.fromkeys(test for blank in blanks for test in blank.tests))
+        with tempfile.TemporaryDirectory() as folder:
+            assembled = self.engine.put_together(Path(folder), [each.name for each in given])
+            link_tests(self.engine.course.root, Path(folder))
+            return assembled.translate(explain(self.trials.run_tests(Path(folder), tests)))
+
+    # ---------------------------------------------------------------- when all are right
+
+    def differences(self, lecture: int) -> list[str]:
+        """For each function of a lecture, how the lecture's code differs from the reader's."""
+        found = []
+        for blank in self.engine.blanks([lecture]):
+            mine = self.engine.lines(blank)
+            theirs = self.engine.course.solution(blank)
+            lines = list(difflib.unified_diff(mine, theirs, n=2, lineterm=""))
+            found.append(f"{blank.name}, yours (-) and the lecture's (+):")
+            found += ["..." if line.startswith("@@") else line for line in lines[2:]]
+            found += ["the same"] * (not lines)
+        return found
+
+    def film(self, lecture: int) -> list[str]:
+        """Run the reader's scheduler and write a page that plays it. Returns the frames for a
+        terminal; none, after a line with the reason, if it could not be run."""
+        outcome, frames = self._run("film", str(lecture), str(self.engine.folder / FILM))
+        if outcome.code:
+            self.say(f"The film broke off: {explain(outcome)}")
+            return []
+        return json.loads(frames)
+
+    def open_workload(self, lecture: int) -> Workload | None:
+        """Write the file of a lecture's second part if it is not there yet; None if the lecture has
+        none."""
+        workload = workload_of(lecture)
+        if workload is None:
+            return None
+        file = self.engine.folder / WORKLOADS / workload.file
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(workload.template(), encoding="utf-8")
+        return workload
+
+    def run_workload(self, workload: Workload) -> None:
+        """Say how the reader's file compares with the lecture's code."""
+        file = self.engine.folder / WORKLOADS / workload.file
+        outcome, result = self._run("workloads", str(workload.lecture), str(file))
+        if outcome.code:
+            place = str(WORKLOADS / workload.file)
+            self.say(f"{place}: {explain(outcome).replace(str(file), place)}")
+            return
+        counts = json.loads(result)
+        ratio = counts["yours"] / counts["lecture"]
+        is_beaten = ratio <= workload.target
+        self.say(
+            f"{WORKLOADS / workload.file}: {counts['yours']:,} {workload.unit}, the lecture's "
+            f"{counts['lecture']:,}: {ratio:.2f} ×, {'beaten' if is_beaten else 'to beat'} at "
+            f"{workload.target} ×"
+        )
+        if is_beaten:
+            best = self.engine.progress.beaten.get(str(workload.lecture), ratio)
+            self.engine.progress.beaten[str(workload.lecture)] = min(best, round(ratio, 4))
+
+    def _run(self, module: str, *arguments: str) -> tuple[Outcome, str]:
+        """Run a module of the course tool on the reader's engine; returns what it wrote into the
+        file that is its last argument."""
+        with tempfile.TemporaryDirectory() as folder:
+            unfinished = [each.name for each in self.engine.blanks() if self.engine.is_open(each)]
+            assembled = self.engine.put_together(Path(folder), unfinished)
+            result = Path(folder, "result.json")
+            outcome = self.trials.run(
+                Path(folder), f"nanovllm.lab.course.{module}", *arguments, str(result)
+            )
+            text = result.read_text(encoding="utf-8") if result.exists() else ""
+            said = Outcome(outcome.code, assembled.translate(outcome.text), outcome.stuck)
+            return said, text
+
+
+def status(engine: Growing) -> list[str]:
+    """A line for each lecture of the course, with a square for each function."""
+    lines = [f"{engine.folder}, lecture {engine.progress.lecture}", _MEANING, ""]
+    width = max(map(len, engine.course.titles.values()))
+    for number, title in engine.course.titles.items():
+        blanks = engine.course.blanks_of([number])
+        if number not in engine.lectures:
+            squares, names = "·" * len(blanks), ""
+        else:
+            states = {blank.name: _state(engine, blank) for blank in blanks}
+            squares = "".join(_SQUARES[state] for state in states.values())
+            names = " ".join(name for name, state in states.items() if state != "right")
+        beaten = engine.progress.beaten.get(str(number))
+        won = f"second part: {beaten:.2f} ×" if beaten is not None else ""
+        lines.append(f"{number}  {title:{width}}  {squares:4}  {names or won}".rstrip())
+    right = sum(engine.is_right(blank) for blank in engine.blanks())
+    return [*lines, "", f"{right} of {len(engine.course.blanks)} functions"]
+
+
+def _state(engine: Growing, blank: Blank) -> str:
+    if engine.is_open(blank):
+        return "open"
+    return "right" if engine.is_right(blank) else "written"
+
+
+def _names(blanks: Iterable[Blank]) -> str:
+    return ", ".join(f"{blank.name} ({blank.lecture})" for blank in blanks)
+
+
+def _lectures(blanks: Iterable[Blank]) -> str:
+    numbers = list(dict.fromkeys(blank.lecture for blank in blanks))
+    return f"lecture{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
