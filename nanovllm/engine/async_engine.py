@@ -1,5 +1,4 @@
-"""The engine for a server: many callers at once, each with a stream of its own, none waiting for
-another.
+"""The engine for a server: serves many callers concurrently, each with its own stream.
 
 Built by notebooks/91_llama_server.ipynb: edit it there.
 """
@@ -40,7 +39,7 @@ logger = logging.getLogger("nanovllm")
 # Longer prompts (characters or token ids) are prepared in a thread, so that they do not block the
 # event loop.
 LONG_PROMPT = 4096
-# The time that an engine gets to end by itself.
+# Seconds in which an engine has to end after it was asked to.
 END_SECONDS = 5.0
 
 
@@ -53,9 +52,9 @@ class AsyncEngine:
 
     Attributes:
         name: of the model, for clients.
-        limits: the longest request, the vocabulary, and what else a request has to fit.
+        limits: the longest request, the size of the vocabulary, and other limits of a request.
         error: why the engine ended; None while it lives.
-        died: set when it has ended without an order to end.
+        died: set when the engine has ended unexpectedly.
         observer: is told about steps, tokens and finished requests.
 
     A program that streams:
@@ -136,7 +135,7 @@ class AsyncEngine:
     # ---------------------------------------------------------------- requests
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text of any length, without blocking the event loop.
+        """Return the token ids of a text of any length, without blocking the event loop.
 
         Raises:
             ValueError: the text is not valid Unicode, or a long one with more tokens than any
@@ -274,9 +273,9 @@ class AsyncEngine:
             self.client.send(Command(abort={sequence_id: "abort"}))
 
     def watch(self, engine: int = 0) -> StepStream:
-        """Stream the lines of the trace of one engine, in whole, as they come. The engine records
-        its steps only while it has such readers. The reader closes the stream, unless the stream
-        has ended, as it does with the engine.
+        """Stream complete lines of one engine's trace as they arrive. The engine records its steps
+        only while it has such readers. The reader closes the stream, unless the stream has ended,
+        as it does with the engine.
 
         Raises:
             ValueError: there is no such engine; names the engines. Or nothing can be watched.
@@ -315,7 +314,8 @@ class AsyncEngine:
         self.watching.end()
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Wait so many seconds for running requests, abort the others, and end the process."""
+        """Wait up to `drain_timeout` seconds for running requests, abort the rest, and end the
+        process."""
         if self._closing:
             return
         self._closing = True

@@ -59,10 +59,10 @@ class Report:
 
     Attributes:
         time: when the step ended, in seconds of the system's monotonic clock.
-        num_taken: sequences that the engine has taken over or refused since it started.
+        num_taken: sequences that the engine has accepted or rejected since it started.
         first_scheduled: sequence id to time, for sequences that a step since the last report has
             computed for the first time, or for the first time after a preemption.
-        refused: sequence id to reason, for sequences that the engine refused.
+        refused: sequence id to reason, for sequences that the engine has rejected.
         steps: by engine, its `StepRecord`s in msgpack, while the engine is watched.
         limits: only in the first report, which says that the engine is ready.
         trace_settings: only in the first report: for each engine, the settings in the trace's

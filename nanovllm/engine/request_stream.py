@@ -24,7 +24,7 @@ class RequestStream(RequestState):
     not a long queue.
 
     Args:
-        on_close: called when the reader wants no more.
+        on_close: called when the reader closes the stream.
 
     Attributes:
         times: of the request's events; set by `AsyncEngine.add_request`, which knows when the

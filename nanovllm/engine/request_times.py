@@ -1,4 +1,4 @@
-"""When things happened to a request, and who wants to know: metrics observe an engine."""
+"""The times of a request's events, and the base class of an engine's observers, such as metrics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from nanovllm.data.outputs import CompletionOutput, RequestOutput
 
 
 class EngineObserver:
-    """Its methods are called when something happens in an engine. They do nothing; metrics override
-    them."""
+    """Is notified of events in an engine. These methods do nothing; metrics override them."""
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """Called when a completion gets tokens or ends. `times` still shows the tokens before
