@@ -119,8 +119,9 @@ class SentPrefixes(PrefixIndex):
         self._prompts[server].append((self._num_prompts, list(new)))
         self._lengths[server] += len(new)
         bit = 1 << server
-        for name in set(new).difference(sent):
-            where[name] = where.get(name, 0) | bit
+        for name in new:
+            if name not in sent:
+                where[name] = where.get(name, 0) | bit
         sent.update(new)
         self._forget_oldest(server)
 
@@ -135,15 +136,16 @@ class SentPrefixes(PrefixIndex):
         while num_extra > 0:
             number, names = prompts[0]
             length = len(names)
-            oldest = names[: -num_extra - 1 : -1]
-            del names[-num_extra:]
-            for name in oldest:
+            while names and num_extra > 0:
+                name = names.pop()
                 if sent[name] == number:
                     del sent[name]
                     num_extra -= 1
-                    others = where.pop(name) ^ bit
+                    others = where[name] ^ bit
                     if others:
                         where[name] = others
+                    else:
+                        del where[name]
             self._lengths[server] -= length - len(names)
             if not names:
                 prompts.popleft()

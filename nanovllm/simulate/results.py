@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -123,23 +122,10 @@ class TokenGaps:
                 return min(_middle(bucket), self.longest)
         return 0.0
 
-    def mean_of_slowest(self, share: float) -> float:
-        """Return the mean of the longest `share` (above 0, to 1) of all gaps, to within 0.4 %; 0.0
-        without gaps."""
-        wanted = left = max(1, int(share * self.count))
-        total = 0.0
-        for bucket, count in self._from_longest():
-            total += min(left, count) * _middle(bucket)
-            left -= min(left, count)
-        return total / (wanted - left) if left < wanted else 0.0
-
     @property
     def mean(self) -> float:
         """The mean gap, in picoseconds; 0.0 without gaps."""
         return self.total / self.count if self.count else 0.0
-
-    def _from_longest(self) -> Iterator[tuple[int, int]]:
-        return ((bucket, self.buckets[bucket]) for bucket in sorted(self.buckets, reverse=True))
 
 
 def bucket_of(gap: int) -> int:

@@ -257,10 +257,12 @@ def _scaled(
         if begin is None:
             begin = request.arrival
         abort = request.abort
-        yield replace(
-            request,
-            arrival=round((request.arrival - begin) / speedup),
-            abort=None if abort is None else round((abort - begin) / speedup),
-        )
+        if begin or speedup != 1:
+            request = replace(
+                request,
+                arrival=round((request.arrival - begin) / speedup),
+                abort=None if abort is None else round((abort - begin) / speedup),
+            )
+        yield request
     if begin is None:
         raise UsageError(f"{path} has no request with output tokens: {FORMATS}")
