@@ -111,7 +111,8 @@ def _celebrate(checker: Checker, lecture: int) -> None:
     workload = checker.open_workload(lecture)
     names = ", ".join(blank.name for blank in engine.blanks([lecture]))
     is_new = engine.finish(lecture)
-    if refused := engine.commit(f"Lecture {lecture}: {names}" if names else f"Lecture {lecture}"):
+    what = names if is_new or workload is None else workload.title
+    if refused := engine.commit(f"Lecture {lecture}: {what}"):
         print(f"Nothing was committed ({refused}): `git status` in {engine.folder} says why")
     elif is_new:
         print(f"Committed: Lecture {lecture}")

@@ -52,12 +52,12 @@ class Outcome:
     Attributes:
         code: its exit status; 0 if all went well.
         text: what it wrote.
-        stuck: where it was when its time was over; None if it ended.
+        stuck: where it was when its time was over, innermost first; nothing if it ended.
     """
 
     code: int
     text: str
-    stuck: Place | None = None
+    stuck: tuple[Place, ...] = ()
 
 
 class Trials:
@@ -107,7 +107,7 @@ class Trials:
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _MOST_OUTPUT))
         text = self._output.read()
-        return Outcome(code, text, _stuck(text, folder) if code else None)
+        return Outcome(code, text, _stuck(text, folder) if code else ())
 
     def run_tests(self, folder: Path, tests: list[str]) -> Outcome:
         """Run tests of pytest's until one fails."""
@@ -119,13 +119,14 @@ class Trials:
         return self.run(folder, "pytest", *options.split(), *tests)
 
 
-def _stuck(text: str, folder: Path) -> Place | None:
-    """The innermost place in a folder's package that a timeout reports."""
+def _stuck(text: str, folder: Path) -> tuple[Place, ...]:
+    """The places in a folder's package that a timeout reports."""
     _, timeout, stack = text.rpartition("Timeout (")
-    for file, line, function in _FRAME.findall(stack) if timeout else ():
-        if Path(file).is_relative_to(folder):
-            return Place(Path(file).relative_to(folder), int(line), function)
-    return Place(Path("?"), 0, "?") if timeout and "most recent call first" in stack else None
+    if not timeout or "most recent call first" not in stack:
+        return ()
+    frames = [(Path(file), int(line), name) for file, line, name in _FRAME.findall(stack)]
+    inside = [each for each in frames if each[0].is_relative_to(folder)]
+    return tuple(Place(file.relative_to(folder), line, name) for file, line, name in inside)
 
 
 def _serve() -> None:

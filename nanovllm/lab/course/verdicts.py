@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from nanovllm.lab.course.blanks import Blank
-from nanovllm.lab.course.growing import FILM, WORKLOADS, Growing
+from nanovllm.lab.course.growing import FILM, SOURCE, WORKLOADS, Growing
 from nanovllm.lab.course.trials import Outcome, Trials
 from nanovllm.lab.course.workbook import explain, link_tests
 from nanovllm.lab.course.workloads import Workload, workload_of
@@ -59,6 +59,11 @@ class Checker:
                 "Each is right with the lecture's code for all others, but not with yours, which "
                 f"is {together}"
             )
+        if verdicts and all(verdicts.values()) and self._complaint(written, engine.blanks()):
+            self.say(
+                "The same tests fail with the lecture's code for all functions: another line of "
+                f"{SOURCE} is wrong; `git diff` shows what you changed"
+            )
         engine.save()
         if together or len(written) < len(ours):
             return False
@@ -91,10 +96,12 @@ class Checker:
         """Run the tests of some functions, with the lecture's code for those that are given.
         Returns what is wrong."""
         tests = list(dict.fromkeys(test for blank in blanks for test in blank.tests))
+        mine = [each.name for each in self.engine.blanks() if each not in given]
         with tempfile.TemporaryDirectory() as folder:
             assembled = self.engine.put_together(Path(folder), [each.name for each in given])
             link_tests(self.engine.course.root, Path(folder))
-            return assembled.translate(explain(self.trials.run_tests(Path(folder), tests)))
+            outcome = self.trials.run_tests(Path(folder), tests)
+            return assembled.translate(explain(outcome, mine))
 
     # ---------------------------------------------------------------- when all are right
 

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +143,27 @@ def is_open(node: ast.stmt | None) -> bool:
     )
 
 
-def explain(outcome: Outcome) -> str:
-    """What is wrong according to pytest, in a few lines; "" if all tests pass."""
+def explain(outcome: Outcome, names: Collection[str] = ()) -> str:
+    """What is wrong according to pytest, in a few lines; "" if all tests pass.
+
+    Args:
+        names: functions that the learner wrote. An endless loop is probably in one of them.
+    """
     if outcome.code == 0:
         return ""
-    if stuck := outcome.stuck:
+    if outcome.stuck:
+        mine = {name.split(".")[-1] for name in names}
+        place = next((each for each in outcome.stuck if each.function in mine), outcome.stuck[0])
         return (
-            f"no end within the time limit: {stuck.function} was running, {stuck.file}:"
-            f"{stuck.line}. Is its loop endless? (`--limit` gives a test more seconds)"
+            f"no end within the time limit: {place.function} was running, {place.file}:"
+            f"{place.line}. Is its loop endless? (`--limit` gives a test more seconds)"
         )
     _, said, *_ = [
         *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", outcome.text),
         outcome.text,
     ]
     # The test and the learner's code are at the beginning, the error at the end.
-    lines = said.rstrip().split("\n")
+    lines = [line for line in said.rstrip().split("\n") if "Use -v to get more" not in line]
     return "\n".join(["wrong", *lines[:15], *lines[15:][-12:]])
 
 
@@ -236,7 +242,7 @@ def _complaint(learners: Workbook, original: Workbook, names: list[str], trials:
     with tempfile.TemporaryDirectory() as folder:
         learners.write_package(others, Path(folder))
         link_tests(learners.root, Path(folder))
-        return explain(trials.run_tests(Path(folder), list(dict.fromkeys(tests))))
+        return explain(trials.run_tests(Path(folder), list(dict.fromkeys(tests))), names)
 
 
 def link_tests(root: Path, folder: Path) -> None:

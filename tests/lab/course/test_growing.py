@@ -85,7 +85,7 @@ class Script(Trials):
     def run_tests(self, folder: Path, tests: list[str]) -> Outcome:
         self.runs.append(tests)
         self.mine.append({b.name for b in self.engine.blanks() if self._is_mine(folder, b)})
-        fails = self.mine[-1] & set(self.wrong)
+        fails = self.mine[-1] & set(self.wrong) or "another line" in self.wrong
         return Outcome(int(bool(fails)), f"= FAILURES =\n{SAID}" if fails else "")
 
     def _is_mine(self, folder: Path, blank: Blank) -> bool:
@@ -256,6 +256,15 @@ def test_an_earlier_function_that_is_wrong_is_not_blamed_on_the_new_ones(root: P
     assert said[3].startswith("Each is right with the lecture's code for all others, but not with")
 
 
+def test_another_line_that_is_wrong_is_told_from_the_functions(root: Path) -> None:
+    engine = start(root, 12)
+    mine(engine, *names_of(engine, 12))
+    trials = Script("another line", engine=engine)
+    right, said = check(engine, trials, 12)
+    assert not right and said[-1].startswith("The same tests fail with the lecture's code for all")
+    assert trials.mine[-1] == set(), "the last run has the lecture's code for all functions"
+
+
 @pytest.fixture
 def trials() -> Iterator[Trials]:
     with Trials(limit=100) as made:
@@ -277,7 +286,8 @@ def test_real_tests_on_accumulated_code(root: Path, trials: Trials) -> None:
 
 def test_places_are_those_of_the_readers_files(root: Path) -> None:
     engine = start(root, 11)
-    write(engine, "BlockPool.cache_full_block", old="return True", new="while True: block_id = 0")
+    calls = "while True: self.get_cached_block(block_hash)"
+    write(engine, "BlockPool.cache_full_block", old="return True", new=calls)
     with Trials(limit=1) as trials:
         right, said = check(engine, trials, 11)
     assert not right
