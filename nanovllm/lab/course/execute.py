@@ -137,21 +137,24 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
 
 
 def _hide_answers(notebook: NotebookNode) -> None:
-    """Hide the outputs between a prediction and the end of the cell that compares it with what was
-    measured."""
+    """Hide the outputs between a prediction and the cell that compares it with what was measured,
+    and those of the cells right below, which often draw the same values."""
     open_questions: set[str] = set()
+    is_hidden = False
     for cell in notebook.cells:
         if cell.cell_type != "code":
+            is_hidden = bool(open_questions)
             continue
         view = cell.metadata.pop("jupyter", {})
         view.pop("outputs_hidden", None)
         cell.metadata.pop("collapsed", None)  # JupyterLab writes both
         asked = set(_QUESTION.findall(cell.source))
-        if open_questions and not asked:
+        if is_hidden and not asked:
             view["outputs_hidden"] = True
         if view:
             cell.metadata.jupyter = view
         open_questions = (open_questions | asked) - set(_ANSWER.findall(cell.source))
+        is_hidden = is_hidden or bool(open_questions)
 
 
 def reading_time(cells: Iterable[tuple[str, str]]) -> str:

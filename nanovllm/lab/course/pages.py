@@ -27,6 +27,15 @@ _PAGE = """
 document.querySelectorAll('img[src^="data:image/gif"]').forEach(showFilm);
 </script>
 {%- endblock html_head_css -%}
+{%- block input -%}
+{%- if cell.metadata.get('jupyter', {}).get('source_hidden') -%}
+<details><summary>Code that draws, measures or checks</summary>
+{{ super() }}
+</details>
+{%- else -%}
+{{ super() }}
+{%- endif -%}
+{%- endblock input -%}
 {%- block outputs -%}
 {%- if cell.metadata.get('jupyter', {}).get('outputs_hidden') -%}
 <details class="jp-Cell-outputWrapper"><summary>Answer: measured output</summary>

@@ -132,16 +132,19 @@ def test_outputs_that_answer_a_prediction_are_hidden(tmp_path: Path) -> None:
         "measure()",
         "first.reveal(1)",
         "second.reveal(2)",
-        "print(2)",
+        "draw()",
     ]
     notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# Title")])
     notebook.cells += [v4.new_code_cell(source) for source in sources]
+    notebook.cells += [v4.new_markdown_cell("It took 2 s."), v4.new_code_cell("print(2)")]
+    notebook.cells[-1].metadata.jupyter = {"source_hidden": True}
     # From an earlier question, as JupyterLab saves it.
     notebook.cells[1].metadata.update(jupyter={"outputs_hidden": True}, collapsed=True)
     for _ in range(2):
         normalise(notebook, tmp_path)
         hidden = [cell.source for cell in notebook.cells if "jupyter" in cell.metadata]
-        assert hidden == sources[3:6]
+        assert hidden == [*sources[3:], "print(2)"]
+    assert notebook.cells[-1].metadata.jupyter == {"source_hidden": True}
     assert notebook.cells[4].metadata.jupyter == {"outputs_hidden": True}
     assert "collapsed" not in notebook.cells[1].metadata
 

@@ -161,7 +161,7 @@ def test_copies_and_workbooks_keep_and_count_them(tmp_path: Path) -> None:
         )
 
 
-def test_a_page_shows_them_paler_and_folds_answers(tmp_path: Path) -> None:
+def test_a_page_shows_them_paler_and_folds_answers_and_side_matters(tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "pyproject.toml").touch()
     again = "class Pool(Pool):\n    def give(self):\n        '''Two\n        lines < 3.'''\n"
@@ -171,6 +171,7 @@ def test_a_page_shows_them_paler_and_folds_answers(tmp_path: Path) -> None:
     cells += [v4.new_code_cell("measure()", outputs=[output]), v4.new_code_cell("print(5)")]
     cells[2].metadata.jupyter = {"outputs_hidden": True}
     cells[3].outputs = [v4.new_output("stream", text="5")]
+    cells[3].metadata.jupyter = {"source_hidden": True}
     mark(cells)
     path = tmp_path / "notebooks/10_first.ipynb"
     (tmp_path / "film.gif").write_bytes(b"GIF89a")
@@ -186,7 +187,8 @@ def test_a_page_shows_them_paler_and_folds_answers(tmp_path: Path) -> None:
         "        taken = self.free[:count]",
     ]
     assert ".unchanged {" in page
-    (folded,) = re.findall(r"<details.*?</details>", page, re.DOTALL)
-    assert "304 tokens" in folded and page.count("304 tokens") == 1
+    answer, code = re.findall(r"<details.*?</details>", page, re.DOTALL)
+    assert "304 tokens" in answer and page.count("304 tokens") == 1
+    assert "print" in code and page.count("<pre>5") == 1
     # Films are in the page, with the script that plays them.
     assert 'src="data:image/gif;base64,R0lGODlh"' in page and "function showFilm" in page
