@@ -21,7 +21,7 @@ from tests.server_process import ServerProcess
 from tests.test_house import imports
 from tests.test_parts import COUNT, PROMPTS, SCRIPT, environment_of, run
 
-STAGES = [18, 26, 32, 43]
+STAGES = [18, 26, 32, 43, 51]
 DIVISIONS = [f"{kind}_parallel_size=2," for kind in ("tensor", "pipeline", "data")]
 README = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
 # Operators, and what is between a client and the engine: of the rest a stage's size is wanted.
@@ -75,7 +75,7 @@ def lines_of(package: pathlib.Path) -> tuple[int, int]:
 
 @pytest.mark.slow
 # By day the first stage and the last.
-@pytest.mark.parametrize("last", [18, 43, *by_night([26, 32])])
+@pytest.mark.parametrize("last", [18, 51, *by_night([26, 32, 43])])
 def test_a_stage_generates_and_serves(
     last: int, tiny_model: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
