@@ -49,17 +49,20 @@ class Checker:
         ours = engine.blanks([lecture])
         written = [blank for blank in ours if blank not in unfinished]
         together = self._complaint(written, unfinished) if written else ""
-        verdicts = {blank: self._alone(blank, written, together) for blank in written}
+        verdicts = []
         for blank in ours:
-            verdict = verdicts.get(blank, "not written yet")
+            verdict = "not written yet"
+            if blank in written:
+                verdict = self._alone(blank, written, together)
+                verdicts.append(verdict)
             engine.note(blank, right=not verdict)
             self.say(f"{blank.name}: {verdict or 'right'}")
-        if together and not any(verdicts.values()):
+        if together and not any(verdicts):
             self.say(
                 "Each is right with the lecture's code for all others, but not with yours, which "
                 f"is {together}"
             )
-        if verdicts and all(verdicts.values()) and self._complaint(written, engine.blanks()):
+        if verdicts and all(verdicts) and self._complaint(written, engine.blanks()):
             self.say(
                 "The same tests fail with the lecture's code for all functions: another line of "
                 f"{SOURCE} is wrong; `git diff` shows what you changed"

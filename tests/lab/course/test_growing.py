@@ -247,6 +247,16 @@ def test_the_one_that_is_wrong_is_found_alone(root: Path) -> None:
     assert not engine.is_right(engine.course.blanks[ours[1]])
 
 
+def test_a_verdict_is_told_before_the_next_function_is_tried(root: Path) -> None:
+    engine = start(root, 12)
+    ours = names_of(engine, 12)
+    mine(engine, *ours)
+    trials = Script(ours[0], engine=engine)
+    runs_when_said: list[int] = []
+    Checker(engine, trials, lambda line: runs_when_said.append(len(trials.runs))).check(12)
+    assert runs_when_said == [0, 2, 3], "what is not written; then each function, after its run"
+
+
 def test_an_earlier_function_that_is_wrong_is_not_blamed_on_the_new_ones(root: Path) -> None:
     engine = start(root, 12)
     ours = names_of(engine, 12)
