@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LIMIT = 20.0  # seconds
+_IMPORTS = 30.0  # seconds in addition, for the imports of a program
 # Packages whose modules are imported once, and those that every check needs.
 LIBRARIES = {"httpx", "hypothesis", "matplotlib", "numpy", "pytest", "torch", "transformers"}
 _AT_ONCE = ("pytest", "hypothesis")
@@ -92,7 +93,11 @@ class Trials:
         """Run a module as a program, in a folder whose packages it imports before all others."""
         assert self._process.stdin and self._process.stdout
         folder = folder.resolve()
-        order = {"words": [module, *arguments], "folder": str(folder), "limit": self.limit}
+        order = {
+            "words": [module, *arguments],
+            "folder": str(folder),
+            "limit": self.limit + _IMPORTS,
+        }
         self._output.truncate(0)
         print(
             json.dumps(order | {"output": self._output.name}), file=self._process.stdin, flush=True

@@ -298,7 +298,7 @@ def test_places_are_those_of_the_readers_files(root: Path) -> None:
     engine = start(root, 11)
     calls = "while True: self.get_cached_block(block_hash)"
     write(engine, "BlockPool.cache_full_block", old="return True", new=calls)
-    with Trials(limit=1) as trials:
+    with Trials(limit=4) as trials:
         right, said = check(engine, trials, 11)
     assert not right
     found = re.search(
