@@ -17,11 +17,9 @@ import nbformat
 import pytest
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
-from nanovllm.executor.virtual_clock import RankStep
 from nanovllm.lab.course.copies import FOLDER, copy_lectures
 from nanovllm.lab.course.notebook import GPU_TAG
 from nanovllm.lab.course.unchanged import mark
-from nanovllm.lab.viz import play_ranks
 from tests.server_process import wait_until
 
 pytest_plugins = ["tests.browser"]
@@ -355,22 +353,6 @@ def test_a_film_can_be_stopped_and_stepped(page: Any, lab: Lab) -> None:
     position.filter(has_text="21 of 21").wait_for()
     film.get_by_role("button", name="Play").click()
     position.filter(has_text="1 of 21").wait_for()
-
-
-def test_a_film_in_an_output_plays_without_a_kernel(page: Any, lab: Lab) -> None:
-    step = RankStep(order=0, compute=0, wait=4, communicate=6, answer=9, tokens={"a": 1}, parts={})
-    film = play_ranks({"rank 0": [step]})
-    notebook = notebook_of("film")
-    notebook.cells[0].outputs = [
-        nbformat.v4.new_output("display_data", {"text/html": film._repr_html_()})
-    ]
-    page.set_default_timeout(120_000)
-    page.goto(lab.add(notebook, "ranks"))
-    shown = page.locator(".nanovllm-film")
-    shown.wait_for()
-    shown.locator("output").filter(has_text="1 of 4").wait_for()
-    shown.get_by_title("One picture on").click()
-    shown.locator("output").filter(has_text="2 of 4").wait_for()
 
 
 @pytest.mark.nightly
