@@ -100,8 +100,10 @@ class BlockPool:
         """
         if self.ref_counts[block_id] == 0:
             raise InvariantError(f"block {block_id} is free and cannot be published")
-        if self.block_hashes[block_id] is not None or block_hash in self.cached_blocks:
-            return self.cached_blocks.get(block_hash) == block_id
+        if self.block_hashes[block_id] is not None:
+            return self.block_hashes[block_id] == block_hash
+        if block_hash in self.cached_blocks:
+            return False  # another block has this content
         self.block_hashes[block_id] = block_hash
         self.cached_blocks[block_hash] = block_id
         return True
