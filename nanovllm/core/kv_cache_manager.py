@@ -109,7 +109,8 @@ class KVCacheManager:
 
         Args:
             computed_blocks: blocks from `get_computed_blocks`, with which the table of a new
-                request begins.
+                request begins. Those without a holder count as free, but are no new blocks: touch
+                all of them before the pool hands out new ones.
 
         Returns:
             The blocks that were appended to the table, the computed ones included; [] if the last
