@@ -37,6 +37,7 @@ class Queues:
     @property
     def num_seated(self) -> int:
         """Requests that count against `max_num_seqs`: those with blocks on the device."""
+        # More than `running`: a feature may keep requests with blocks in a queue of its own.
         return len(self.requests) - len(self.waiting) - len(self.swapped)
 
     @property
