@@ -74,7 +74,7 @@ def attend_dense(
         q: `[query_len, num_heads, head_dim]`; head h uses KV head
             `h // (num_heads // num_kv_heads)`.
         keys, values: `[num_kv_heads, seq_len, head_dim]`; values may have another width than keys.
-            Positions count from the end, so keys that no row sees may be left out at the beginning.
+            Positions count from the end, so keys that no row sees may be missing at the beginning.
         sliding_window: see `visible`.
         soft_cap: above 0, scores become `soft_cap * tanh(score / soft_cap)`.
 
