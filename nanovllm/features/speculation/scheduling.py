@@ -180,7 +180,7 @@ class Speculation(SchedulerHooks):
     def count(self, request: Request, num_requests: int) -> int:
         """Return how many tokens to draft for a request in a batch of `num_requests`.
 
-        The first row that applies, with `paying`, the largest j for which
+        The first row that applies, with `paying`, the largest j up to `limit` for which
         `acceptance(request) ** j > _price(num_requests)`:
 
             0                                    the step is `_paused`
