@@ -69,8 +69,8 @@ class CompletionState:
 
     def _append_tokens(self, output: EngineOutput) -> CompletionOutput:
         """Append the tokens of an output, undivided; returns the new part of the completion: all
-        new tokens, their text (`_new_text`), and as `engine` the latest number that is not 0: an
-        output that aborts the request has 0 there.
+        new tokens, their text (`_new_text`), and as `engine` the last `output.engine` that is not
+        0: an output that aborts the request has 0 there.
 
         A stop string ends the completion with finish reason "stop" and the string as stop reason,
         even if the engine reports no end or another one; the caller then tells the engine.
@@ -235,6 +235,36 @@ class OutputProcessor(Generic[R]):
         self._owners |= {key: (state, own) for key, own in state.completions.items()}
         return state
 
+    def process(
+        self, outputs: list[EngineOutput]
+    ) -> tuple[list[tuple[R, RequestOutput]], list[str]]:
+        """Turn the engine's outputs into outputs for the callers.
+
+        Skips outputs of sequences that have ended and of requests that were removed. Removes a
+        request once all its completions have ended.
+
+        Returns:
+            Requests with their new outputs, and the ids of sequences that a stop string has ended
+            and that the engine still computes: the caller must have the engine abort these.
+        """
+        news = []
+        stopped = []
+        for output in outputs:
+            found = self._owners.get(output.request_id)
+            if found is None or found[1].finished:
+                continue  # aborted, or ended by a stop string, while the engine was computing
+            state, completion = found
+            news.append((state, state.update(completion, output)))
+            if completion.finished:
+                if output.finish_reason is None:
+                    stopped.append(output.request_id)
+                if output.finish_reason in (None, "abort"):
+                    # The front end has ended it, and the engine may still compute it.
+                    self._note_early_end(output.request_id)
+                if state.finished:
+                    self.remove(state.request_id)
+        return news, stopped
+
     def _unused_id(self, sequence_id: str) -> str:
         """The id itself or, if an earlier sequence had it, one with a number."""
         number = self._num_ended_early.get(sequence_id, 0) + 1
@@ -272,33 +302,3 @@ class OutputProcessor(Generic[R]):
     def owner(self, sequence_id: str) -> R | None:
         """Return the request that a sequence belongs to; None if it has ended or was removed."""
         return self._owners.get(sequence_id, (None, None))[0]
-
-    def process(
-        self, outputs: list[EngineOutput]
-    ) -> tuple[list[tuple[R, RequestOutput]], list[str]]:
-        """Turn the engine's outputs into outputs for the callers.
-
-        Skips outputs of sequences that have ended and of requests that were removed. Removes a
-        request once all its completions have ended.
-
-        Returns:
-            Requests with their new outputs, and the ids of sequences that a stop string has ended
-            and that the engine still computes: the caller must have the engine abort these.
-        """
-        news = []
-        stopped = []
-        for output in outputs:
-            found = self._owners.get(output.request_id)
-            if found is None or found[1].finished:
-                continue  # aborted, or ended by a stop string, while the engine was computing
-            state, completion = found
-            news.append((state, state.update(completion, output)))
-            if completion.finished:
-                if output.finish_reason is None:
-                    stopped.append(output.request_id)
-                if output.finish_reason in (None, "abort"):
-                    # The front end has ended it, and the engine may still compute it.
-                    self._note_early_end(output.request_id)
-                if state.finished:
-                    self.remove(state.request_id)
-        return news, stopped
