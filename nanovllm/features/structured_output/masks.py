@@ -138,16 +138,16 @@ class StructuredOutputManager:
         1. Take its matcher, and how many tokens that has consumed (`_matcher_of`).
         2. Have the matcher consume the output tokens that it has not consumed yet, each token once,
            even if a preempted request is computed again. Store the number in `matchers`.
-        3. Take the mask from `compute_bitmask`. Then look ahead (`look_ahead`), with the number of
-           tokens that are left of `max_tokens`.
+        3. Take the mask from `compute_bitmask`, as bytes. Then look ahead (`look_ahead`), with the
+           number of tokens that are left of `max_tokens`; None without a limit.
         4. Pass the mask through `_without_bad_words`, if the request has any, and `_without_stops`.
 
         Returns:
             The masks, a bit per token, `[num_rows, bytes]` uint8. `bytes` is the size of whole
             words of 32 bits for `trie.vocab_size` tokens; `compute_bitmask` may return more. Then
             errors by request: "after 4 tokens, ...", the number of its output tokens and the
-            problem (`describe`), for a matcher with `is_error()`, or if bad words forbid every
-            token that the grammar allows. The row of such a request allows every token.
+            problem: `describe` for a matcher with `is_error()`, or "bad_words forbid every token
+            that may follow". The row of such a request allows every token.
         """
         masks = np.full((len(rows), -(-self.trie.vocab_size // 32) * 4), 255, dtype=np.uint8)
         errors: dict[str, str] = {}
