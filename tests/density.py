@@ -61,11 +61,11 @@ STAND_INS = set(
 # the hooks with which KV from elsewhere leaves the scheduler, and for a module of random
 # checkpoints; 25 for the heads of three modules that lectures 24 and 26 read and do not build; 45
 # for simulated fleets that are several things at once; in the lab 120 for stills of single steps,
-# 250 for a timeline per rank, 120 for a check of workbooks that answers within five seconds,
-# and 320 for the ladder of engines;
-# 30 for the heads of three modules that lecture 91 reads and does not build; in the lab 650 for the
-# reader's own engine, which grows with the lectures, and 250 for workloads to beat with it. A new
-# feature brings its own number.
+# 250 for a timeline per rank, 120 for a check of workbooks that answers within five seconds, 320
+# for the ladder of engines, 650 for the reader's own engine, which grows with the lectures, and 250
+# for workloads to beat with it; 30 for the heads of three modules that lecture 91 reads and does
+# not build; 100 for simulated steps that are made in one call until the memory is used up, and for
+# output whose reader has left. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -76,12 +76,12 @@ BOUNDS = {
     "functions over 60 lines": 0,
     "getattr with a default, hasattr": 10,
     "modules over 500 lines": 0,
-    "monkeypatches in tests": 107,
+    "monkeypatches in tests": 108,
     "nested conditional expressions": 0,
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_600,
-    "statements, engine": 25_640,
+    "statements, engine": 25_740,
     "statements, lab": 9_200,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

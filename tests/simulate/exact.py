@@ -16,10 +16,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from nanovllm.core.schedule import SchedulerOutput
-from nanovllm.simulate.engine import Run, SimulatedEngine, create_engine
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult
+from nanovllm.simulate.run import Run
 from nanovllm.simulate.workload import Workload, WorkloadRequest
 from tests.simulate.engines import AffineCost, config_of, request_of
 

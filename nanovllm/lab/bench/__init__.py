@@ -37,6 +37,7 @@ MAX_MODEL_LEN = 2048
 KV_CACHE_MEMORY = "2GiB"
 _ENGINES = "engine vllm-python llamacpp-python workload repeats threads figure "
 _LENGTHS = "input-len output-len "
+_PARTS = "part dry-run repeats threads"
 #: What each measures, and its options.
 BENCHMARKS = {
     "latency": ("one batch", _ENGINES + _LENGTHS + "batch-size"),
@@ -46,24 +47,18 @@ BENCHMARKS = {
         _ENGINES + _LENGTHS + "num-prompts request-rate max-concurrency",
     ),
     "all": ("the named workloads of these three", _ENGINES),
-    "scheduler": ("host time per step", "part dry-run repeats threads vllm-python"),
-    "parallel": (
-        "the overhead of tensor, pipeline, data and expert parallelism",
-        "part dry-run repeats threads",
-    ),
-    "speculation": (
-        "the gain from speculative decoding",
-        "part dry-run repeats threads vllm-python",
-    ),
+    "scheduler": ("host time per step", _PARTS + " vllm-python"),
+    "parallel": ("the overhead of tensor, pipeline, data and expert parallelism", _PARTS),
+    "speculation": ("the gain from speculative decoding", _PARTS + " vllm-python"),
     "ladder": (
         "one workload on the engine of each lecture",
-        "part dry-run repeats threads vllm-python llamacpp-python",
+        _PARTS + " vllm-python llamacpp-python",
     ),
-    "kv": ("the cost of KV transfer, and the gain from stored KV", "part dry-run repeats threads"),
+    "kv": ("the cost of KV transfer, and the gain from stored KV", _PARTS),
     "simulate": (
         "requests simulated per second (of the trace of Mooncake's in the folder NANOVLLM_TRACES, "
         "if it is set), and errors against a live engine",
-        "part dry-run repeats threads",
+        _PARTS,
     ),
     "gpu": ("test and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
     "quality": (

@@ -61,7 +61,7 @@ def _without_outputs(path: Path) -> bytes:
         if cell["cell_type"] == "code" and GPU_TAG not in cell["metadata"].get("tags", []):
             cell["outputs"] = []
             cell["execution_count"] = None
-            cell["metadata"].pop("jupyter", None)  # it may hide outputs
+            cell["metadata"].get("jupyter", {}).pop("outputs_hidden", None)
     text = json.dumps(notebook, ensure_ascii=False, indent=1)
     return f"{text}\n".encode()
 

@@ -98,6 +98,7 @@ def test_a_file_that_was_there_before_the_first_copy_stays(root: Path) -> None:
 def test_a_copy_shows_no_answer_before_it_is_run(root: Path) -> None:
     lecture = root / "notebooks/10_first.ipynb"
     cells = [v4.new_code_cell("1 + 1", outputs=[v4.new_output("stream", text="2")])]
+    cells[0].metadata.jupyter = {"outputs_hidden": True, "source_hidden": True}
     cells.append(
         v4.new_code_cell(
             "measure()",
@@ -110,6 +111,7 @@ def test_a_copy_shows_no_answer_before_it_is_run(root: Path) -> None:
     copy_lectures(root)
     first, gpu = json.loads((root / FOLDER / lecture.name).read_text())["cells"]
     assert (first["outputs"], first["execution_count"]) == ([], None)
+    assert first["metadata"]["jupyter"] == {"source_hidden": True}  # a side matter stays folded
     # Few learners have a GPU, so the recorded result stays, and a click shows it.
     assert gpu == json.loads(lecture.read_text())["cells"][1]
     nbformat.validate(nbformat.read(root / FOLDER / lecture.name, as_version=4))
