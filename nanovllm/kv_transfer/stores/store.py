@@ -166,7 +166,8 @@ class HostStore(KVStore):
 
         An entry that is there already only counts as used (`_touch`). If there is no free slot,
         `_make_room` evicts an entry; it returns False if there is still none, and then this entry
-        is not stored. Each new one counts in `stats.stored`.
+        is not stored; the next ones are tried nevertheless. Each new one counts in
+        `stats.stored`.
 
         This thread holds `_writing` all the time, and `_lock` only to enter a key into `slots`.
         Another thread may read a slot as soon as its key is there, so the bytes are copied before.
