@@ -192,6 +192,22 @@ def test_a_product_is_that_with_the_dequantized_weight(
     assert torch.equal(product, ops.linear(x, whole, bias)) and product.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
+def test_a_group_of_zeros_is_stored_as_zeros(
+    bits: int, symmetric: bool, dtype: torch.dtype
+) -> None:
+    """With a scale above 0 (0 / 0 has no nearest number), and the types that a file stores."""
+    weight = torch.zeros(2, 16)
+    weight[:, :8] = torch.tensor([-0.08, 0.0, 0.52, 0.2, 0.0, 0.0, 0.0, 0.0])
+    values, scales, zeros = round_to_nearest(weight, bits, 2, symmetric, dtype)
+    assert values.dtype == (torch.int32 if bits == 4 else torch.int8)
+    assert scales.dtype == dtype and (scales > 0).all() and scales.isfinite().all()
+    assert zeros is None if symmetric else zeros is not None and zeros.dtype == torch.uint8
+    whole = quantized.dequantize(values, scales, zeros, torch.float32)
+    assert not whole[:, 8:].any() and (whole[:, :8] - weight[:, :8]).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("inputs", [64, 576, 1536, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_8_bit_sums_are_exact(inputs: int, dtype: torch.dtype) -> None:

@@ -94,6 +94,16 @@ def test_equal_distributions_accept_every_draft() -> None:
         assert verify(rows, rows, drafts, ones, ones).equal(drafts)
 
 
+def test_a_draft_is_replaced_by_the_model_where_p_and_q_differ_by_rounding_only() -> None:
+    """Where p sums to a little less than q, max(p - q, 0) is zero for every token, and a number in
+    `accept` may still be above p / q."""
+    p, q = P.double() * (1 - 2.0**-20), P.double()
+    drafts, middle = torch.tensor([3]), torch.tensor([0.5], dtype=torch.float64)
+    assert not (p - q).clamp(min=0).any()
+    found = verify(p[None], q[None], drafts, torch.ones_like(middle) - 2.0**-53, middle)
+    assert found.equal(draw(p.log()[None], middle)) and found.item() not in (0, 3, 7)
+
+
 def test_drafts_accepting_and_replacing_use_numbers_of_their_own() -> None:
     streams = torch.stack([numbers(stream, 4000) for stream in (0, DRAFT, ACCEPT, REPLACE)])
     assert float((torch.corrcoef(streams) - torch.eye(4)).abs().max()) < 0.07
