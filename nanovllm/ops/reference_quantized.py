@@ -45,7 +45,13 @@ def round_to_nearest(
             from the smallest weight of the group, or 0, to the largest, or 0.
         dtype: of the scales. Weights are rounded to the grid of the rounded scales.
 
-    Returns: (nibbles or 8-bit values, scales, zeros), as `quantized` describes them.
+    Returns: (values, scales, zeros), as a file stores them:
+
+        values    4 bits: `pack`ed nibbles, `[out_features, in_features / 8]` int32; symmetric, a
+                  nibble is q + 8. 8 bits: `[out_features, in_features]` int8.
+        scales    `[out_features, groups]`, at least the smallest normal number of `dtype`: a
+                  group of zeros would divide 0 by 0.
+        zeros     symmetric: None. Otherwise the nibble of 0, `[out_features, groups]` uint8.
     """
     grouped = weight.float().unflatten(1, (groups, -1))
     if symmetric:
@@ -112,8 +118,10 @@ def compiled(*_: object) -> tuple[int, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row: integer multiples of its scale, absmax / 127, rounded to the nearest,
-    halves to even. A row of zeros has the scale 0.
+    """Quantize each row. In float32, its scale is absmax / 127, and a number becomes
+    x * (127 / absmax), rounded to the nearest integer, halves to even. A row of zeros has the
+    scale 0. The quotient 127 / absmax is rounded once: for the number 127 divided by a tensor,
+    torch computes 1 / absmax and multiplies by 127, which rounds twice.
 
     Args:
         x: `[tokens, width]`.
@@ -122,7 +130,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    # A number / a tensor would be a reciprocal, and rounded twice.
     inverse = torch.full_like(largest, 127) / largest
     return (wide * inverse.masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
 
