@@ -153,7 +153,7 @@ class GraphForward(Forward):
         memory that all share, plus those of the second graph for each of the others."""
         free = [_free_bytes(runner.device)]
         sizes = ladder(runner.settings.max_decodes)
-        largest_two = sizes[:-3:-1]
+        largest_two = sizes[::-1][:2]
         fill_with_padding(runner.buffers, sizes[-1])
         for size in largest_two:
             self.capture(runner, size)
