@@ -18,23 +18,15 @@ def decodes_first(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 
 def continue_decoding(scheduler: Scheduler, plan: SchedulerOutput) -> list[Request]:
-    """Fast path of `Scheduler.continue_running` for the leading requests that each need exactly one
-    token. For these, write what `Scheduler.continue_running` would:
-
-        plan.requests                      a `ScheduledRequest` each: one token, `samples=1`, the
-                                           known tokens after the first `num_sent_tokens`, new
-                                           blocks, `last_is_pending` if a token is pending
-        plan.num_tokens, .num_samples      the number of these requests
-        request.num_computed_tokens        1 more
-        request.num_pending_tokens         1 more
-        request.num_sent_tokens            the number of known tokens
-
-    A block that becomes full is cached (`cache_blocks`). A request whose pending token is the last
-    one that it may have gets no share.
+    """Fast path of `Scheduler.continue_running`: plan the leading requests that each need exactly
+    one token, as it would. Each gets a `ScheduledRequest` (`samples=1`, the known tokens after the
+    first `num_sent_tokens`), unless its pending token is the last one that it may have. The plan's
+    `num_tokens` and `num_samples` are set, and a block that becomes full is cached. In the request,
+    `num_computed_tokens` and `num_pending_tokens` grow by 1; `num_sent_tokens` is what is known.
 
     Returns:
-        The remaining running requests, for `continue_running`. The first of them needs more tokens,
-        or the runner has no state for it, or no block is free for it.
+        The remaining running requests. The first needs more tokens, or is unknown to the runner, or
+        no block is free for it.
     """
     manager = scheduler.manager
     running = scheduler.queues.running
