@@ -52,12 +52,12 @@ def run_engine(
 
         core = create_core(config, blocking=False)
         signal.signal(STOP_STARTING, signal.SIG_IGN)
-        gc.freeze()  # the garbage collector need not visit the model between steps
+        gc.freeze()  # so that garbage collection between steps skips the model
         EngineLoop(core, commands, reports, channel.fileno()).run()
     except Exception as error:
         signal.signal(STOP_STARTING, signal.SIG_IGN)  # it is ending anyway
         # Before this process ends, it reports every error to its parent. An error that the user can
-        # mend needs no traceback.
+        # fix needs no traceback.
         mistake = users_mistake(error) if core is None else None
         if mistake is None:
             logger.exception("the engine failed")

@@ -59,8 +59,8 @@ async def start_engine(config: EngineConfig) -> StartedEngine:
 
 
 async def _start(config: EngineConfig, folder: Path) -> StartedEngine:
-    # Settings that do not fit are refused here, and not after seconds in a process that imports
-    # torch first.
+    # Reject settings that do not fit here, and not after seconds in a process that imports torch
+    # first.
     read_model_config(config, folder)
     client = create_client(config, folder)
     reports = ReportReader(client)

@@ -209,7 +209,8 @@ class FleetPlan:
     def _engine_class(
         self, is_recorded: bool, acceptance: Sequence[float]
     ) -> Callable[..., SimulatedEngine]:
-        """Return what creates engines: only those that do nothing special make steps at once."""
+        """Return what creates engines: only those that do nothing special make
+        several steps in one call."""
         kind = LockStepEngine if self.config.data_parallel_size > 1 else DraftingEngine
         if is_recorded:
             kind = RecordedEngine

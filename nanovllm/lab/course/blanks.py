@@ -179,8 +179,8 @@ class Functions:
         """
         if name not in self._nodes:
             raise CourseError(
-                f"{self._place}: `{name}` is missing; `git restore {self._place}` brings "
-                "the last commit's back"
+                f"{self._place}: `{name}` is missing: is it misspelt? `git diff {self._place}` "
+                "shows what you have changed"
             )
         return self._nodes[name]
 

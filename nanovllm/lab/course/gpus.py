@@ -23,7 +23,7 @@ class GPURun:
 
     Attributes:
         timelines: by rank, as `draw_ranks` and `rank_totals` want them.
-        trace: of the engine; its times are those of the GPUs.
+        trace: of the engine, in the GPUs' time.
         seconds: that the run took on this machine's clock.
     """
 

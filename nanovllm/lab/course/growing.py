@@ -338,7 +338,7 @@ def _merged(mine: str, before: str, after: str) -> str:
 
 
 def _json(progress: Progress) -> str:
-    return json.dumps(asdict(progress), indent=1) + "\n"
+    return json.dumps(asdict(progress), indent=1, sort_keys=True) + "\n"
 
 
 def _digest(lines: list[str]) -> str:

@@ -111,8 +111,7 @@ def _celebrate(checker: Checker, lecture: int) -> None:
     workload = checker.open_workload(lecture)
     names = ", ".join(blank.name for blank in engine.blanks([lecture]))
     is_new = engine.finish(lecture)
-    what = names if is_new or workload is None else workload.title
-    if refused := engine.commit(f"Lecture {lecture}: {what}"):
+    if is_new and (refused := engine.commit(f"Lecture {lecture}: {names}")):
         print(f"Nothing was committed ({refused}): `git status` in {engine.folder} says why")
     elif is_new:
         print(f"Committed: Lecture {lecture}")
@@ -124,8 +123,9 @@ def _celebrate(checker: Checker, lecture: int) -> None:
     if workload is not None:
         if is_new:
             print(f"Second part: {workload.title}, in {WORKLOADS / workload.file}")
-        checker.run_workload(workload)
-        engine.commit(f"Lecture {lecture}: {workload.title}")
+        ratio = checker.run_workload(workload)
+        if ratio is not None:
+            engine.commit(f"Lecture {lecture}: {workload.title}, {ratio:.2f} ×")
     print("`course next` opens the next lecture.", flush=True)
 
 

@@ -141,14 +141,15 @@ class Checker:
             file.write_text(workload.template(), encoding="utf-8")
         return workload
 
-    def run_workload(self, workload: Workload) -> None:
-        """Say how the reader's file compares with the lecture's code."""
+    def run_workload(self, workload: Workload) -> float | None:
+        """Say how the reader's file compares with the lecture's code. Returns the ratio if the
+        workload is beaten."""
         file = self.engine.folder / WORKLOADS / workload.file
         outcome, result = self._run("workloads", str(workload.lecture), str(file))
         if outcome.code:
             place = str(WORKLOADS / workload.file)
             self.say(f"{place}: {explain(outcome).replace(str(file), place)}")
-            return
+            return None
         counts = json.loads(result)
         ratio = counts["yours"] / counts["lecture"]
         is_beaten = ratio <= workload.target
@@ -157,9 +158,11 @@ class Checker:
             f"{counts['lecture']:,}: {ratio:.2f} ×, {'beaten' if is_beaten else 'to beat'} at "
             f"{workload.target} ×"
         )
-        if is_beaten:
-            best = self.engine.progress.beaten.get(str(workload.lecture), ratio)
-            self.engine.progress.beaten[str(workload.lecture)] = min(best, round(ratio, 4))
+        if not is_beaten:
+            return None
+        best = self.engine.progress.beaten.get(str(workload.lecture), ratio)
+        self.engine.progress.beaten[str(workload.lecture)] = min(best, round(ratio, 4))
+        return ratio
 
     def _run(self, module: str, *arguments: str) -> tuple[Outcome, str]:
         """Run a module of the course tool on the reader's engine; returns what it wrote into the

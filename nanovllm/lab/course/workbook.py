@@ -154,9 +154,14 @@ def explain(outcome: Outcome, names: Collection[str] = ()) -> str:
     if outcome.stuck:
         mine = {name.split(".")[-1] for name in names}
         place = next((each for each in outcome.stuck if each.function in mine), outcome.stuck[0])
+        cause = (
+            "Is its loop endless?"
+            if place.function in mine
+            else "The test may be looking for the smallest case that fails, or a loop is endless."
+        )
         return (
             f"no end within the time limit: {place.function} was running, {place.file}:"
-            f"{place.line}. Is its loop endless? (`--limit` gives a test more seconds)"
+            f"{place.line}. {cause} (`--limit` gives a test more seconds)"
         )
     _, said, *_ = [
         *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", outcome.text),

@@ -15,7 +15,8 @@ import pytest
 from nanovllm.lab.course.__main__ import main
 from nanovllm.lab.course.build import build, find_lectures, read_lectures
 from nanovllm.lab.course.notebook import CourseError, source_of
-from nanovllm.lab.course.workbook import Workbook
+from nanovllm.lab.course.trials import Outcome, Place
+from nanovllm.lab.course.workbook import Workbook, explain
 from tests.examples import by_night
 from tests.house import ROOT
 from tests.lab.course.test_course_build import OPENING, TITLE, make_course
@@ -128,6 +129,13 @@ def test_an_endless_loop_ends_and_is_found(
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("KVCacheManager.allocate_slots: no end within the time limit: ")
     assert "allocate_slots was running, nanovllm/core/kv_cache_manager.py:" in line
+
+
+def test_a_test_that_still_searches_blames_no_loop_of_the_learner() -> None:
+    place = Place("tests/core/test_scheduler_machine.py", 230, "abort")
+    said = explain(Outcome(1, "", (place,)), names=["Scheduler._preempt"])
+    assert "abort was running, tests/core/test_scheduler_machine.py:230. The test may be" in said
+    assert "Is its loop endless" not in said
 
 
 def test_methods_are_tried_together_and_alone_only_if_one_is_wrong(
