@@ -1,6 +1,7 @@
 """The player for traces as a notebook widget: the JavaScript modules of the live page in one
 bundle, and a trace."""
 
+import json
 import pathlib
 import re
 from collections.abc import Collection, Iterable
@@ -19,30 +20,32 @@ VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention",
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
 Source = Trace | str | pathlib.Path  # a trace, or the file of one
 _IMPORT = re.compile(
-    r'^import (\{[^}]*\}|\w+) from "\./([\w-]+\.(?:js|json))"(?: with \{[^}]*\})?;\n', re.MULTILINE
+    r'^import (\{[^}]*\}|\w+) from "(\.[\w./-]+)"(?: with \{[^}]*\})?;\n', re.MULTILINE
 )
 
 
-def bundle(entry: str) -> str:
-    """All modules that a module of the web folder needs, and itself, as one module without imports.
-    Each follows those that it imports; a JSON file becomes a constant.
+def bundle(entry: str | pathlib.Path) -> str:
+    """All modules that a module needs, and itself, as one module without imports. Each follows
+    those that it imports; a JSON file becomes a constant, and a style sheet an object.
+
+    Args:
+        entry: the module: the name of one in the web folder, or a path.
 
     Raises:
         ValueError: an import or export of a form that cannot be taken out.
     """
-    texts: dict[str, str] = {}
+    texts: dict[pathlib.Path, str] = {}
     visited = set()
 
-    def add(name: str) -> None:
-        visited.add(name)
-        source = (WEB / name).read_text(encoding="utf-8")
+    def add(path: pathlib.Path) -> None:
+        visited.add(path)
+        source = path.read_text(encoding="utf-8")
         for what, imported in _IMPORT.findall(source):
-            if imported.endswith(".json"):
-                texts[imported] = (
-                    f"const {what} = {(WEB / imported).read_text(encoding='utf-8').strip()};\n"
-                )
-            elif imported not in visited:
-                add(imported)
+            file = (path.parent / imported).resolve()
+            if file.suffix != ".js":
+                texts[file] = _constant(what, file)
+            elif file not in visited:
+                add(file)
         body = re.sub(
             r"^export (?=(?:async )?(?:class|function|const)\b)",
             "",
@@ -50,11 +53,19 @@ def bundle(entry: str) -> str:
             flags=re.M,
         )
         if left := re.search(r"^(?:import|export)\b.*", body, re.MULTILINE):
-            raise ValueError(f"{name}: cannot bundle {left[0]!r}")
-        texts[name] = f"// {name}\n{body}"
+            raise ValueError(f"{path.name}: cannot bundle {left[0]!r}")
+        texts[path] = f"// {path.name}\n{body}"
 
-    add(entry)
+    add((WEB / entry).resolve())
     return "\n".join(texts.values())
+
+
+def _constant(name: str, file: pathlib.Path) -> str:
+    """The statements that stand for the import of a JSON file or a style sheet."""
+    text = file.read_text(encoding="utf-8").strip()
+    if file.suffix == ".json":
+        return f"const {name} = {text};\n"
+    return f"const {name} = new CSSStyleSheet();\n{name}.replaceSync({json.dumps(text)});\n"
 
 
 def widget_module() -> str:

@@ -28,10 +28,12 @@ function makeIcon(name) {
   return svg;
 }
 
-/** Whether the page is dark: as JupyterLab says, or else as the reader's system does. */
+/** Whether the page is dark: as JupyterLab or a documentation site says, or else as the reader's system does. */
 function pageIsDark() {
   const lab = document.body.dataset.jpThemeLight;
-  return lab === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : lab === "false";
+  const { theme } = document.documentElement.dataset; // Sphinx's themes
+  if (lab !== undefined) return lab === "false";
+  return theme === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
 }
 
 /**
@@ -260,7 +262,8 @@ export class TracePlayer {
     }
     on(matchMedia("(prefers-color-scheme: dark)"), "change", () => this._applyTheme());
     this.themes = new MutationObserver(() => this._applyTheme());
-    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
+    const attributeFilter = ["data-jp-theme-light", "data-theme"];
+    for (const said of [document.documentElement, document.body]) this.themes.observe(said, { attributeFilter });
     this.resizes = new ResizeObserver(() => this._fit());
     this.resizes.observe(this.pictures);
     this.sights = new IntersectionObserver((changes) => this._see(changes));
