@@ -29,7 +29,7 @@ document.querySelectorAll('img[src^="data:image/gif"]').forEach(showFilm);
 {%- endblock html_head_css -%}
 {%- block input -%}
 {%- if cell.metadata.get('jupyter', {}).get('source_hidden') -%}
-<details><summary>Code that draws, measures or checks</summary>
+<details><summary>Code that imports, sets up, draws, measures or checks</summary>
 {{ super() }}
 </details>
 {%- else -%}
