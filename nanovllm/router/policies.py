@@ -345,12 +345,14 @@ class Router:
 
     Attributes:
         compares_prefixes: the policy needs the names of the prompt's blocks.
+        reads_caches: it needs to know which blocks each server has cached.
     """
 
     def __init__(self, policy: str, state: RouterState, max_blocks: int = ROUTED_BLOCKS) -> None:
         self.state = state
         self.max_blocks = max_blocks
         self.compares_prefixes = policy in ("estimated", "precise")
+        self.reads_caches = policy == "precise"
         self._policy = POLICIES[policy]
         self._remembers = policy == "estimated" and state.sent.capacity > 0
 

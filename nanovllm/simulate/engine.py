@@ -56,6 +56,8 @@ class SimulatedEngine:
     Attributes:
         group: the scheduler's queues, if they advance decoding requests as a group. Then steps in
             which nothing else happens are made in one call, with equal results.
+        is_watched: a router looks at the block pool between two calls. So a step that takes blocks
+            is not made in one call with others.
         end: when the next result arrives; None: the engine is idle.
         counters: its totals so far.
     """
@@ -75,6 +77,7 @@ class SimulatedEngine:
         self.gaps = gaps or TokenGaps()
         queues = scheduler.queues
         self.group = queues if isinstance(queues, DecodingQueues) else None
+        self.is_watched = False
         self.end: int | None = None
         self._in_flight: deque[StepInFlight] = deque()
         self._run: Run | None = None
@@ -313,7 +316,8 @@ class SimulatedEngine:
             if not group.lacks_blocks(request, self.scheduler):
                 return False
             self._blocked_by = "kv blocks"
-        if request is not None and group.may_unblock(request, self.scheduler):
+        may_unblock = request is not None and group.may_unblock(request, self.scheduler)
+        if self.is_watched or may_unblock:
             num_steps = min(num_steps, group.num_silent)
             if num_steps <= 0:
                 return False
@@ -428,7 +432,8 @@ def create_engine(
         connector: see `create_scheduler`.
         fast: make steps in one call in which requests only decode, with equal results. Settings
             with which more happens, such as drafts, are simulated step by step. Between two calls,
-            `manager.pool` does not show the blocks that such steps take.
+            `manager.pool` does not show the blocks that such steps take, unless the engine is
+            watched.
     """
     given = config.given
     manager = SimulatedManager(

@@ -64,10 +64,14 @@ class PolicyRouter:
         self._next_look = 0
 
     def watch(self, engines: Sequence[SimulatedEngine]) -> None:
-        """Have the engines report what they cache, for the policy `precise`."""
+        """Have the engines show their block pools, if the choice depends on them: with weights,
+        on what is in use, and with the policy `precise`, on what they have cached."""
+        reads_caches = self.router.reads_caches
         for replica, engine in enumerate(engines):
-            reported = ReportedBlocks(self.router.state.cached, replica)
-            engine.scheduler.manager.pool.cached_blocks = reported  # type: ignore[assignment]
+            engine.is_watched = reads_caches or self.router.state.weights is not None
+            if reads_caches:
+                reported = ReportedBlocks(self.router.state.cached, replica)
+                engine.scheduler.manager.pool.cached_blocks = reported  # type: ignore[assignment]
 
     def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the number of the engine for a request."""
@@ -94,6 +98,8 @@ class PolicyRouter:
     def _load_of(self, engine: SimulatedEngine) -> tuple[int, int]:
         if self.router.state.weights is None:
             return load_score(engine.num_waiting, engine.num_running), 0
+        if engine.group is not None and not engine.is_watched:
+            raise ValueError("weights depend on the block pools of the engines: call `watch` first")
         return engine.num_waiting, round(100 * engine.scheduler.manager.pool.usage)
 
     def _look(self, now: int) -> None:

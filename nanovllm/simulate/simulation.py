@@ -261,9 +261,8 @@ class FleetPlan:
                 self.resolved,
                 self.cost,
                 connector=self._create_connector(connector),
-                # Engines of other kinds do something in each step, and a router that sees which
-                # blocks are cached has to see them after each step.
-                fast=kind is SimulatedEngine and self.config.routing_policy != "precise",
+                # Engines of other kinds do something in each step.
+                fast=kind is SimulatedEngine,
             )
             for _ in range(count)
         ]
@@ -287,8 +286,7 @@ class FleetPlan:
             ),
             refresh=round(self.config.metrics_interval * SECOND),
         )
-        if policy == "precise":
-            router.watch(engines)
+        router.watch(engines)
         return router
 
     def bottleneck(self, counters: ReplicaCounters) -> str:

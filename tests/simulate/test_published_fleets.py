@@ -103,8 +103,7 @@ def llmd_stage(policy: str, rate: int) -> Routed:
         lambda r: make.prompt_names(r.prefix_ids, r.num_prompt_tokens),
         refresh=SECOND // 20,
     )
-    if policy == "precise":
-        router.watch(engines)
+    router.watch(engines)
     result = Fleet(engines, router).run(Workload("llm-d", llmd_requests(rate), LLMD_BLOCK))
     stage = [request for request in result.requests if request.arrival > 100 * SECOND]
     begin = min(request.arrival for request in stage)

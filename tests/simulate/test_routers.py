@@ -7,12 +7,13 @@ import random
 import pytest
 
 from nanovllm.router.policies import POLICIES, Router, RouterState, Weights
-from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import Workload
-from tests.simulate.engines import engine_of, request_of, workload_of
+from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
+from tests.simulate.exact import Case, case_of, state_of
 
 
 def router_of(
@@ -23,8 +24,7 @@ def router_of(
     by_policy = PolicyRouter(
         router, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
     )
-    if policy == "precise":
-        by_policy.watch(engines)
+    by_policy.watch(engines)
     return by_policy
 
 
@@ -107,3 +107,73 @@ def test_weights_look_at_waiting_requests_and_memory() -> None:
     ]
     result = Fleet(engines, router).run(workload_of(*requests))
     assert [r.replica for r in sorted(result.requests, key=lambda r: r.request_id)] == [0, 1, 1, 1]
+
+
+def serve_by(router: Router, case: Case, refresh: int, fast: bool) -> dict[str, object]:
+    """Serve a random workload on three engines; returns what is left."""
+    config = config_of(**case.options)
+    engines = [create_engine(SimulatedEngine, config, AffineCost(), fast=fast) for _ in range(3)]
+    maker = RequestMaker(
+        config.given.block_size, case.prefix_block_size, names_outputs=case.names_outputs
+    )
+    by_policy = PolicyRouter(
+        router, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
+    )
+    by_policy.watch(engines)
+    fleet = Fleet(engines, by_policy, config.given.scheduling_policy == "priority")
+    workload = Workload(
+        "random", case.requests, case.prefix_block_size, names_outputs=case.names_outputs
+    )
+    return state_of(fleet, fleet.run(workload))
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights", "refresh"),
+    [
+        ("load", Weights(prefix=0, kv=1, queue=1), 0),
+        ("estimated", Weights(prefix=1, kv=2, queue=1), 700),
+        ("precise", Weights(prefix=3, kv=2, queue=2), 0),
+    ],
+)
+def test_weights_see_block_pools_in_the_middle_of_steps_at_once(
+    policy: str, weights: Weights, refresh: int
+) -> None:
+    """Steps made at once lead to the same choices, pools and times as steps made one by one."""
+    for seed in range(60):
+        singly, at_once = (
+            serve_by(
+                Router(policy, RouterState(3, capacity=100, weights=weights)),
+                case_of(seed),
+                refresh,
+                fast,
+            )
+            for fast in (False, True)
+        )
+        assert at_once == singly, f"case {seed}"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_precise_sees_evictions_in_the_middle_of_steps_at_once(fast: bool) -> None:
+    """When r3 arrives, r2 has just taken the last of the blocks that r3 would find on engine 0, and
+    still decodes. So engine 1, which is idle, is the better one."""
+    engines = [engine_of(num_blocks=11, block_size=4, fast=fast) for _ in range(2)]
+    requests = [
+        request_of(0, 0, prompt=16, output=1, prefix_ids=[1, 2]),
+        request_of(1, 10_000, prompt=4, output=41),
+        request_of(2, 20_000, prompt=4, output=41),
+        request_of(3, 65_000, prompt=20, output=1, prefix_ids=[1, 2, 3]),
+    ]
+    work = workload_of(*requests, prefix_block_size=8)
+    result = Fleet(engines, router_of("precise", engines)).run(work)
+    served = {each.request_id: each for each in result.requests}
+    assert [served[f"r{i}"].replica for i in range(4)] == [0, 1, 0, 1]
+    assert (served["r2"].last_token or 0) > 65_000
+
+
+def test_weights_need_engines_that_are_watched() -> None:
+    engines = [engine_of() for _ in range(2)]
+    state = RouterState(2, weights=Weights(prefix=0, kv=1, queue=1))
+    router = PolicyRouter(Router("load", state), lambda request: ())
+    requests = [request_of(i, 100 * i, prompt=10, output=9) for i in range(2)]
+    with pytest.raises(ValueError, match="call `watch` first"):
+        Fleet(engines, router).run(workload_of(*requests))
