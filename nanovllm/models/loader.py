@@ -54,7 +54,8 @@ def checkpoint_tensors(
 
 
 def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each tensor to its place, and convert its dtype.
+    """Copy the part of each tensor that `place.source` selects to `place.target`, and convert its
+    dtype.
 
     Raises:
         CheckpointError: its message contains `NAME has shape [3]` if a tensor is of another shape

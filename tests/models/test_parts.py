@@ -4,7 +4,7 @@ whole."""
 from __future__ import annotations
 
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.checkpoint.weights import CheckpointError
 from nanovllm.lab.bench.local import SHAPES, TINY
+from nanovllm.layers.basic import Place
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import rotary_frequencies, rotary_table
 from nanovllm.models.loader import build_model, checkpoint_tensors, load_model, load_weights
@@ -53,6 +54,32 @@ def test_every_tensor_of_the_file_gets_to_its_place(tmp_path: pathlib.Path) -> N
     for name, places in model.checkpoint_places().items():
         for place in places:
             assert torch.equal(place.target, tensors[name]), name
+
+
+def test_only_the_part_of_a_tensor_that_belongs_to_a_place_is_copied() -> None:
+    whole = torch.arange(24, dtype=torch.float32).view(6, 4)
+
+    class Model:
+        """As on a rank that holds two columns, and the file's two matrices in one tensor."""
+
+        config = ModelConfig.from_dict(TINY)
+
+        def __init__(self) -> None:
+            self.first, self.second = torch.zeros(2, 3, 2).unbind()
+
+        def checkpoint_name(self, name: str) -> str:
+            return name
+
+        def checkpoint_places(self) -> dict[str, list[Place]]:
+            columns = slice(1, 3)
+            first = Place(self.first, (slice(0, 3), columns), (6, 4))
+            second = Place(self.second, (slice(3, 6), columns), (6, 4))
+            return {"both": [first, second]}
+
+    model = Model()
+    load_weights(cast(Any, model), [("both", whole)])
+    assert torch.equal(model.first, whole[:3, 1:3]), "`place.source` says which part"
+    assert torch.equal(model.second, whole[3:, 1:3])
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,11 @@ class Functions:
         try:
             tree = ast.parse(text)
         except SyntaxError as error:
+            if (error.text or "").startswith(("<<<<<<<", "=======", ">>>>>>>")):
+                raise CourseError(
+                    f"{place}:{error.lineno}: git has left two versions of these lines in a merge: "
+                    "keep one, and delete the lines that begin with <<<<<<<, ======= and >>>>>>>"
+                ) from None
             raise CourseError(f"{place}:{error.lineno}: syntax error: {error.msg}") from None
         except ValueError as error:  # a null byte
             raise CourseError(f"{place}: syntax error: {error}") from None

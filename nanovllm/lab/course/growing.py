@@ -29,11 +29,15 @@ STATE = "course.json"
 SOURCE = Path("src")
 WORKLOADS = Path("workloads")
 FILM = "film.html"
-_OWN = [str(SOURCE), str(WORKLOADS), STATE]
 _IGNORED = f"/course\n/{FILM}\n__pycache__/\n"
 _NAME = ["-c", "user.name=Reader", "-c", "user.email=reader@localhost"]
 # A hook or a script may have set these, which lead git to another repository.
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+_CONFLICT = re.compile(
+    r"^<<<<<<< .*\n(?P<mine>(?s:.*?))^\|{7} .*\n(?P<before>(?s:.*?))^=======\n"
+    r"(?P<after>(?s:.*?))^>>>>>>> .*\n",
+    re.MULTILINE,
+)
 _README = """# My engine
 
 It grows with the lectures of the course in {root}.
@@ -46,7 +50,7 @@ It grows with the lectures of the course in {root}.
 You write the functions in `src/nanovllm/` that raise `NotImplementedError`; their docstrings say
 what they do. Functions that you have not written yet, of earlier lectures too, are the lecture's
 whenever your engine is checked. When all functions of a lecture are right, `check` commits them,
-plays your scheduler, shows the lecture's code, and opens a second part in `workloads/`.
+plays a scheduler with your code, shows the lecture's code, and opens a second part in `workloads/`.
 """
 
 
@@ -58,9 +62,10 @@ class Progress:
         lecture: the number of the lecture that was opened last.
         right: digests of functions that passed their tests, by name.
         hints: how many hints the reader has seen, by name of the function.
-        beaten: the ratio to the lecture's count, by number of the lecture whose second part was
-            beaten.
+        beaten: the ratio to the lecture's count of the version that beat it last, by number of the
+            lecture.
         done: a digest of its functions, by number of each lecture whose functions were all right.
+        tested: a digest of all that the last check ran, if everything was right.
     """
 
     lecture: int
@@ -68,6 +73,7 @@ class Progress:
     hints: dict[str, int] = field(default_factory=dict)
     beaten: dict[str, float] = field(default_factory=dict)
     done: dict[str, str] = field(default_factory=dict)
+    tested: str = ""
 
 
 class Growing:
@@ -96,8 +102,8 @@ class Growing:
             self.lectures = course.until(self.progress.lecture)
         except (ValueError, TypeError, AttributeError):
             raise CourseError(
-                f"{folder / STATE} cannot be read: `git restore {STATE}` brings the last commit's "
-                "back"
+                f"{folder / STATE} cannot be read: `git checkout HEAD {STATE}` brings the last "
+                "commit's back, and changes no other file"
             ) from None
 
     @classmethod
@@ -128,15 +134,16 @@ class Growing:
         git(folder, "init", "-q")
         engine = cls(course, folder)
         engine.write(modules)
-        engine.commit(f"Lecture {lecture}: begin", "README.md", ".gitignore")
+        engine.commit(f"Lecture {lecture}: begin", SOURCE, "README.md", ".gitignore")
         return engine
 
-    def open_next(self) -> tuple[int, list[str]]:
-        """Add the modules of the next lecture, and commit them. Where the lecture continues a
-        module, lines that the reader has changed stay as they are.
+    def open_next(self) -> tuple[int, dict[str, list[str]]]:
+        """Add the modules of the next lecture. Where the lecture continues a module, lines that the
+        reader has changed stay as they are.
 
         Returns:
-            The number of the lecture, and the paths of its modules.
+            The number of the lecture, and by the path of each of its modules the lecture's lines
+            that could not be added, since the reader changed those in their place.
 
         Raises:
             CourseError: there is no next lecture, or the reader has a file of the same name.
@@ -148,8 +155,9 @@ class Growing:
         before = self.course.modules(self.lectures)
         after = self.course.modules([*self.lectures, number])
         written = {path: after[path] for path in sorted(self.course.extended_by(number))}
+        lost: dict[str, list[str]] = {path: [] for path in written}
         for path in written.keys() & before.keys():
-            written[path] = _merged(self.read(path), before[path], written[path])
+            written[path], lost[path] = _merged(self.read(path), before[path], written[path])
         taken = [path for path in written.keys() - before.keys() if self.place(path).exists()]
         if taken:
             raise CourseError(
@@ -158,8 +166,8 @@ class Growing:
         self.write(written)
         self.progress.lecture = number
         self.lectures.append(number)
-        self.commit(f"Lecture {number}: begin")
-        return number, list(written)
+        self.save()
+        return number, lost
 
     def place(self, path: str) -> Path:
         """The reader's file of a module."""
@@ -174,10 +182,11 @@ class Growing:
         try:
             return self.place(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = "is not UTF-8" if isinstance(error, ValueError) else "is missing"
+            if isinstance(error, ValueError):
+                raise CourseError(f"{SOURCE / path} is not UTF-8: save it as UTF-8") from None
             raise CourseError(
-                f"{SOURCE / path} {reason}: `git restore {SOURCE / path}` brings the last commit's "
-                "back"
+                f"{SOURCE / path} is missing: `git restore {SOURCE / path}` brings the last "
+                "commit's back"
             ) from None
 
     def write(self, modules: Mapping[str, str]) -> None:
@@ -188,9 +197,9 @@ class Growing:
 
     def save(self) -> None:
         """Write how far the reader is, if it changed."""
-        text = _json(self.progress)
-        if (self.folder / STATE).read_text(encoding="utf-8") != text:
-            (self.folder / STATE).write_text(text, encoding="utf-8")
+        file = self.folder / STATE
+        if json.loads(file.read_text(encoding="utf-8")) != asdict(self.progress):
+            file.write_text(_json(self.progress), encoding="utf-8")
 
     # ---------------------------------------------------------------- functions
 
@@ -228,6 +237,16 @@ class Growing:
         self.progress.done[str(lecture)] = digest
         return before != digest
 
+    def fingerprint(self, lecture: int) -> str:
+        """Digest of all that a check of this lecture runs: the reader's files, the course's package
+        and its tests."""
+        digest = hashlib.sha256(str(lecture).encode())
+        own = self.folder / SOURCE
+        for folder in (own, self.course.root / PACKAGE, self.course.root / "tests"):
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(f"\n{file.relative_to(folder)}\n".encode() + file.read_bytes())
+        return digest.hexdigest()[:16]
+
     def put_together(self, folder: Path, given: Collection[str]) -> Assembled:
         """Write the course's package with the reader's modules into an empty folder.
 
@@ -254,23 +273,25 @@ class Growing:
 
     # ---------------------------------------------------------------- git
 
-    def commit(self, message: str, *others: str) -> str:
-        """Commit the engine's own files, and nothing else that has been staged.
+    def commit(self, message: str, *paths: str | Path) -> bool:
+        """Commit these paths and the reader's progress, and nothing else that has been staged.
 
         Returns:
-            The reason why git did not; "" if it did, or if nothing has changed.
+            Whether one of these paths had changed; if none had, there is no commit.
+
+        Raises:
+            CourseError: git refuses; the message has its reason.
         """
         self.save()
-        paths = [path for path in (*_OWN, *others) if (self.folder / path).exists()]
-        try:
-            git(self.folder, "add", "--", *paths)
-            if git(self.folder, "status", "--porcelain", "--", *paths):
-                identity = [] if self.has_identity else _NAME
-                options = ["-q", "--no-verify", "--no-gpg-sign", "-m", message]
-                git(self.folder, *identity, "commit", *options, "--", *paths)
-        except CourseError as error:
-            return str(error)
-        return ""
+        names = [str(path) for path in paths]
+        git(self.folder, "add", "--", *names)
+        if not git(self.folder, "status", "--porcelain", "--", *names):
+            return False
+        git(self.folder, "add", "--", STATE)
+        identity = [] if self.has_identity else _NAME
+        options = ["-q", "--no-verify", "--no-gpg-sign", "-m", message]
+        git(self.folder, *identity, "commit", *options, "--", STATE, *names)
+        return True
 
     @property
     def has_identity(self) -> bool:
@@ -328,13 +349,31 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _merged(mine: str, before: str, after: str) -> str:
-    """The reader's text with what a lecture changes; where both changed a line, the reader's."""
+def _merged(mine: str, before: str, after: str) -> tuple[str, list[str]]:
+    """The reader's text with what a lecture changes, and those of the lecture's lines for which the
+    reader has others. Lines that both insert in one place all stay, the reader's first."""
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch, name) for name in ("mine", "before", "after")]
         for file, text in zip(files, (mine, before, after), strict=True):
-            file.write_text(text, encoding="utf-8")
-        return git(Path(scratch), "merge-file", "-p", "--ours", *map(str, files))
+            file.write_text(text.removesuffix("\n") + "\n", encoding="utf-8")
+        command = ["git", "merge-file", "-p", "--diff3", *map(str, files)]
+        # Its exit status is the number of conflicts, and above 127 an error.
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode > 127:
+        raise CourseError(f"git: {done.stderr.strip()}")
+    lost: list[str] = []
+
+    def resolve(conflict: re.Match[str]) -> str:
+        own, old, new = conflict["mine"], conflict["before"], conflict["after"]
+        if new.startswith(old):  # the lecture adds lines below those that the reader has changed
+            return own + new.removeprefix(old)
+        if new.endswith(old):
+            return new.removesuffix(old) + own
+        known = old.splitlines() + own.splitlines()
+        lost.extend(line for line in new.splitlines() if line not in known)
+        return own
+
+    return _CONFLICT.sub(resolve, done.stdout), lost
 
 
 def _json(progress: Progress) -> str:

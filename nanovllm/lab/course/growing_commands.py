@@ -17,6 +17,7 @@ from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.trials import LIMIT, Trials
 from nanovllm.lab.course.verdicts import FIRST_FILM, Checker, status
 from nanovllm.lab.course.workbook import write_workbook
+from nanovllm.lab.course.workloads import workload_of
 
 _POLL = 0.3  # seconds between two looks at the files
 _FRAME = 0.45  # seconds for a step of the film
@@ -62,7 +63,7 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
         type=float,
         default=LIMIT,
         metavar="SECONDS",
-        help=f"maximum time per test; an endless loop ends then (default: {LIMIT:.0f})",
+        help=f"maximum time per call; an endless loop ends then (default: {LIMIT:.0f})",
     )
 
 
@@ -94,8 +95,14 @@ def _check_once(engine: Growing, options: argparse.Namespace, trials: Trials) ->
             )
     print(f"Lecture {lecture}, {engine.course.titles[lecture]}", flush=True)
     checker = Checker(engine, trials, lambda line: print(line, flush=True))
-    if not checker.check(lecture):
+    files = engine.fingerprint(lecture)
+    if engine.progress.tested == files:
+        print("Nothing has changed since all tests passed.", flush=True)
+    elif not checker.check(lecture):
         return 1
+    elif engine.fingerprint(lecture) == files:
+        engine.progress.tested = files
+        engine.save()
     _celebrate(checker, lecture)
     if options.out:
         given = [blank.name for blank in engine.blanks() if engine.is_open(blank)]
@@ -108,16 +115,17 @@ def _celebrate(checker: Checker, lecture: int) -> None:
     """Commit what is right, and show what comes with it. The film and the lecture's code are shown
     once for each version of the functions."""
     engine = checker.engine
-    workload = checker.open_workload(lecture)
+    workload = workload_of(lecture)
+    opened = workload is not None and checker.open_workload(workload)
     names = ", ".join(blank.name for blank in engine.blanks([lecture]))
     is_new = engine.finish(lecture)
-    if is_new and (refused := engine.commit(f"Lecture {lecture}: {names}")):
-        print(f"Nothing was committed ({refused}): `git status` in {engine.folder} says why")
-    elif is_new:
-        print(f"Committed: Lecture {lecture}")
-    if is_new and lecture >= FIRST_FILM:
-        _play(checker.film(lecture))
-        print(f"Your scheduler in the browser: {engine.folder / FILM}")
+    if is_new:
+        files = [SOURCE, WORKLOADS / workload.file] if workload and opened else [SOURCE]
+        if _commit(engine, f"Lecture {lecture}: {names}", *files):
+            print(f"Committed: Lecture {lecture}")
+    if is_new and lecture >= FIRST_FILM and (frames := checker.film(lecture)):
+        _play(frames)
+        print(f"{checker.film_title()} in the browser: {engine.folder / FILM}")
     if is_new:
         print(*checker.differences(lecture), sep="\n")
     if workload is not None:
@@ -125,8 +133,19 @@ def _celebrate(checker: Checker, lecture: int) -> None:
             print(f"Second part: {workload.title}, in {WORKLOADS / workload.file}")
         ratio = checker.run_workload(workload)
         if ratio is not None:
-            engine.commit(f"Lecture {lecture}: {workload.title}, {ratio:.2f} ×")
+            message = f"Lecture {lecture}: {workload.title}, {ratio:.2f} ×"
+            _commit(engine, message, WORKLOADS / workload.file)
     print("`course next` opens the next lecture.", flush=True)
+
+
+def _commit(engine: Growing, message: str, *paths: Path) -> bool:
+    """Commit these paths; returns False if nothing has changed, and after a line with the reason if
+    git refuses."""
+    try:
+        return engine.commit(message, *paths)
+    except CourseError as error:
+        print(f"Nothing was committed ({error}): `git status` in {engine.folder} says why")
+        return False
 
 
 def show_engine(folder: Path, what: str) -> None:
@@ -151,32 +170,32 @@ def _play(frames: list[str]) -> None:
 
 def _watch(root: Path, options: argparse.Namespace, trials: Trials) -> int:
     """Check now and whenever a file changes, until Ctrl-C."""
-    seen: dict[str, object] = {}
+    folder = _find(root, options).folder
+    seen: dict[str, int] = {}
     try:
         while True:
-            engine = _find(root, options)
-            now = _stamps(engine)
+            now = _stamps(folder)
             if now == seen:
                 time.sleep(_POLL)
                 continue
-            if sys.stdout.isatty():
-                print(_CLEAR, end="")
+            print(_CLEAR if sys.stdout.isatty() else "", end="")
+            print("Checking …", flush=True)
             try:
-                _check_once(engine, options, trials)
+                _check_once(_find(root, options), options, trials)
             except CourseError as error:
                 print(error, flush=True)
             # A file that the check has written is no change.
-            seen = _stamps(engine) | now
+            seen = _stamps(folder) | now
             print("Watching your files; Ctrl-C ends.", flush=True)
     except KeyboardInterrupt:
         return 0
 
 
-def _stamps(engine: Growing) -> dict[str, object]:
-    """When each file of the engine was written, and the lecture that is open."""
-    found: dict[str, object] = {"lecture": engine.progress.lecture}
+def _stamps(folder: Path) -> dict[str, int]:
+    """When each file of the engine was written. The next lecture brings new ones."""
+    found = {}
     for part in (SOURCE, WORKLOADS):
-        for file in (engine.folder / part).rglob("*.py"):
+        for file in (folder / part).rglob("*.py"):
             # An editor may be replacing it.
             with contextlib.suppress(FileNotFoundError):
                 found[str(file)] = file.stat().st_mtime_ns
@@ -210,8 +229,13 @@ def _next(root: Path, options: argparse.Namespace) -> int:
     engine = _find(root, options)
     if unfinished := [each.name for each in engine.blanks() if not engine.is_right(each)]:
         print(f"Not right yet, you can write them at any time: {', '.join(unfinished)}")
-    number, paths = engine.open_next()
-    print(*(f"new: {SOURCE / path}" for path in paths), sep="\n")
+    number, lost = engine.open_next()
+    _commit(engine, f"Lecture {number}: begin", SOURCE)
+    for path, lines in lost.items():
+        print(f"new: {SOURCE / path}")
+        if lines:
+            print("You have changed this place. Add the lecture's lines by hand if you need them:")
+            print(*(f"  {line}" for line in lines), sep="\n")
     _show_lecture(engine, number)
     return 0
 

@@ -21,19 +21,25 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
-LIMIT = 20.0  # seconds
+LIMIT = 20.0  # seconds for a call
+_LIMITS = 6  # for a whole program, which may make many calls
 _IMPORTS = 30.0  # seconds in addition, for the imports of a program
+_SHRINKING = 3  # seconds for the smallest example that fails; Hypothesis would take 300
 # Packages whose modules are imported once, and those that every check needs.
 LIBRARIES = {"httpx", "hypothesis", "matplotlib", "numpy", "pytest", "torch", "transformers"}
 _AT_ONCE = ("pytest", "hypothesis")
 # An endless loop may print.
 _MOST_OUTPUT = 1 << 20
 _LARGEST_FILE = 1 << 30
+_LASTS = "These calls do not end (most recent call first):"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -53,19 +59,22 @@ class Outcome:
     Attributes:
         code: its exit status; 0 if all went well.
         text: what it wrote.
-        stuck: where it was when its time was over, innermost first; nothing if it ended.
+        stuck: calls that did not end, innermost first; the first contains the loop.
+        late: whether its time was over, although no such call was found.
     """
 
     code: int
     text: str
     stuck: tuple[Place, ...] = ()
+    late: bool = False
 
 
 class Trials:
     """Runs trials, one at a time. A context manager, which kills the process and its forks.
 
     Args:
-        limit: seconds for a program, and for each test of pytest's.
+        limit: seconds for a call of the package's code, or of a test's. A test that makes many
+            calls, as those that search for examples, may take longer.
     """
 
     def __init__(self, limit: float = LIMIT) -> None:
@@ -96,7 +105,8 @@ class Trials:
         order = {
             "words": [module, *arguments],
             "folder": str(folder),
-            "limit": self.limit + _IMPORTS,
+            "limit": self.limit,
+            "total": _LIMITS * self.limit + _IMPORTS,
         }
         self._output.truncate(0)
         print(
@@ -112,32 +122,34 @@ class Trials:
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _MOST_OUTPUT))
         text = self._output.read()
-        return Outcome(code, text, _stuck(text, folder) if code else ())
+        stuck = _stuck(text, folder) if code else ()
+        return Outcome(code, text, stuck, bool(code) and not stuck and "\nTimeout (" in f"\n{text}")
 
     def run_tests(self, folder: Path, tests: list[str]) -> Outcome:
         """Run tests of pytest's until one fails."""
         options = (
             "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no "
-            f"--disable-warnings --timeout=0 -o faulthandler_timeout={self.limit} "
-            "-o faulthandler_exit_on_timeout=true"
+            "--disable-warnings --timeout=0 -o faulthandler_timeout=0"
         )
         return self.run(folder, "pytest", *options.split(), *tests)
 
 
 def _stuck(text: str, folder: Path) -> tuple[Place, ...]:
-    """The places in a folder's package that a timeout reports."""
-    _, timeout, stack = text.rpartition("Timeout (")
-    if not timeout or "most recent call first" not in stack:
+    """The calls of a folder's code that did not end."""
+    _, found, stack = text.rpartition(_LASTS)
+    if not found:
         return ()
     frames = [(Path(file), int(line), name) for file, line, name in _FRAME.findall(stack)]
-    inside = [each for each in frames if each[0].is_relative_to(folder)]
-    return tuple(Place(file.relative_to(folder), line, name) for file, line, name in inside)
+    return tuple(Place(file.relative_to(folder), line, name) for file, line, name in frames)
 
 
 def _serve() -> None:
     """Fork for each order on the standard input; answer with the fork's exit status."""
     for library in _AT_ONCE:
         importlib.import_module(library)
+    from hypothesis.internal.conjecture import engine
+
+    engine.MAX_SHRINKING_SECONDS = _SHRINKING
     for line in sys.stdin:
         report, write = os.pipe()
         child = os.fork()
@@ -167,7 +179,12 @@ def _run(order: dict[str, Any], report: int) -> NoReturn:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     largest = _LARGEST_FILE if most == resource.RLIM_INFINITY else min(_LARGEST_FILE, most)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
-    faulthandler.dump_traceback_later(order["limit"], exit=True)
+    # pytest redirects the usual ones.
+    output = os.dup(1)
+    # It ends a call, too, that Python cannot interrupt, in which no other thread runs.
+    faulthandler.dump_traceback_later(order["total"], exit=True, file=output)
+    watch = (order["limit"], order["folder"], output)
+    threading.Thread(target=_watch, args=watch, daemon=True).start()
     code = 1
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -183,6 +200,38 @@ def _run(order: dict[str, Any], report: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _watch(limit: float, folder: str, output: int) -> None:
+    """End this process when a call of the main thread lasts longer than `limit`; report the calls
+    that do, and not those that come and go inside them."""
+    main = threading.main_thread().ident
+    assert main is not None
+    since: dict[FrameType, float] = {}
+    while True:
+        time.sleep(min(limit / 4, 0.5))
+        now = time.monotonic()
+        calls = _calls(sys._current_frames().get(main), f"{folder}{os.sep}")
+        since = {call: since.get(call, now) for call in calls}
+        lasting = [call for call, first in since.items() if now - first > limit]
+        if lasting:
+            lines = (
+                f'  File "{call.f_code.co_filename}", line {call.f_lineno} in {call.f_code.co_name}'
+                for call in lasting
+            )
+            os.write(output, "\n".join(["", _LASTS, *lines, ""]).encode())
+            os._exit(1)
+
+
+def _calls(frame: FrameType | None, folder: str) -> Iterator[FrameType]:
+    """The calls of a folder's functions, innermost first."""
+    while frame is not None:
+        # Hypothesis gives its own function, which calls a test again and again, the test's place.
+        is_search = frame.f_globals.get("__name__", "").startswith("hypothesis")
+        is_import = frame.f_code.co_name == "<module>"
+        if frame.f_code.co_filename.startswith(folder) and not is_search and not is_import:
+            yield frame
+        frame = frame.f_back
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from nanovllm.lab.course.blanks import Blank
 from nanovllm.lab.course.growing import FILM, SOURCE, WORKLOADS, Growing
 from nanovllm.lab.course.trials import Outcome, Trials
 from nanovllm.lab.course.workbook import explain, link_tests
-from nanovllm.lab.course.workloads import Workload, workload_of
+from nanovllm.lab.course.workloads import Workload
 
 FIRST_FILM = 11  # before it, no lecture builds a part of the scheduler
+_SCHEDULER = "nanovllm/core/scheduler.py"
 _SQUARES = {"right": "■", "written": "◧", "open": "□"}
 _MEANING = "■ right  ◧ written, not right yet  □ to write  · not opened yet"
 
@@ -34,7 +35,8 @@ class Checker:
 
     def check(self, lecture: int) -> bool:
         """Run the tests of a lecture's functions, then those of the earlier lectures, and print the
-        verdicts. Returns whether everything is right.
+        verdicts. If a test fails, try functions alone, those first that have changed since they
+        were right. Returns whether everything is right.
 
         Raises:
             CourseError: the engine's files cannot be used; the message names the fix.
@@ -49,19 +51,19 @@ class Checker:
         ours = engine.blanks([lecture])
         written = [blank for blank in ours if blank not in unfinished]
         together = self._complaint(written, unfinished) if written else ""
-        verdicts = []
         for blank in ours:
-            verdict = "not written yet"
-            if blank in written:
-                verdict = self._alone(blank, written, together)
-                verdicts.append(verdict)
-            engine.note(blank, right=not verdict)
-            self.say(f"{blank.name}: {verdict or 'right'}")
+            if blank not in written:
+                engine.note(blank, right=False)
+                self.say(f"{blank.name}: not written yet")
+        verdicts = self._try_alone(written, together)
         if together and not any(verdicts):
-            self.say(
-                "Each is right with the lecture's code for all others, but not with yours, which "
-                f"is {together}"
-            )
+            before = [each for each in engine.blanks() if each.lecture < lecture]
+            changed = [each for each in before if not (each in unfinished or engine.is_right(each))]
+            if not any(self._try_alone(changed, together)):
+                self.say(
+                    "Each is right with the lecture's code for all others, but not with yours, "
+                    f"which is {together}"
+                )
         if verdicts and all(verdicts) and self._complaint(written, engine.blanks()):
             self.say(
                 "The same tests fail with the lecture's code for all functions: another line of "
@@ -78,6 +80,9 @@ class Checker:
         if not before:
             return True
         complaint = self._complaint(before, unfinished)
+        changed = [each for each in before if not self.engine.is_right(each)]
+        if complaint and any(self._try_alone(changed, complaint)):
+            return False
         which = f"Tests of {_lectures(before)}"
         self.say(f"{which}: {complaint or 'still right'}")
         if not complaint:
@@ -85,15 +90,26 @@ class Checker:
                 self.engine.note(blank, right=True)
         return not complaint
 
-    def _alone(self, blank: Blank, written: list[Blank], together: str) -> str:
-        """What is wrong with one function; with the lecture's code for all others if several might
-        be."""
-        if not together or (len(written) == 1 and not self._has_earlier(blank)):
-            return together
-        return self._complaint([blank], [each for each in self.engine.blanks() if each != blank])
+    def _try_alone(self, blanks: list[Blank], together: str) -> list[str]:
+        """Print and note what is wrong with each of some functions: nothing if all are right
+        together. One that has not changed since it was right is not tried if another is wrong."""
+        verdicts: list[str] = []
+        # Stable: those that have changed come first, each group in the order of the course.
+        for blank in sorted(blanks, key=self.engine.is_right):
+            if together and any(verdicts) and self.engine.is_right(blank):
+                self.say(f"{blank.name}: right before, and unchanged")
+                continue
+            verdicts.append(self._alone(blank, together))
+            self.engine.note(blank, right=not verdicts[-1])
+            self.say(f"{blank.name}: {verdicts[-1] or 'right'}")
+        return verdicts
 
-    def _has_earlier(self, blank: Blank) -> bool:
-        return any(each.lecture < blank.lecture for each in self.engine.blanks())
+    def _alone(self, blank: Blank, together: str) -> str:
+        """What is wrong with one function, with the lecture's code for all others."""
+        others = [each for each in self.engine.blanks() if each != blank]
+        if not together or all(map(self.engine.is_open, others)):
+            return together
+        return self._complaint([blank], others)
 
     def _complaint(self, blanks: Iterable[Blank], given: Collection[Blank]) -> str:
         """Run the tests of some functions, with the lecture's code for those that are given.
@@ -129,17 +145,21 @@ class Checker:
             return []
         return json.loads(frames)
 
-    def open_workload(self, lecture: int) -> Workload | None:
-        """Write the file of a lecture's second part if it is not there yet; None if the lecture has
-        none."""
-        workload = workload_of(lecture)
-        if workload is None:
-            return None
+    def film_title(self) -> str:
+        """Whose scheduler the film shows."""
+        blanks = [blank for blank in self.engine.blanks() if blank.path == _SCHEDULER]
+        if not blanks or any(map(self.engine.is_open, blanks)):
+            return "The lecture's scheduler with your code"
+        return "Your scheduler"
+
+    def open_workload(self, workload: Workload) -> bool:
+        """Write the file of a second part; returns False if it is there already."""
         file = self.engine.folder / WORKLOADS / workload.file
-        if not file.exists():
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(workload.template(), encoding="utf-8")
-        return workload
+        if file.exists():
+            return False
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(workload.template(), encoding="utf-8")
+        return True
 
     def run_workload(self, workload: Workload) -> float | None:
         """Say how the reader's file compares with the lecture's code. Returns the ratio if the
@@ -160,8 +180,7 @@ class Checker:
         )
         if not is_beaten:
             return None
-        best = self.engine.progress.beaten.get(str(workload.lecture), ratio)
-        self.engine.progress.beaten[str(workload.lecture)] = min(best, round(ratio, 4))
+        self.engine.progress.beaten[str(workload.lecture)] = round(ratio, 4)
         return ratio
 
     def _run(self, module: str, *arguments: str) -> tuple[Outcome, str]:

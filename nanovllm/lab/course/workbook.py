@@ -147,21 +147,22 @@ def explain(outcome: Outcome, names: Collection[str] = ()) -> str:
     """What is wrong according to pytest, in a few lines; "" if all tests pass.
 
     Args:
-        names: functions that the learner wrote. An endless loop is probably in one of them.
+        names: functions that the learner wrote.
     """
     if outcome.code == 0:
         return ""
     if outcome.stuck:
-        mine = {name.split(".")[-1] for name in names}
-        place = next((each for each in outcome.stuck if each.function in mine), outcome.stuck[0])
-        cause = (
-            "Is its loop endless?"
-            if place.function in mine
-            else "The test may be looking for the smallest case that fails, or a loop is endless."
-        )
+        place = outcome.stuck[0]
+        is_mine = place.function in {name.split(".")[-1] for name in names}
+        cause = "Is its loop endless?" if is_mine else "It waits for what a function of yours does."
         return (
             f"no end within the time limit: {place.function} was running, {place.file}:"
-            f"{place.line}. {cause} (`--limit` gives a test more seconds)"
+            f"{place.line}. {cause} (`--limit` gives a call more seconds)"
+        )
+    if outcome.late:
+        return (
+            "not finished: the tests make many calls, or one that Python cannot interrupt. "
+            "`--limit` gives them more time, which a slow machine may need"
         )
     _, said, *_ = [
         *re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", outcome.text),

@@ -1,0 +1,86 @@
+"""Trials: which calls have no end, and tests that take long although each call ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanovllm.lab.course import trials as module
+from nanovllm.lab.course.trials import Outcome, Trials
+from nanovllm.lab.course.workbook import explain
+
+LOOP = """
+def inner(n):
+    return sum(range(n))
+
+def outer():
+    while True:
+        inner(1000)
+"""
+SEARCH = """
+import time
+from hypothesis import given, settings, strategies as st
+from package import code
+
+@settings(deadline=None, max_examples=40, database=None)
+@given(st.lists(st.integers(0, 1 << 30), min_size=30))
+def test_all(numbers):
+    assert code.slow(numbers)
+"""
+SLOW = """
+import time
+
+def slow(numbers):
+    time.sleep(0.06)
+    return {}
+"""
+
+
+def try_out(folder: Path, code: str, test: str, limit: float) -> Outcome:
+    (folder / "package").mkdir()
+    (folder / "package/__init__.py").touch()
+    (folder / "package/code.py").write_text(code)
+    (folder / "tests").mkdir()
+    (folder / "tests/test_it.py").write_text(test)
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    with Trials(limit) as trials:
+        return trials.run_tests(folder, ["tests/test_it.py"])
+
+
+def test_the_loop_is_named_and_not_what_it_calls(tmp_path: Path) -> None:
+    test = "from package import code\ndef test_it(): code.outer()\n"
+    outcome = try_out(tmp_path, LOOP, test, limit=1)
+    assert outcome.code
+    assert [place.function for place in outcome.stuck] == ["outer", "test_it"]
+    said = explain(outcome, ["Class.outer"])
+    assert "outer was running, package/code.py:" in said and "Is its loop endless?" in said
+    assert "It waits for what a function of yours does" in explain(outcome, ["inner"])
+
+
+def test_a_search_may_take_longer_than_a_call(tmp_path: Path) -> None:
+    outcome = try_out(tmp_path, SLOW.format("True"), SEARCH, limit=2)
+    assert (outcome.code, outcome.stuck) == (0, ()), outcome.text
+
+
+def test_the_smallest_example_is_not_looked_for_until_the_time_is_over(tmp_path: Path) -> None:
+    outcome = try_out(tmp_path, SLOW.format("sum(numbers) < 1 << 29"), SEARCH, limit=2)
+    assert outcome.code and not outcome.stuck and not outcome.late
+    assert explain(outcome).startswith("wrong\n") and "code.slow(" in explain(outcome)
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        (SLOW.format("True"), SEARCH.replace("40", "4000")),
+        ("import itertools", "from package.code import *\ndef test(): any(itertools.repeat(0))"),
+    ],
+    ids=["many calls", "a call that cannot be interrupted"],
+)
+def test_all_ends_when_the_total_time_is_over(
+    code: str, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_IMPORTS", 4)
+    outcome = try_out(tmp_path, code, test, limit=0.5)
+    assert outcome.code and outcome.late, outcome.text
+    assert explain(outcome).startswith("not finished: ") and "\n" not in explain(outcome)
