@@ -280,7 +280,7 @@ class Growing:
             Whether one of these paths had changed; if none had, there is no commit.
 
         Raises:
-            CourseError: git refuses; the message has its reason.
+            CourseError: git did not commit; the message has its reason.
         """
         self.save()
         names = [str(path) for path in paths]

@@ -140,7 +140,7 @@ def _celebrate(checker: Checker, lecture: int) -> None:
 
 def _commit(engine: Growing, message: str, *paths: Path) -> bool:
     """Commit these paths; returns False if nothing has changed, and after a line with the reason if
-    git refuses."""
+    git did not commit."""
     try:
         return engine.commit(message, *paths)
     except CourseError as error:
