@@ -97,11 +97,16 @@ def simulate(
     )
     manager = make_manager(config)
     scheduler = create_scheduler(config, manager, scheduler_class=scheduler_class)
-    simulation = _Simulation(config, scheduler, step_cost, token_cost)
-    return simulation.serve(requests, max_steps)
+    return Simulation(config, scheduler, step_cost, token_cost).serve(requests, max_steps)
 
 
-class _Simulation:
+class Simulation:
+    """A scheduler, a runner that samples token 7, and a record of the steps.
+
+    Attributes:
+        clock: simulated time.
+    """
+
     def __init__(
         self, config: ResolvedConfig, scheduler: Scheduler, step_cost: float, token_cost: float
     ) -> None:

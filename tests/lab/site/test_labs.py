@@ -1,0 +1,146 @@
+"""Labs: what runs in the browser, and that a mistake of the reader's is found where it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.lab.site.labs import pages
+from nanovllm.lab.site.labs.archive import ArchiveError, write_archive
+from nanovllm.lab.site.labs.pages import source_of
+from tests.lab.site.mistakes import MISTAKES, Mistake
+
+LABS = {lab["name"]: lab for lab in pages.read_labs()}
+EDITED = [name for name, lab in LABS.items() if lab.get("targets")]
+
+
+# As the page's worker: answers each line of JSON. There is nothing but the standard library,
+# msgspec and the archive, and no pytest.
+WORKER = """
+import importlib.abc, sys
+
+class OnlyThese(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in {"nanovllm", "tests", "msgspec", *sys.stdlib_module_names}:
+            raise ImportError(f"the archive imports {name}")
+
+import msgspec
+sys.meta_path.insert(0, OnlyThese())
+sys.path[:] = [sys.argv[1], *(each for each in sys.path if "site-packages" not in each)]
+from nanovllm.lab.site.labs import driver
+assert sys.argv[1] in driver.__file__
+for line in sys.stdin:
+    print(driver.answer(line, id), flush=True)
+"""
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Asks the driver in the archive for a call, a lab's name and the reader's texts."""
+    folder = tmp_path_factory.mktemp("archive")
+    pages.write_lab_archive(folder / "nanovllm.zip", list(LABS.values()))
+    command = [sys.executable, "-c", WORKER, str(folder / "nanovllm.zip")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=folder, **pipes) as worker:
+        assert worker.stdin and worker.stdout and worker.stderr
+
+        def ask(call: str, name: str, texts: dict[str, str]) -> dict[str, Any]:
+            request = {"call": call, "lab": LABS[name], "texts": texts}
+            worker.stdin.write(json.dumps(request) + "\n")
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+            assert line, worker.stderr.read()
+            return json.loads(line)
+
+        yield ask
+        worker.stdin.close()
+
+
+def of_mistake(mistake: Mistake) -> dict[str, str]:
+    """The text of a function with a mistake in it."""
+    text = source_of(mistake.target)
+    assert text.count(mistake.old) == 1, mistake
+    return {mistake.target: text.replace(mistake.old, mistake.new)}
+
+
+# ---------------------------------------------------------------- the archive
+
+
+def test_the_archive_names_an_import_that_a_browser_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match=r"nanovllm/[a-z_/]+\.py imports (torch|numpy)"):
+        write_archive(tmp_path / "a.zip", ["nanovllm.core.runner"], [])
+    with pytest.raises(ArchiveError, match=r"nanovllm\.core\.nothing, which does not exist"):
+        write_archive(tmp_path / "a.zip", ["nanovllm.core.nothing"], [])
+    with pytest.raises(ArchiveError, match=r"test_scheduler\.py has no test_nothing"):
+        write_archive(tmp_path / "a.zip", ["tests.core.test_scheduler:test_nothing"], [])
+
+
+def test_a_module_is_cut_down_to_what_its_members_use(tmp_path: Path) -> None:
+    root = "nanovllm.features.speculation.verification:keep_accepted"
+    texts = write_archive(tmp_path / "a.zip", [root], [])
+    text = texts["nanovllm/features/speculation/verification.py"]
+    assert "def keep_accepted" in text and "SchedulerOutput" in text
+    assert "torch" not in text and "def verify" not in text
+
+
+# ---------------------------------------------------------------- the reader's code
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_the_texts_in_the_editor_are_the_engines_code(ask: Ask, name: str) -> None:
+    texts = {target: source_of(target) for target in LABS[name]["targets"]}
+    assert all(test["passed"] for test in ask("check", name, {}).get("tests", []))
+    plain, edited = ask("run", name, {}), ask("run", name, texts)
+    assert "error" not in edited, edited["error"]
+    for part in ("trace", "picture", "figures"):
+        assert edited.get(part) == plain.get(part)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.lab}: {mistake.new}")
+def test_a_mistake_is_found_where_it_is(ask: Ask, mistake: Mistake) -> None:
+    """The scene fails with the invariant's sentence or looks different, and the right tests fail,
+    and no others; afterwards, the engine's code is in place again."""
+    texts = of_mistake(mistake)
+    before, found = ask("run", mistake.lab, {}), ask("run", mistake.lab, texts)
+    if mistake.says:
+        assert mistake.says in found["error"]["message"]
+        number, line = found["error"]["place"]
+        assert number == 0 and 0 < line <= len(texts[mistake.target].splitlines())
+    else:
+        assert "error" not in found, found["error"]
+        parts = ("trace", "picture", "figures")
+        assert [found.get(part) for part in parts] != [before.get(part) for part in parts]
+    tests = ask("check", mistake.lab, texts)["tests"]
+    failed = {test["name"].partition(":")[2] for test in tests if not test["passed"]}
+    assert failed == set(mistake.fails)
+    assert all(test["message"] for test in tests if not test["passed"])
+    assert all(test["passed"] for test in ask("check", mistake.lab, {})["tests"])
+
+
+def test_the_line_of_an_exception_is_the_readers(ask: Ask) -> None:
+    target = "nanovllm.core.scheduler:last_running"
+    text = "def last_running(request, num_tokens, running):\n    x = 1\n    return running[99]\n"
+    error = ask("run", "preemption", {target: text})["error"]
+    assert (error["message"], error["place"]) == ("IndexError: list index out of range", [0, 3])
+    assert error["raised"] and error["step"] > 0
+    error = ask("run", "preemption", {target: "def last_running(a):\n    return (\n"})["error"]
+    assert error["message"].startswith("SyntaxError") and error["place"] == [0, 2]
+    error = ask("run", "preemption", {target: "def first():\n    pass\n"})["error"]
+    assert error["message"] == "NameError: the code must define last_running"
+
+
+def test_helpers_of_the_reader_are_gone_afterwards(ask: Ask) -> None:
+    target = "nanovllm.core.scheduler:last_running"
+    text = source_of(target).replace("running[-1]", "helper(running)")
+    helper = "\n\ndef helper(running):\n    return running[-1]\n"
+    found = ask("run", "preemption", {target: text + helper})
+    assert found["trace"] == ask("run", "preemption", {})["trace"]
+    error = ask("run", "preemption", {target: text})["error"]
+    assert error["message"] == "NameError: name 'helper' is not defined"

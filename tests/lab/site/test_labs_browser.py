@@ -1,0 +1,191 @@
+"""Labs in Chromium: one by day, all by night."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from nanovllm.lab.site.labs import pages
+from tests.lab.site.mistakes import MISTAKES, Mistake
+
+pytest_plugins = ["tests.browser"]
+
+LABS = pages.read_labs()
+READY = "body[data-python=ready]"
+TAKES = 120_000  # milliseconds in which Python is ready, on a busy machine
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the files of a folder, without a log."""
+
+    extensions_map: ClassVar = {
+        **http.server.SimpleHTTPRequestHandler.extensions_map,
+        ".mjs": "text/javascript",
+        ".wasm": "application/wasm",
+    }
+
+    def log_message(self, *arguments: object) -> None:
+        """Log nothing."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the labs."""
+    out = tmp_path_factory.mktemp("site") / "labs"
+    try:
+        pages.build(out)
+    except pages.BuildError as error:
+        pytest.skip(f"the labs are NOT TESTED in a browser: {error}")
+    handler = functools.partial(Handler, directory=str(out))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def open_lab(page: Any, site: str) -> Iterator[Any]:
+    """Opens a lab by its name, and returns its page when Python is ready. The page asks no other
+    host for anything."""
+    asked: list[str] = []
+    page.context.on("request", lambda request: asked.append(request.url))
+
+    def open_lab(name: str) -> Any:
+        page.goto(f"{site}/{name}.html")
+        page.wait_for_selector(READY, timeout=TAKES)
+        return page
+
+    yield open_lab
+    assert any(url.endswith(".wasm") for url in asked), "what the worker asks for is seen here"
+    own = (site, "data:", "blob:")
+    assert [url for url in asked if not url.startswith(own)] == []
+
+
+def put(page: Any, mistake: Mistake) -> None:
+    """Replace a text in the editor, as a reader does."""
+    page.get_by_role("tab", name=mistake.target.partition(":")[2], exact=True).click()
+    text = page.evaluate("nanovllmLab.lab.editor.text")
+    assert text.count(mistake.old) == 1
+    page.click(".cm-content")
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text(text.replace(mistake.old, mistake.new))
+
+
+def press(page: Any, name: str) -> None:
+    """Press a button, and wait for the answer."""
+    page.click(f"#{name}")
+    page.wait_for_selector("body[data-busy=false]", timeout=TAKES)
+
+
+def shown(page: Any) -> Any:
+    """The trace and the picture on the page."""
+    scene = page.evaluate("nanovllmLab.lab.scene")
+    return [scene.get("trace"), scene.get("picture"), scene.get("figures")]
+
+
+def do_the_lab(page: Any, mistakes: list[Mistake]) -> None:
+    """Run the engine's code, then each mistake; reset."""
+    before = shown(page)
+    press(page, "run")
+    assert shown(page) == before, "the page has the trace of the engine's own code"
+    press(page, "check")
+    assert page.locator(".tests .failed").count() == 0
+    for mistake in mistakes:
+        put(page, mistake)
+        press(page, "run")
+        if mistake.says:
+            assert mistake.says in page.inner_text("#message")
+            assert page.locator(".cm-fault").count() == 1
+        assert shown(page) != before
+        press(page, "check")
+        failed = page.locator(".tests .failed").all_inner_texts()
+        assert len(failed) == len(mistake.fails)
+        for name, text in zip(mistake.fails, failed, strict=True):
+            assert name.removeprefix("test_").replace("_", " ") in text
+        page.click("#reset")
+        press(page, "run")
+        assert page.is_hidden("#message") and shown(page) == before
+
+
+def test_a_wrong_victim_is_seen_and_mended(open_lab: Any) -> None:
+    page = open_lab("preemption")
+    mistakes = [mistake for mistake in MISTAKES if mistake.lab == "preemption"]
+    do_the_lab(page, mistakes[:1])
+    put(page, mistakes[0])
+    page.reload()
+    page.wait_for_selector(READY, timeout=TAKES)
+    assert mistakes[0].new in page.evaluate("nanovllmLab.lab.editor.text"), "the browser keeps it"
+    # An endless loop ends by Stop, and Python is there again.
+    page.click("#reset")
+    loop = Mistake("", mistakes[0].target, "return running[-1]", "while True: pass")
+    put(page, loop)
+    page.click("#run")
+    page.wait_for_selector("#stop:enabled")
+    page.click("#stop")
+    assert page.inner_text("#message") == "Stopped."
+    page.click("#reset")
+    page.wait_for_selector(READY, timeout=TAKES)
+    press(page, "run")
+    assert page.is_hidden("#message")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab["name"])
+def test_each_lab_finds_its_mistakes(open_lab: Any, lab: Any) -> None:
+    if lab.get("targets"):
+        do_the_lab(open_lab(lab["name"]), [each for each in MISTAKES if each.lab == lab["name"]])
+
+
+@pytest.mark.nightly
+def test_an_endless_loop_is_stopped(open_lab: Any) -> None:
+    page = open_lab("preemption")
+    put(page, Mistake("", MISTAKES[0].target, "return running[-1]", "while True: pass"))
+    page.click("#run")
+    page.wait_for_selector("#message:visible", timeout=TAKES)
+    assert "Stopped after 10 seconds" in page.inner_text("#message")
+
+
+@pytest.mark.nightly
+def test_memory_stays_flat(open_lab: Any) -> None:
+    page = open_lab("preemption")
+    session = page.context.new_cdp_session(page)
+
+    def memory() -> tuple[int, int]:
+        """Bytes of the worker's Python, and of the page's objects."""
+        session.send("HeapProfiler.collectGarbage")
+        used = page.evaluate("performance.memory.usedJSHeapSize")
+        return page.evaluate("nanovllmLab.python.memory"), used
+
+    for _ in range(10):
+        press(page, "run")
+    before = memory()
+    for _ in range(50):
+        press(page, "run")
+    after = memory()
+    assert after[0] == before[0], "Python's memory does not grow"
+    assert after[1] < 1.1 * before[1] + 2**20, f"the page's objects: {before[1]:,}, {after[1]:,}"
+
+
+@pytest.mark.nightly
+def test_from_lab_to_lab_python_stays_loaded(open_lab: Any) -> None:
+    page = open_lab(LABS[0]["name"])
+    page.evaluate("window.sameDocument = true")
+    for lab in LABS[1:]:
+        page.click(f"nav a[href='{lab['name']}.html']")
+        page.wait_for_function("name => nanovllmLab.lab.data.lab.name === name", arg=lab["name"])
+        assert page.evaluate("window.sameDocument && nanovllmLab.python.state") == "ready"
+    page.go_back()
+    page.wait_for_function("name => nanovllmLab.lab.data.lab.name === name", arg=LABS[-2]["name"])
+
+
+@pytest.mark.nightly
+def test_without_webassembly_the_page_shows_the_film_and_says_why(page: Any, site: str) -> None:
+    page.add_init_script("delete globalThis.WebAssembly")
+    page.goto(f"{site}/preemption.html")
+    assert "no WebAssembly" in page.inner_text("#state")
+    assert page.locator(".nv-player canvas").count() > 0 and page.is_disabled("#run")
