@@ -3,17 +3,24 @@ notebook gets."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import pathlib
+import random
 import re
+import zlib
 from typing import Any
 
+import msgspec
 import pytest
 
+from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.lab import stored
 from nanovllm.lab.viz import SimulatedRequest, image_bytes, request_metrics, simulate
 from nanovllm.lab.viz.blocks import draw_still
 from nanovllm.lab.viz.player import VIEWS, WEB, Player, bundle, play, widget_module
 from nanovllm.lab.viz.what_if import figures, what_if
+from nanovllm.trace.record import Arrival
 from nanovllm.trace.trace import Trace, TraceError
 from tests.browser import open_site
 
@@ -613,6 +620,46 @@ def test_the_players_python_side(trace: Trace, tmp_path: pathlib.Path) -> None:
     )
     data, _ = player._repr_mimebundle_()
     assert data["text/plain"] == repr(player)
+
+
+def test_a_notebook_stores_the_trace_that_a_page_plays(
+    trace: Trace, tmp_path: pathlib.Path
+) -> None:
+    """Measured times are left out: they would differ from run to run."""
+    kept = []
+    for pace in (0.5, 0.7):
+        measured = Trace(settings=trace.settings | TraceSettings(model="/home/me/a model"))
+        measured.settings = msgspec.structs.replace(measured.settings, time_unit="s")
+        for number, record in enumerate(trace):
+            times = {"start": pace * number, "duration": pace, "planned": pace / 2}
+            arrivals = {name: Arrival(time=pace * number, max_tokens=5) for name in record.arrived}
+            measured.record(dataclasses.replace(record, arrivals=arrivals, **times))
+        player = play(measured, views=["pool"], step=7)
+        data, _ = player._repr_mimebundle_()
+        kept.append(data[stored.TRACE])
+    assert kept[0] == kept[1]
+    assert {name: kept[0][name] for name in ("views", "step", "speed")} == {
+        "views": ["pool"],
+        "step": 7,
+        "speed": 2.0,
+    }
+    (tmp_path / "run.jsonl").write_bytes(zlib.decompress(base64.b64decode(kept[0]["trace"])))
+    again = Trace.load(tmp_path / "run.jsonl")
+    assert again.settings.model == "" and again.settings.time_unit == "steps"
+    assert [record.requests for record in again] == [record.requests for record in trace]
+    assert [record.start for record in again] == list(range(len(trace)))
+    # Simulated times are the same in every run.
+    simulated = play(trace)._repr_mimebundle_()[0][stored.TRACE]["trace"]
+    (tmp_path / "run.jsonl").write_bytes(zlib.decompress(base64.b64decode(simulated)))
+    assert Trace.load(tmp_path / "run.jsonl").settings.time_unit == "simulated units"
+
+
+def test_a_trace_that_is_too_long_for_a_page_is_not_stored(trace: Trace) -> None:
+    record = trace.steps[0]
+    texts = {"r0": random.Random(0).randbytes(150_000).hex()}
+    trace = Trace(settings=trace.settings)
+    trace.record(dataclasses.replace(record, text=texts))
+    assert play(trace)._repr_mimebundle_()[0].keys() & {stored.TRACE, "image/png"} == {"image/png"}
 
 
 def test_what_a_player_refuses(tmp_path: pathlib.Path, trace: Trace) -> None:

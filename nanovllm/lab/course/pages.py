@@ -1,30 +1,30 @@
-"""Lectures as web pages, which need no kernel: nbconvert's, with unchanged lines paler, answers to
-predictions folded, and controls for animations."""
+"""Lectures as web pages, which need no kernel: nbconvert's, with unchanged lines paler, players,
+predictions that lock, with their answers folded, and controls for animations."""
 
 import base64
 import re
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from jinja2 import DictLoader
 from nbconvert import HTMLExporter
 from nbconvert.filters import Highlight2HTML
 
 from nanovllm.lab.course.copies import FOLDER
 from nanovllm.lab.course.unchanged import unchanged_lines
+from nanovllm.lab.site.players import enliven, lectures_module
 
 _PALE = '<span class="unchanged">'
 _CODE = re.compile(r"(?<=<pre><span></span>).*?(?=\n</pre>)", re.DOTALL)
 _GIF = re.compile(r'(?<=src=")[^":]+\.gif(?=")')
-_FILM = Path(__file__).parent / "labextensions" / "nanovllm-course" / "static" / "film.js"
 _PAGE = """
 {%- extends 'lab/index.html.j2' -%}
 {%- block html_head_css -%}
 {{ super() }}
 <style>.unchanged { opacity: .45 }</style>
 <script type="module">
-{% raw %}FILM{% endraw %}
-document.querySelectorAll('img[src^="data:image/gif"]').forEach(showFilm);
+{% raw %}MODULE{% endraw %}
 </script>
 {%- endblock html_head_css -%}
 {%- block input -%}
@@ -71,11 +71,14 @@ def write_page(path: Path, root: Path) -> Path:
     """Write a lecture as a page into the folder of copies, where its links lead to the same
     places; returns the page's path."""
     exporter = HTMLExporter(
-        extra_loaders=[DictLoader({"lecture.html.j2": _PAGE.replace("FILM", _FILM.read_text())})],
+        extra_loaders=[DictLoader({"lecture.html.j2": _PAGE.replace("MODULE", lectures_module())})],
         template_file="lecture.html.j2",
         filters={"highlight_code": PaleLines(pygments_lexer="ipython3")},
     )
-    page, _ = exporter.from_filename(str(path))
+    notebook = nbformat.read(path, as_version=4)
+    enliven(notebook["cells"])
+    resources = {"metadata": {"name": path.stem}}
+    page, _ = exporter.from_notebook_node(nbformat.from_dict(notebook), resources)
 
     def embedded(name: re.Match[str]) -> str:
         """An animation in the page itself: a script of a local page may read no other file."""

@@ -1,7 +1,9 @@
 """Predictions: a learner types a number before a measurement, and then sees the two beside each
-other."""
+other. Notebooks also store them as data, of which pages make forms."""
 
 from typing import Any
+
+from nanovllm.lab import stored
 
 
 class Prediction:
@@ -33,24 +35,61 @@ class Prediction:
         if guess is not ... and not (guess in among if among else isinstance(guess, int | float)):
             raise ValueError(f"a prediction is {wanted}, got {guess!r}")
         said = f"put {wanted} in the place of ..." if guess is ... else self._say(guess)
-        print(f"{question}\nYou predict: {said}")
+        asked = {"question": question, "unit": unit, "among": list(among)}
+        _show(
+            f"{question}\nYou predict: {said}", asked if guess is ... else asked | {"guess": guess}
+        )
 
     def reveal(self, measured: float | str, formula: float | str | None = None) -> None:
-        """Print the prediction and what was measured, and between them what the lecture's own
+        """Show the prediction and what was measured, and between them what the lecture's own
         formula says if there is one."""
-        print(self.question)
+        lines = [self.question]
         for source, value in (("you predicted", self.guess), ("by the formula", formula)):
             if value is not None:
                 said = (
                     "nothing yet" if value is ... else self._say(value) + _distance(value, measured)
                 )
-                print(f"{source:>16}: {said}")
-        print(f"{'measured':>16}: {self._say(measured)}")
+                lines.append(f"{source:>16}: {said}")
+        lines.append(f"{'measured':>16}: {self._say(measured)}")
+        answer = {"question": self.question, "unit": self.unit, "measured": _rounded(measured)}
+        if formula is not None:
+            answer["formula"] = _rounded(formula)
+        _show("\n".join(lines), answer)
 
     def _say(self, value: Any) -> str:
         if isinstance(value, str):
             return value
-        return f"{value:{',.0f' if abs(value) >= 1000 else '.3g'}} {self.unit}".rstrip()
+        return f"{value:{_format(value)}} {self.unit}".rstrip()
+
+
+class _Stored:
+    """A display of a cell: text, and the same as data."""
+
+    def __init__(self, text: str, data: dict[str, Any]) -> None:
+        self.text = text
+        self.data = data
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return {"text/plain": self.text, stored.PREDICTION: self.data}
+
+
+def _show(text: str, data: dict[str, Any]) -> None:
+    """Show it in a notebook; print it elsewhere."""
+    from IPython.display import display  # slow, and checks of a reader's engine need it not
+
+    display(_Stored(text, data))
+
+
+def _format(value: float) -> str:
+    return ",.0f" if abs(value) >= 1000 else ".3g"
+
+
+def _rounded(value: float | str) -> float | str:
+    """A value as it is printed: further digits would differ from machine to machine."""
+    return value if isinstance(value, str) else float(f"{value:{_format(value)}}".replace(",", ""))
 
 
 def _distance(value: Any, measured: Any) -> str:

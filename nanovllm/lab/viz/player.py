@@ -1,9 +1,12 @@
 """The player for traces as a notebook widget: the JavaScript modules of the live page in one
 bundle, and a trace."""
 
+import base64
+import dataclasses
 import json
 import pathlib
 import re
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -11,6 +14,8 @@ import anywidget
 import matplotlib.pyplot as plt
 import traitlets
 
+from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.lab import stored
 from nanovllm.lab.viz import style
 from nanovllm.lab.viz.blocks import draw_still
 from nanovllm.lab.viz.data import request_ids
@@ -18,6 +23,8 @@ from nanovllm.trace.trace import Trace
 
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
+_MOST_STORED = 100_000  # bytes; a longer trace would make the notebook and its page too heavy
+_MEASURED = TraceSettings().time_unit  # of times from a clock
 Source = Trace | str | pathlib.Path  # a trace, or the file of one
 _IMPORT = re.compile(
     r'^import (\{[^}]*\}|\w+) from "(\.[\w./-]+)"(?: with \{[^}]*\})?;\n', re.MULTILINE
@@ -118,13 +125,45 @@ class Player(anywidget.AnyWidget):
         self.lines = b"".join(trace.lines())
 
     def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The widget, and a picture of its views for pages where no widget runs."""
+        """The widget, and what a notebook keeps of it for pages where no widget runs."""
         data, metadata = super()._repr_mimebundle_(**options) or ({}, {})
-        return data | still(self.trace, self.views, self.still), metadata
+        return data | self.saved(), metadata
+
+    def saved(self) -> dict[str, Any]:
+        """The player as a notebook stores it, by MIME type: a picture of its views, and the trace
+        for pages that play it without a kernel."""
+        pictures = still(self.trace, self.views, self.still)
+        deflated = zlib.compress(b"".join(untimed(self.trace).lines()), 9)
+        if len(deflated) > _MOST_STORED:
+            return pictures
+        shown = {"views": self.views, "step": self.step, "speed": self.speed}
+        return pictures | {stored.TRACE: shown | {"trace": base64.b64encode(deflated).decode()}}
 
     def __repr__(self) -> str:
         steps = f"{len(request_ids(self.trace))} requests, {len(self.trace)} steps"
         return f"Player: {steps}; run this cell in JupyterLab to play it"
+
+
+def untimed(trace: Trace) -> Trace:
+    """The trace as notebooks keep it: without times that were measured, so that it is the same in
+    every run. Each step lasts one step then; simulated times stay. The settings are those that
+    pictures need, which name no file of this machine."""
+    of = trace.settings
+    settings = TraceSettings(
+        time_unit=of.time_unit if of.time_unit != _MEASURED else "steps",
+        block_size=of.block_size,
+        num_blocks=of.num_blocks,
+        token_budget=of.token_budget,
+        enable_prefix_caching=of.enable_prefix_caching,
+    )
+    made = Trace(settings=settings)
+    for number, record in enumerate(trace):
+        kept = dataclasses.replace(record, planned=0.0, arrivals={})
+        if of.time_unit == _MEASURED:
+            kept.start = float(number)
+            kept.duration = float(bool(record.requests))
+        made.record(kept)
+    return made
 
 
 def still(trace: Trace, views: Collection[str], steps: Collection[int] = ()) -> dict[str, bytes]:

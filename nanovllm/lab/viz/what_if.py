@@ -14,7 +14,7 @@ from nanovllm.assembly.flags import choices_of
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import DEFAULT_TOKEN_BUDGET
 from nanovllm.lab.viz.metrics import percentile, request_metrics
-from nanovllm.lab.viz.player import play, still
+from nanovllm.lab.viz.player import play
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.trace.trace import Trace
 
@@ -172,7 +172,7 @@ class WhatIf(widgets.VBox):
         )
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        return super()._repr_mimebundle_(**options) | still(self.player.trace, self.player.views)
+        return super()._repr_mimebundle_(**options) | self.player.saved()
 
     def __repr__(self) -> str:
         return (

@@ -98,7 +98,7 @@ export class StoryPanel {
       ["tokens", `${inDigits(record.numTokens)} of at most ${inDigits(record.tokenBudget)}${lowerLimit(history, record)}`],
       ["of these", record.numTokens && tokensByKind(record)],
       ["accepted", record.numDrafts && `${record.numAcceptedDrafts} of ${countOf(record.numDrafts, "draft")}`],
-      ["duration", record.duration && inTime(history, record.duration)],
+      ["duration", record.duration && history.settings.time_unit !== "steps" && inTime(history, record.duration)],
       ["blocks", `${inDigits(record.numBlocks - record.numFree)} of ${inDigits(record.numBlocks)} held`],
       ["arrived", this._chips(record.arrived)],
       ["admitted", this._chips(record.admitted.keys(), (id) => this._cachedNote(record.admitted.get(id)))],

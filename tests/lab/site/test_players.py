@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from nanovllm.lab.site.players import players_module
+from nanovllm.lab.site.players import lectures_module, players_module
 from nanovllm.lab.viz import SimulatedRequest, simulate
 from nanovllm.trace.trace import Trace
 from tests.browser import open_site
@@ -51,12 +52,19 @@ def position(page: Any) -> str:
     return page.locator(".nv-position").inner_text()
 
 
-def test_the_module_has_no_name_twice_and_imports_nothing() -> None:
-    text = players_module()
+@pytest.mark.parametrize(
+    ("module", "exports"),
+    [(players_module, ["export { mountPlayer };"]), (lectures_module, [])],
+    ids=["players", "lectures"],
+)
+def test_a_module_has_no_name_twice_and_imports_nothing(
+    module: Callable[[], str], exports: list[str]
+) -> None:
+    text = module()
     names = re.findall(r"^(?:async )?(?:class|function\*?|const|let) +(\w+)", text, re.MULTILINE)
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
     assert not re.search(r"^import\b", text, re.MULTILINE)
-    assert re.findall(r"^export .*", text, re.MULTILINE) == ["export { mountPlayer, mountStored };"]
+    assert re.findall(r"^export .*", text, re.MULTILINE) == exports
 
 
 def test_a_program_feeds_a_player_with_traces(page: Any) -> None:

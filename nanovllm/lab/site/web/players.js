@@ -4,10 +4,10 @@
 import { createPlayer } from "../../../trace/web/player.js";
 import { makeElement } from "../../../trace/web/story.js";
 import { readHistory } from "../../../trace/web/widget.js";
-import SHEET from "../../../trace/web/player.css" with { type: "css" };
+import PLAYER_SHEET from "../../../trace/web/player.css" with { type: "css" };
 
 const AHEAD = "600px"; // a stored player starts this far outside of the window: what the reader sees does not jump
-const STORED = 'script[type="application/vnd.nanovllm.trace+json"]';
+const OUTPUTS = ".cell_output, .jp-OutputArea, body"; // of one cell: on the site, in exported lectures, elsewhere
 
 /** The bytes of a trace file that a page holds: deflated (zlib), in base64. */
 async function inflate(trace) {
@@ -29,7 +29,7 @@ async function inflate(trace) {
  */
 export function mountPlayer(element, options = {}) {
   const { lines, trace, views, step = 0, speed, theme, autoplay = false } = options;
-  if (!document.adoptedStyleSheets.includes(SHEET)) document.adoptedStyleSheets.push(SHEET);
+  if (!document.adoptedStyleSheets.includes(PLAYER_SHEET)) document.adoptedStyleSheets.push(PLAYER_SHEET);
   const player = createPlayer(element, { views, speed, theme });
   const failure = makeElement("p", { class: "nv-failure", role: "alert" });
   let wanted = step;
@@ -74,23 +74,27 @@ export function mountPlayer(element, options = {}) {
   return { player, ready, update, destroy };
 }
 
-/** Make a player of each trace that is stored below an element: in the place of the picture next to it. */
-export function mountStored(root) {
-  const starts = new IntersectionObserver(
+/** Do something once with each element that comes near to what the reader sees. */
+export function whenNear(elements, action) {
+  const sights = new IntersectionObserver(
     (changes) => {
       for (const { target, isIntersecting } of changes) {
         if (!isIntersecting) continue;
-        starts.unobserve(target);
-        start(target);
+        sights.unobserve(target);
+        action(target);
       }
     },
     { rootMargin: AHEAD },
   );
-  const start = (figure) => {
-    const place = makeElement("div", { class: "nv-place" });
-    figure.append(place);
-    figure.classList.add("nv-started");
-    mountPlayer(place, JSON.parse(figure.querySelector(STORED).textContent));
-  };
-  for (const stored of root.querySelectorAll(STORED)) starts.observe(stored.parentElement);
+  for (const element of elements) sights.observe(element);
+}
+
+/** Make a player of each trace that is stored below an element, in the place of the picture above it. */
+export function mountStored(root) {
+  whenNear(root.querySelectorAll(".nv-stored"), (place) => {
+    const pictures = [...place.closest(OUTPUTS).querySelectorAll("img")];
+    const follows = (picture) => picture.compareDocumentPosition(place) & Node.DOCUMENT_POSITION_FOLLOWING;
+    pictures.findLast(follows)?.classList.add("nv-replaced");
+    mountPlayer(place, JSON.parse(place.dataset.player));
+  });
 }

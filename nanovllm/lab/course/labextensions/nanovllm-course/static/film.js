@@ -1,7 +1,7 @@
 // A GIF as a film that the reader can stop and step: a canvas in the place of the image, and controls below it.
 // A browser that cannot decode single frames (`ImageDecoder`) shows the animation as it is.
 
-const STYLE = `
+const FILM_STYLE = `
   .nanovllm-film { margin: 0.5em 0; }
   .nanovllm-film canvas { display: block; max-width: 100%; }
   .nanovllm-film div { display: flex; align-items: center; gap: 0.5em; max-width: 900px; padding: 4px 0; }
@@ -67,7 +67,7 @@ export async function showFilm(image) {
   slider.oninput = () => step(slider.valueAsNumber);
 
   await show(0);
-  const film = make("figure", { className: "nanovllm-film" }, make("style", { textContent: STYLE }), canvas,
+  const film = make("figure", { className: "nanovllm-film" }, make("style", { textContent: FILM_STYLE }), canvas,
     make("div", {}, play, back, on, slider, position));
   // A double click would open JupyterLab's editor of the text, and keys would be its commands.
   film.addEventListener("dblclick", (event) => event.stopPropagation());

@@ -1,0 +1,7 @@
+"""MIME types of the data that lectures store for pages without a kernel."""
+
+# A player: `views`, `step` and `speed`, and as `trace` the deflated text of a trace file in base64.
+TRACE = "application/vnd.nanovllm.trace+json"
+# A prediction that a page asks for (`question`, `unit`, `among`, and `guess` if the notebook has
+# one), or, with `measured` and maybe `formula`, the answer.
+PREDICTION = "application/vnd.nanovllm.prediction+json"
