@@ -35,14 +35,8 @@ def draw_crossing(
         ax.text(-0.3, y + 0.4, name, ha="right", va="center", fontweight="bold")
         for block in range(state.num_blocks):
             box(ax, block, y, 0.84, 0.84)
-            ax.add_patch(
-                plt.Rectangle(
-                    (block, y),
-                    0.84 * state.filled(block) / state.block_size,
-                    0.84,
-                    color=PALETTE[0],
-                )
-            )
+            if width := 0.84 * state.filled(block) / state.block_size:
+                ax.add_patch(plt.Rectangle((block, y), width, 0.84, color=PALETTE[0]))
             ax.text(
                 block + 0.42,
                 y + (1.4 if y else -0.2),
@@ -416,8 +410,8 @@ def draw_trade(
     label: str,
     title: str,
 ) -> Figure:
-    """What computing a share of the tokens costs (seconds, relative to computing all), and what it
-    buys.
+    """What computing a share of the reused tokens again costs (seconds, relative to computing all),
+    and what it buys.
 
     Args:
         quality: name to shares and the values of `label` there.
@@ -427,7 +421,7 @@ def draw_trade(
         "xscale": "linear",
         "yscale": "linear",
         "ylim": (0, None),
-        "xlabel": "share of tokens that are computed",
+        "xlabel": "share of reused tokens that are computed again",
     }
     curves(
         axes[0],
