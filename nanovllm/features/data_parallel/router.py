@@ -14,7 +14,7 @@ from nanovllm.data.request import EngineRequest
 
 # The most blocks of a prompt that are compared. More would cost time without changing the choice.
 ROUTED_BLOCKS = 64
-# Running requests that a waiting one counts for, as in vLLM: it shows that the engine is full.
+# Running requests that a waiting one counts for: it shows that the engine is full.
 WAITING_WEIGHT = 4
 # An engine whose load exceeds the lowest load by more than this gets no request because of a cached
 # prefix.
