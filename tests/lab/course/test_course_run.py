@@ -172,6 +172,16 @@ def test_normalise_removes_timing_widgets_and_machine_paths(tmp_path: Path) -> N
     assert nbformat.writes(normalise(notebook, tmp_path)) == once
 
 
+def test_log_lines_of_engines_are_not_saved(tmp_path: Path) -> None:
+    """Several processes write them, in any order."""
+    logged = "INFO nanovllm.engine: Engine 001: model\nINFO nanovllm.engine: Engine 000: model\n"
+    output = v4.new_output("stream", name="stderr", text=f"{logged}WARNING nanovllm: slow\n")
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), v4.new_code_cell("serve()")])
+    notebook.cells[1].outputs = [output]
+    normalise(notebook, tmp_path)
+    assert notebook.cells[1].outputs[0].text == "WARNING nanovllm: slow\n"
+
+
 def test_the_engine_does_not_import_the_course() -> None:
     package = Path(__file__).parents[3] / "nanovllm"
     modules = [path for path in package.rglob("*.py") if path.parent.name != "course"]
