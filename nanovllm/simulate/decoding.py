@@ -346,16 +346,20 @@ class DecodingQueues(Queues):
         num_new = manager.blocks_for(end) - len(computed)
         return share > 0 and num_new > manager.pool.num_free - num_idle
 
-    def advance(self, num_steps: int) -> None:
-        """Plan steps that `num_uneventful` has counted, at most up to the first last token."""
+    def advance(self, num_steps: int) -> int:
+        """Plan steps that `num_uneventful` has counted, at most up to the first last token. Return
+        how many blocks requests hold, summed over these steps."""
         end = self.planned + num_steps
+        pool = self.manager.pool
+        num_held = num_steps * (pool.num_blocks - pool.num_free)
         events = self._events
         self.ending = []
         while events and events[0][0] < end:
             step, _, request = heappop(events)
             if request.is_member and request.event == step:
                 start = request.num_computed_tokens + step - request.planned
-                self.manager.allocate_slots(request, start + 1)
+                if self.manager.allocate_slots(request, start + 1):
+                    num_held += end - step
                 if step == request.last_step:
                     request.event = NEVER  # it may be in the heap twice
                     self.ending.append(request)
@@ -366,6 +370,7 @@ class DecodingQueues(Queues):
         for request in self.ending:
             self.settle(request)
             self._await_end(request)
+        return num_held
 
     def plan_silently(self) -> SchedulerOutput:
         """Return the plan of the last step that `advance` has made, which stays in flight."""

@@ -202,7 +202,9 @@ class SimulatedEngine:
         start = end = max(now, stages[0])
         if start > stages[-1]:
             seconds += self.cost.after_idle(start - stages[-1])
-        self._count(1, work.num_decodes, work.decode_context, seconds)
+        pool = self.scheduler.manager.pool
+        held = pool.num_blocks - pool.num_free
+        self._count(1, work.num_decodes, work.decode_context, seconds, held)
         if work.prefills:
             self._totals.num_decode_steps -= 1
             self._totals.num_prefill_tokens += plan.num_tokens - work.num_decodes
@@ -277,7 +279,9 @@ class SimulatedEngine:
         group.taken += 1
         group.last_end = now
 
-    def _count(self, num_steps: int, num_decodes: int, context: int, time: int) -> None:
+    def _count(
+        self, num_steps: int, num_decodes: int, context: int, time: int, num_held_blocks: int
+    ) -> None:
         """Count steps that only decode."""
         totals = self._totals
         totals.num_steps += num_steps
@@ -285,6 +289,7 @@ class SimulatedEngine:
         totals.num_decodes += num_decodes
         totals.decode_context += context
         totals.busy += time
+        totals.num_held_blocks += num_held_blocks
 
     def _count_token(self, request: SimulatedRequest, now: int) -> None:
         if request.last_token is None:
@@ -374,13 +379,13 @@ class SimulatedEngine:
         group = self.group
         assert group is not None
         group.ahead = self.steps_ahead
-        group.advance(run.num_steps)
+        held = group.advance(run.num_steps)
         ended = self._take(self._in_flight.popleft()) if self._in_flight else []
         num_steps = run.num_steps
         size = run.size
         time = run.price(num_steps)
         context = num_steps * run.context + size * (num_steps * (num_steps - 1) // 2)
-        self._count(num_steps, num_steps * size, context, time)
+        self._count(num_steps, num_steps * size, context, time, held)
         self.gaps.add_growing(
             first=run.first, growth=run.growth, num_steps=run.num_results, count=size
         )
@@ -408,8 +413,7 @@ class SimulatedEngine:
             return
         base, per_context = self.cost.decode(size)
         time = base + per_context * context
-        group.advance(1)
-        self._count(1, size, context, time)
+        self._count(1, size, context, time, group.advance(1))
         end = self._stage_ends[0] = start + time
         self._in_flight.append(StepInFlight(group.plan_silently(), start, end))
 

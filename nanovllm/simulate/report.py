@@ -53,7 +53,7 @@ def summarize(
     *,
     goodput: Mapping[str, float] | None = None,
     bottleneck: Callable[[ReplicaCounters], str] | None = None,
-    kv_tokens: int = 0,
+    num_kv_blocks: int = 1,
     dollars_per_hour: float = 0.0,
 ) -> Summary:
     """Return the result as plain data. Times are in milliseconds, except `duration` in seconds.
@@ -61,7 +61,7 @@ def summarize(
     Args:
         goodput: the longest time in ms, by name, of a request that counts in `request_goodput`.
         bottleneck: names what limits an engine.
-        kv_tokens: capacity of an engine's KV pool, in tokens.
+        num_kv_blocks: blocks in an engine's KV pool.
         dollars_per_hour: cost of all machines.
     """
     done = [each for each in result.requests if each.outcome == "length"]
@@ -88,7 +88,7 @@ def summarize(
         "bottleneck": _bottleneck(max(result.replicas, key=lambda each: each.busy), bottleneck),
         "replicas": [
             {
-                **_replica(each, max(1, result.duration), kv_tokens),
+                **_replica(each, max(1, result.duration), num_kv_blocks),
                 "bottleneck": _bottleneck(each, bottleneck),
             }
             for each in result.replicas
@@ -151,15 +151,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[index] + (upper - values[index]) * (place - index)
 
 
-def _replica(counters: ReplicaCounters, duration: int, kv_tokens: int) -> Summary:
+def _replica(counters: ReplicaCounters, duration: int, num_kv_blocks: int) -> Summary:
     num_steps = max(1, counters.num_steps)
     return {
         "num_requests": counters.num_requests,
         "num_steps": counters.num_steps,
         "utilization": counters.busy / duration,
         "mean_num_decodes": counters.num_decodes / num_steps,
-        # The share of the KV pool that decoding requests attend to in the mean step.
-        "mean_kv_usage": counters.decode_context / num_steps / max(1, kv_tokens),
+        # The share of the KV pool that requests hold in the mean step.
+        "mean_kv_usage": counters.num_held_blocks / num_steps / num_kv_blocks,
         "prefix_cache_hit_rate": counters.num_hit_tokens / max(1, counters.num_queried_tokens),
         "num_preemptions": counters.num_preemptions,
         "num_evictions": counters.num_evictions,

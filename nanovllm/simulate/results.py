@@ -47,6 +47,7 @@ class ReplicaCounters:
         num_decodes: tokens that decoding requests computed, one per request and step.
         decode_context: tokens that these attended to.
         num_prefill_tokens: tokens that other requests computed.
+        num_held_blocks: KV blocks that requests hold, summed over the steps.
         busy: time of all steps, in picoseconds.
         num_requests: requests that were sent to it.
         num_preemptions: how often a request lost its blocks.
@@ -60,6 +61,7 @@ class ReplicaCounters:
     num_decodes: int = 0
     decode_context: int = 0
     num_prefill_tokens: int = 0
+    num_held_blocks: int = 0
     busy: int = 0
     num_requests: int = 0
     num_preemptions: int = 0

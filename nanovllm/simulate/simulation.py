@@ -85,7 +85,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         result,
         goodput=goodput,
         bottleneck=plan.bottleneck,
-        kv_tokens=plan.resolved.num_kv_blocks * block_size,
+        num_kv_blocks=plan.resolved.num_kv_blocks,
         dollars_per_hour=plan.price_per_hour * len(fleet.engines),
     )
     if tiers is not None:

@@ -6,12 +6,14 @@ import random
 import numpy as np
 import pytest
 
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.errors import UsageError
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.report import parse_goodput, percentile, summarize
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest, TokenGaps
 from nanovllm.simulate.workload import SECOND
-from tests.simulate.engines import engine_of, request_of, workload_of
+from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
 
 MS = SECOND // 1000
 
@@ -156,3 +158,28 @@ def test_preemption_does_not_queue_a_request_again() -> None:
         each.scheduled is not None and each.scheduled < (each.first_token or 0)
         for each in result.requests
     )
+
+
+class MeasuredEngine(SimulatedEngine):
+    """Notes the use of the block pool as each step is planned."""
+
+    def _launch(self, plan: SchedulerOutput, now: int) -> None:
+        super()._launch(plan, now)
+        vars(self).setdefault("usages", []).append(self.scheduler.manager.pool.usage)
+
+
+def test_requests_with_the_same_prefix_hold_its_blocks_once() -> None:
+    """Eight requests attend to more tokens than the pool has, since they share 32 of them."""
+    requests = [
+        request_of(i, 9000 * (i > 0), prompt=36, output=20, prefix_ids=[1]) for i in range(8)
+    ]
+    work = workload_of(*requests, prefix_block_size=32)
+    config = config_of(num_blocks=64, block_size=4)
+    singly = create_engine(MeasuredEngine, config, AffineCost(), fast=False)
+    Fleet([singly]).run(work)
+    usages = vars(singly)["usages"]
+    assert singly.counters.decode_context > 64 * 4 * len(usages)
+    result = Fleet([create_engine(SimulatedEngine, config, AffineCost())]).run(work)
+    (replica,) = summarize(result, num_kv_blocks=64)["replicas"]
+    assert replica["mean_kv_usage"] == pytest.approx(sum(usages) / len(usages))
+    assert max(usages) < 1
