@@ -35,8 +35,8 @@ class RemoteKV(TypedDict):
         remote_host, remote_port: where the consumer reaches the producer.
         remote_num_tokens: tokens of the prompt.
         tp_size: the producer's ranks of tensor parallelism.
-        virtual_time: when the producer had computed it, with device "sleep"; see
-            `executor.virtual_clock`.
+        virtual_time: with device "sleep", when the producer had computed it: whole seconds, and
+            picoseconds; see `executor.virtual_clock`.
     """
 
     do_remote_prefill: bool
@@ -48,4 +48,4 @@ class RemoteKV(TypedDict):
     remote_port: int | None
     remote_num_tokens: int
     tp_size: int
-    virtual_time: NotRequired[int]
+    virtual_time: NotRequired[tuple[int, int]]

@@ -22,7 +22,13 @@ from nanovllm.core.sampling import SamplingRow
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_ep_group
 from nanovllm.executor.rank_cost import RankCost
-from nanovllm.executor.virtual_clock import VIRTUAL_CLOCK, RankStep, TimelineWriter, sleep_until
+from nanovllm.executor.virtual_clock import (
+    SECOND,
+    VIRTUAL_CLOCK,
+    RankStep,
+    TimelineWriter,
+    sleep_until,
+)
 
 if TYPE_CHECKING:
     from nanovllm.distributed.stage_link import StageLink
@@ -126,24 +132,27 @@ class SleepingForward(Forward):
         if self.samples:
             return torch.zeros(sum(counts), 1)
         assert self.link is not None, "a stage before the last has a next one"
-        self.link.send(torch.tensor([self.free + times.send]))
+        self.link.send(torch.tensor(divmod(self.free + times.send, SECOND)))
         return None
 
     def _receive(self) -> int:
         """Return when the hidden states of the stage before are here; 0 on the first stage."""
         if self.link is None or self.link.group.is_first:
             return 0
-        arrival = torch.zeros(1, dtype=torch.int64)
+        arrival = torch.zeros(2, dtype=torch.int64)
         self.link.receive(arrival)
-        return int(arrival[0])
+        seconds, rest = (int(each) for each in arrival)
+        return seconds * SECOND + rest
 
     @staticmethod
     def _meet(computed: int, communicate: int) -> tuple[int, int]:
         """Return when the last rank of the stage has computed, and how long the collectives of all
         of them take."""
-        own = torch.tensor([[computed, communicate]])
-        computed, communicate = get_ep_group().all_gather(own, dim=0).amax(dim=0).tolist()
-        return computed, communicate
+        # A virtual time may have more than 64 bits: whole seconds and the rest have fewer.
+        own = torch.tensor([[*divmod(computed, SECOND), communicate]])
+        found = get_ep_group().all_gather(own, dim=0).tolist()
+        last = max(seconds * SECOND + rest for seconds, rest, _ in found)
+        return last, max(communicate for *_, communicate in found)
 
 
 class SleepingRunner(ModelRunner):

@@ -115,7 +115,8 @@ class VirtualClock(SchedulerHooks):
     ) -> None:
         """Tell the engine that continues a request when its prompt was computed."""
         if request.remote_kv is not None:
-            request.remote_kv["virtual_time"] = self.now
+            # Between processes, integers have 64 bits.
+            request.remote_kv["virtual_time"] = divmod(self.now, SECOND)
 
     def seconds(self, virtual: int) -> float:
         """Return the virtual seconds since the engine started, rounded as in a trace."""
@@ -124,7 +125,8 @@ class VirtualClock(SchedulerHooks):
 
 def _carried_time(request: Request) -> int:
     """Return when another engine has computed a request's prompt; 0 if none has."""
-    return int((request.kv_transfer_params or {}).get("virtual_time", 0))
+    seconds, rest = (request.kv_transfer_params or {}).get("virtual_time", (0, 0))
+    return int(seconds * SECOND + rest)
 
 
 class RankStep(msgspec.Struct, tag="step", frozen=True, kw_only=True):

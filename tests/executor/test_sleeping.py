@@ -248,6 +248,19 @@ def test_a_pipeline_has_its_bubble(llama: str, tmp_path: pathlib.Path) -> None:
             assert step.answer - step.compute == times.compute + times.communicate
 
 
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_virtual_times_of_more_than_64_bits(
+    llama: str, tmp_path: pathlib.Path, layout: str
+) -> None:
+    """A machine that has been up for half a minute is at 2 ** 64 picoseconds, if a second is a
+    million; at a second per second, one that has been up for 213 days."""
+    fast = Run(llama, tmp_path / "fast", sleep={"scale": 1e-6}, **{layout: 2})
+    usual = Run(llama, tmp_path / "usual", **{layout: 2})
+    assert fast.steps(0)[0].order > 1 << 64
+    for rank in range(2):
+        assert relative(fast.steps(rank)) == relative(usual.steps(rank))
+
+
 def test_engines_in_lock_step_wait_for_the_slowest(qwen: str, tmp_path: pathlib.Path) -> None:
     run = Run(
         qwen,
@@ -314,10 +327,11 @@ def test_kv_takes_its_time_from_prefill_to_decode(llama: str, tmp_path: pathlib.
     assert len(steps) == NUM_TOKENS
 
 
-def test_servers_of_both_kinds_sleep(llama: str, tmp_path: pathlib.Path) -> None:
-    """`serve --prefill 1 --decode 1 -tp 2`."""
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_servers_of_both_kinds_sleep(llama: str, tmp_path: pathlib.Path, scale: float) -> None:
+    """`serve --prefill 1 --decode 1 -tp 2`, also with virtual times of more than 64 bits."""
     times = tmp_path / "times"
-    sleep = {"model": "llama-3.1-8b", "timelines": str(times), "kv_gb_per_s": 2}
+    sleep = {"model": "llama-3.1-8b", "timelines": str(times), "kv_gb_per_s": 2, "scale": scale}
     words = ["-tp", "2", "--device", "sleep", "--sleep-config", json.dumps(sleep)]
     with KVFleet(pathlib.Path(llama), tmp_path, 1, 1, *words) as fleet:
         fleet.wait_until_ready()

@@ -602,6 +602,7 @@ def test_who_is_there_says_nothing(engines: Any, expected: list[int]) -> None:
         ({"prefill_addresses": [["127.0.0.1", 1 << 20]]}, "prefill_addresses"),
         ({"prefill_addresses": ["127.0.0.1:80"]}, "prefill_addresses"),
         ({"kv_direction": "sideways"}, "kv_direction"),
+        ({"virtual_time": "now"}, "virtual_time"),
         ({"do_remote_prefill": True, "remote_request_id": "x"}, "remote_host"),
         ({"do_remote_decode": True}, "--kv-role producer"),
     ],

@@ -29,6 +29,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
             `KVConnectorScheduler.information`.
         kv_direction: decode first: the KV moves layer by layer while the producer computes (push),
             or in one read after the prefill (pull).
+        virtual_time: see `RemoteKV`.
     """
 
     do_remote_decode: bool = False
@@ -39,6 +40,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
     remote_port: Port | None = None
     prefill_addresses: list[tuple[str, Port]] = []
     kv_direction: Literal["push", "pull"] = "push"
+    virtual_time: tuple[int, int] | None = None
 
     @property
     def is_prefill_first(self) -> bool:
