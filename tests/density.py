@@ -62,12 +62,12 @@ STAND_INS = set(
 # checkpoints; 25 for the heads of three modules that lectures 24 and 26 read and do not build; 45
 # for simulated fleets that are several things at once; in the lab 120 for stills of single steps,
 # 250 for a timeline per rank, 120 for a check of workbooks that answers within five seconds, 320
-# for the ladder of engines, 650 for the reader's own engine, which grows with the lectures, and 250
-# for workloads to beat with it; 30 for the heads of three modules that lecture 91 reads and does
-# not build; 100 for simulated steps that are made in one call until the memory is used up, and for
-# output whose reader has left; 750 in the lab for labs in
-# the browser: what collects the archive 120, what runs the reader's code 110 and tests 75, scenes
-# and scores 300, pages 140. A new feature brings its own number.
+# for the ladder of engines, 750 for the reader's own engine, which grows with the lectures, and 520
+# for workloads to beat with it, of fifteen lectures, each with a file for the reader and a count;
+# 30 for the heads of three modules that lecture 91 reads and does not build; 100 for simulated
+# steps that are made in one call until the memory is used up, and for output whose reader has left;
+# 750 in the lab for labs in the browser: what collects the archive 120, what runs the reader's code
+# 110 and tests 75, scenes and scores 300, pages 140. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -84,7 +84,7 @@ BOUNDS = {
     "stand-ins in tests": 0,
     "statements, core": 1_600,
     "statements, engine": 25_740,
-    "statements, lab": 10_000,
+    "statements, lab": 10_100,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

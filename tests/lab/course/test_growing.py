@@ -22,7 +22,7 @@ from nanovllm.lab.course.growing import Growing, _merged, git
 from nanovllm.lab.course.hints import HINTS
 from nanovllm.lab.course.trials import Outcome, Trials
 from nanovllm.lab.course.verdicts import Checker, status
-from nanovllm.lab.course.workloads import WORKLOADS, Workload
+from nanovllm.lab.course.workloads import WORKLOADS, Workload, later
 from nanovllm.lab.course.workloads.__main__ import main as count
 from tests.house import ROOT
 
@@ -681,12 +681,91 @@ def test_a_second_part_can_be_beaten(workload: Workload, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("lecture", "text"),
+    [
+        (
+            32,  # stores nothing
+            "from nanovllm.kv_transfer.stores.store import HostKeys\n"
+            "MyStore = type('S', (HostKeys,), {'put': lambda self, keys, buffers: None})",
+        ),
+        (
+            51,  # counts unfinished requests
+            "from nanovllm.simulate.fleet import RoundRobin\n"
+            "class MyRouter(RoundRobin):\n"
+            "    loads = property(lambda self: self.__dict__.setdefault('all', [0] * 6))\n"
+            "    def choose(self, request, now): return self.loads.index(min(self.loads))\n"
+            "    def set_load(self, replica, engine, now):\n"
+            "        self.loads[replica] = engine.num_waiting + engine.num_running",
+        ),
+    ],
+)
+def test_the_first_idea_is_not_enough(lecture: int, text: str, tmp_path: Path) -> None:
+    file, result = tmp_path / "mine.py", tmp_path / "result.json"
+    file.write_text(text)
+    assert count([str(lecture), str(file), str(result)]) == 0
+    found = json.loads(result.read_text())
+    (workload,) = (each for each in WORKLOADS if each.lecture == lecture)
+    assert workload.target * found["lecture"] < found["yours"] < found["lecture"]
+
+
+def test_every_lecture_has_a_second_part_or_a_reason() -> None:
+    rows = re.findall(r"(?m)^    (\d\d(?:, \d\d)*)  +\w", later.__doc__ or "")
+    without = {int(number) for row in rows for number in row.split(", ")}
+    assert without | {each.lecture for each in WORKLOADS} == set(Course(ROOT).titles)
+    assert not without & {each.lecture for each in WORKLOADS}
+
+
+@pytest.mark.parametrize(
     ("lecture", "text", "words"),
     [
         (10, "generate = lambda forward, prompt, num: [0] * num", "the tokens differ"),
         (12, "MyManager = type('M', (Base,), {'get_computed_blocks': none})", "the plans differ"),
         (13, "MyScheduler = type('S', (Scheduler,), {'add_request': shortest})", "a request waits"),
         (14, "attention = lambda q, *rest: q", "the result differs"),
+        (16, "nucleus = lambda largest, top_p: [1e-3] * len(top_p)", "a nucleus is not the"),
+        (
+            20,
+            "sent = []\n"
+            "class Encoder:\n"
+            "    def encode(self, plan): return sent.append(plan) or b''\n"
+            "class Decoder:\n"
+            "    def decode(self, order): return sent[-1] if sent else None",
+            "a rank reads another plan",
+        ),
+        (21, "all_reduce = lambda ranks, size: []", "a rank does not have the sum"),
+        (21, "all_reduce = lambda ranks, size: [[(0, 1, 0, size, True)]] * 2", "a rank does not"),
+        (23, "layers_per_stage = lambda costs, stages: [1] * stages", "every layer needs a stage"),
+        (
+            23,
+            "layers_per_stage = lambda costs, n: [len(costs)] + [0] * (n - 1)",
+            "every stage a layer",
+        ),
+        (24, "rebalance = lambda loads, old: old", "the busiest ranks have 2.44 times"),
+        (
+            32,
+            "from nanovllm.kv_transfer.stores.store import HostKeys\n"
+            "all_there = lambda self, keys: len(keys)\n"
+            "MyStore = type('S', (HostKeys,), {'contains': all_there})",
+            "the store counts a block that it does not keep",
+        ),
+        (
+            32,
+            "from nanovllm.kv_transfer.stores.store import HostKeys\n"
+            "larger = lambda self, size: HostKeys.__init__(self, 10 * size)\n"
+            "MyStore = type('S', (HostKeys,), {'__init__': larger})",
+            "more blocks than it has slots",
+        ),
+        (40, "graph_sizes = lambda seen, most: sorted(set(seen))", "at most 11 graphs"),
+        (40, "graph_sizes = lambda seen, most: [6, 13]", "large enough for every step"),
+        (41, "quantize = lambda w, size: (w, w[:, :8] * 0 + 1)", "256 integers from -8 to 7"),
+        (41, "quantize = lambda w, size: (w.round(), w)", "and 8 scales"),
+        (
+            42,
+            "class MyProposer:\n"
+            "    def __init__(self, *lengths): pass\n"
+            "    def propose(self, tokens, count): return [0] * 5",
+            "more than four drafts",
+        ),
     ],
 )
 def test_who_does_something_else_beats_nothing(
