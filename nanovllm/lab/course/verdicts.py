@@ -50,11 +50,11 @@ class Checker:
             self.say(f"Not written in earlier lectures, hence the lecture's: {_names(earlier)}")
         ours = engine.blanks([lecture])
         written = [blank for blank in ours if blank not in unfinished]
-        together = self._complaint(written, unfinished) if written else ""
         for blank in ours:
             if blank not in written:
                 engine.note(blank, right=False)
                 self.say(f"{blank.name}: not written yet")
+        together = self._complaint(written, unfinished) if written else ""
         verdicts = self._try_alone(written, together)
         if together and not any(verdicts):
             before = [each for each in engine.blanks() if each.lecture < lecture]

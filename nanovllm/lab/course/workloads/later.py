@@ -6,7 +6,7 @@ Lectures without a second part, and why:
     15            what a kernel saves is time; the rows that it reads are counted in lecture 14
     17, 18, 43    they do the host's work at another time, or faster: no count falls
     19            its masks are equal whatever computes them; what they cost is time
-    22            its traffic is that of lecture 21's all-reduce
+    22            its ranks communicate by the all-reduce, which lecture 21 counts
     25            routing is counted in lecture 51, on a whole fleet
     26            its two orders of multiplication differ in time and not in a count
     31            a block is sent once whatever the order; when it is sent decides, hence time
