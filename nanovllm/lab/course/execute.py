@@ -21,6 +21,7 @@ _READING_TIME = re.compile(r"(?<=Reading time: )about .*?(?=\.(\s|$))")
 _QUESTION = re.compile(r"^(\w+) = course\.predict\(", re.MULTILINE)
 _ANSWER = re.compile(r"\b(\w+)\.reveal\(")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOGGED = re.compile(r"^INFO nanovllm.*\n?", re.MULTILINE)
 
 
 def run(path: Path, root: Path, timeout: int) -> bool:
@@ -189,7 +190,11 @@ def _rules(root: Path) -> list[tuple[str, str]]:
 
 
 def _keep(output: NotebookNode) -> bool:
-    """Whether anything is left of an output without its widget, whose state is not saved."""
+    """Whether anything is left of an output without its widget, whose state is not saved, and
+    without the log lines of engines, whose processes write in any order."""
+    if output.get("name") == "stderr":
+        output.text = _LOGGED.sub("", output.text)
+        return bool(output.text)
     data = output.get("data", {})
     return data.pop(_WIDGET_VIEW, None) is None or bool(data)
 
