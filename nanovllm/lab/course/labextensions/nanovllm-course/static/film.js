@@ -1,13 +1,19 @@
 // A GIF as a film that the reader can stop and step: a canvas in the place of the image, and controls below it.
 // A browser that cannot decode single frames (`ImageDecoder`) shows the animation as it is.
 
+// The controls look as those of the player (nanovllm/trace/web/player.css).
 const FILM_STYLE = `
   .nanovllm-film { margin: 0.5em 0; }
   .nanovllm-film canvas { display: block; max-width: 100%; }
-  .nanovllm-film div { display: flex; align-items: center; gap: 0.5em; max-width: 900px; padding: 4px 0; }
-  .nanovllm-film button { min-width: 3em; padding: 2px 8px; cursor: pointer; }
-  .nanovllm-film input { flex: 1; }
-  .nanovllm-film output { min-width: 5em; text-align: right; font-variant-numeric: tabular-nums; }`;
+  .nanovllm-film div { display: flex; flex-wrap: wrap; align-items: center; gap: 6px 10px; max-width: 900px; padding: 8px 0; }
+  .nanovllm-film button {
+    min-width: 44px; min-height: 36px; padding: 0 8px; border: 1px solid color-mix(in srgb, currentcolor 30%, transparent);
+    border-radius: 6px; background: transparent; color: inherit; font: inherit; cursor: pointer;
+  }
+  .nanovllm-film button:hover { border-color: currentcolor; }
+  .nanovllm-film :focus-visible { outline: 2px solid #56b4e9; outline-offset: 2px; }
+  .nanovllm-film input { flex: 1 1 120px; min-width: 0; height: 36px; margin: 0; accent-color: #767676; }
+  .nanovllm-film output { font-variant-numeric: tabular-nums; }`;
 
 const make = (name, values, ...children) => {
   const made = Object.assign(document.createElement(name), values);
