@@ -10,7 +10,7 @@ COMMA := ,
 require_free_port = if $(BIN)/python -c "import socket; socket.create_connection(('$(HOST)', $(PORT)), timeout=1)" 2>/dev/null; \
 	then echo "another server listens on $(HOST):$(PORT): choose another port, such as make $@ PORT=8001"; exit 1; fi
 
-.PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers clients neon build run figures bench gpu clean
+.PHONY: help install serve demo chat lab site quick test compiled lectures nightly long lint browser servers clients neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,7 +35,7 @@ define pip_install
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 endef
 
-# Three levels, each with the ones before it: the engine; the lectures; the tests with every optional part.
+# Four levels, each with the ones before it: the engine; the lectures; the site; the tests with every optional part.
 $(VENV)/serving: $(VENV)/made
 	$(call pip_install,.,of the engine)
 	@touch $@
@@ -44,9 +44,21 @@ $(VENV)/lectures: $(VENV)/made
 	$(call pip_install,.[course],of the engine and the lectures)
 	@touch $(VENV)/serving $@
 
+$(VENV)/pages: $(VENV)/made
+	$(call pip_install,.[site],of the engine$(COMMA) the lectures and the site)
+	@touch $(VENV)/serving $(VENV)/lectures $@
+
 $(VENV)/installed: $(VENV)/made
 	$(call pip_install,.[course$(COMMA)dev],of the engine$(COMMA) the lectures and the tests)
-	@touch $(VENV)/serving $(VENV)/lectures $@
+	@touch $(VENV)/serving $(VENV)/lectures $(VENV)/pages $@
+
+# What the site and the tests of its pages use of npm's packages, in the versions of package-lock.json.
+NPM := $(VENV)/site/node_modules/.package-lock.json
+$(NPM): nanovllm/lab/site/package.json nanovllm/lab/site/package-lock.json | $(VENV)/made
+	@command -v npm >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends npm >/dev/null; } \
+		|| echo "MISSING: npm, which comes with Node.js (https://nodejs.org): there is no site without it, and tests of its pages will be SKIPPED"
+	@! command -v npm >/dev/null || { mkdir -p $(VENV)/site && cp $^ $(VENV)/site/ && npm ci --prefix $(VENV)/site --silent --no-audit --no-fund; }
 
 install: $(VENV)/installed  ## make .venv and install everything, pinned
 	@echo "Everything is installed. To use it in this shell: source $(VENV)/bin/activate"
@@ -68,6 +80,9 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(VENV)/lectures  ## open JupyterLab at your copy of the tour; all lectures are beside it
 	@$(BIN)/python -m nanovllm.lab.course copy
 	$(BIN)/jupyter lab $(AS_ROOT) --LabApp.extra_labextensions_path=nanovllm/lab/course/labextensions --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
+
+site: $(VENV)/pages $(NPM)  ## write the course as web pages into _site/ (SITE_URL=https://...: with a sitemap)
+	@SITE_URL=$(SITE_URL) $(BIN)/python -m nanovllm.lab.site $(ARGS)
 
 lint: $(VENV)/installed  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .
@@ -139,11 +154,11 @@ quick: $(VENV)/installed  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)
 
 ifdef PACKAGE
-test: browser servers
+test: browser servers $(NPM)
 	@paths="$$($(BIN)/python -m tests.selection packages $(PACKAGE))" || exit; \
 	echo "Tests in $$paths"; $(TESTS) $$paths
 else
-test: browser servers  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="core server": tests of these and what uses them)
+test: browser servers $(NPM)  ## everything: lint, tests, GPU kernels, lectures (PACKAGE="core server": tests of these and what uses them)
 	$(MAKE) -j 2 --output-sync=target lint compiled
 	$(KERNELS)
 	$(TESTS) tests --deselect tests/test_project.py::test_no_phrase_occurs_more_often_than_stored
@@ -168,12 +183,12 @@ lectures: $(VENV)/installed  ## run lectures, and compare their outputs; those t
 nightly: export EVERY = --all
 nightly: clients test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
 
-long: browser servers neon
+long: browser servers neon $(NPM)
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
 	$(BIN)/nanovllm kernels
 
 as-%: export NANOVLLM_TEST_EXAMPLES := all
-as-%: browser servers
+as-%: browser servers $(NPM)
 	$(AS_$*) $(TESTS) tests
 
 build: $(VENV)/installed  ## write the modules from the lectures
@@ -199,5 +214,5 @@ gpu:  ## test and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the 
 	@python=$$($(GPU_PYTHON) nanovllm/lab/bench/gpu/environment.py) && \
 		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS) $(GPU_LADDER)
 
-clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+clean:  ## remove .venv, _site and caches
+	rm -rf $(VENV) $(CLIENTS) _site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -67,7 +67,8 @@ STAND_INS = set(
 # 30 for the heads of three modules that lecture 91 reads and does not build; 100 for simulated
 # steps that are made in one call until the memory is used up, and for output whose reader has left;
 # 750 in the lab for labs in the browser: what collects the archive 120, what runs the reader's code
-# 110 and tests 75, scenes and scores 300, pages 140. A new feature brings its own number.
+# 110 and tests 75, scenes and scores 300, pages 140; 250 in the lab for the site's other pages; 30
+# for `nanovllm docs`. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -83,8 +84,8 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_600,
-    "statements, engine": 25_740,
-    "statements, lab": 10_100,
+    "statements, engine": 25_790,
+    "statements, lab": 10_350,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

@@ -43,6 +43,7 @@ COMMANDS = {
         "train a draft head for speculative decoding",
         "nanovllm.offline.eagle_command",
     ),
+    "docs": ("open the course as web pages", "nanovllm.cli.docs"),
     "bench": ("measure speed", "nanovllm.lab.bench"),
     "kernels": (
         "compile the GPU kernels, and show their registers, shared memory and spills",

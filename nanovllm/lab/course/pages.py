@@ -3,6 +3,7 @@ predictions that lock, with their answers folded, and controls for animations.""
 
 import base64
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from nbconvert.filters import Highlight2HTML
 from nanovllm.lab.course.copies import FOLDER
 from nanovllm.lab.course.unchanged import unchanged_lines
 from nanovllm.lab.site.players import enliven, lectures_module
+
+FOLDED = "Code that imports, sets up, draws, measures or checks"
+ANSWER = "Answer: measured output"
 
 _PALE = '<span class="unchanged">'
 _CODE = re.compile(r"(?<=<pre><span></span>).*?(?=\n</pre>)", re.DOTALL)
@@ -29,7 +33,7 @@ _PAGE = """
 {%- endblock html_head_css -%}
 {%- block input -%}
 {%- if cell.metadata.get('jupyter', {}).get('source_hidden') -%}
-<details><summary>Code that imports, sets up, draws, measures or checks</summary>
+<details><summary>FOLDED</summary>
 {{ super() }}
 </details>
 {%- else -%}
@@ -38,7 +42,7 @@ _PAGE = """
 {%- endblock input -%}
 {%- block outputs -%}
 {%- if cell.metadata.get('jupyter', {}).get('outputs_hidden') -%}
-<details class="jp-Cell-outputWrapper"><summary>Answer: measured output</summary>
+<details class="jp-Cell-outputWrapper"><summary>ANSWER</summary>
 {{ super() }}
 </details>
 {%- else -%}
@@ -55,23 +59,30 @@ class PaleLines(Highlight2HTML):
         self, source: str, language: str | None = None, metadata: dict[str, Any] | None = None
     ) -> str:
         """The code of a cell as HTML."""
-        unchanged = unchanged_lines(metadata or {})
+        highlighted = super().__call__(source, language, metadata)
+        return show_paler(highlighted, unchanged_lines(metadata or {}))
 
-        def pale(code: re.Match[str]) -> str:
-            lines = code[0].split("\n")  # pygments closes its spans at the end of each line
-            return "\n".join(
-                f"{_PALE}{line}</span>" if number in unchanged else line
-                for number, line in enumerate(lines, start=1)
-            )
 
-        return _CODE.sub(pale, super().__call__(source, language, metadata))
+def show_paler(highlighted: str, unchanged: Collection[int]) -> str:
+    """Mark lines of a cell, counted from 1, in the HTML that pygments has made of it."""
+
+    def pale(code: re.Match[str]) -> str:
+        lines = code[0].split("\n")  # pygments closes its spans at the end of each line
+        return "\n".join(
+            f"{_PALE}{line}</span>" if number in unchanged else line
+            for number, line in enumerate(lines, start=1)
+        )
+
+    return _CODE.sub(pale, highlighted)
 
 
 def write_page(path: Path, root: Path) -> Path:
     """Write a lecture as a page into the folder of copies, where its links lead to the same
     places; returns the page's path."""
+    template = _PAGE.replace("FOLDED", FOLDED).replace("ANSWER", ANSWER)
+    template = template.replace("MODULE", lectures_module())
     exporter = HTMLExporter(
-        extra_loaders=[DictLoader({"lecture.html.j2": _PAGE.replace("MODULE", lectures_module())})],
+        extra_loaders=[DictLoader({"lecture.html.j2": template})],
         template_file="lecture.html.j2",
         filters={"highlight_code": PaleLines(pygments_lexer="ipython3")},
     )

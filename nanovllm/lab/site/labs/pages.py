@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from docutils.nodes import make_id
 from markdown_it import MarkdownIt
 
 from nanovllm.lab.site.labs.archive import module_path, write_archive
@@ -154,8 +155,7 @@ def _question(lab: Lab) -> str:
 
 
 def _links(lab: Lab) -> str:
-    anchor = lab["section"].replace(" ", "-").lower()
-    page = f"../notebooks/{lab['lecture']}.html#{anchor}"
+    page = f"../notebooks/{lab['lecture']}.html#{make_id(lab['section'])}"
     number = lab["lecture"].partition("_")[0]
     return (
         f"<p>Lecture {number} builds this code: "

@@ -1,0 +1,22 @@
+// What all pages share: the switch of the theme on pages that are not the documentation theme's, and controls for films.
+const root = document.documentElement;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+/** The theme that the reader has chosen on any page, or else the system's: the documentation theme stores it in "mode". */
+function showTheme() {
+  const mode = localStorage.getItem("mode") || "auto";
+  root.dataset.theme = mode === "dark" || (mode !== "light" && dark.matches) ? "dark" : "light";
+}
+
+const button = document.querySelector(".bar .theme");
+if (button) {
+  showTheme();
+  dark.addEventListener("change", showTheme);
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    const theme = root.dataset.theme === "dark" ? "light" : "dark";
+    localStorage.setItem("mode", theme);
+    localStorage.setItem("theme", theme);
+    showTheme();
+  });
+}

@@ -1,0 +1,123 @@
+"""The site: links, weights, and its pages in a real browser."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+pytest_plugins = ["tests.browser"]
+
+ROOT = pathlib.Path(__file__).parents[3]
+LECTURES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+LINK = re.compile(r'<\w[^<>]*?\b(?:href|src|srcset)="([^"]*)"')
+NAME = re.compile(r'\bid="([^"]*)"')
+A_FEW = ["index.html", "notebooks/13_scheduler.html", "nanovllm/core/scheduler.py.html"]
+PHONE = {"width": 390, "height": 844}
+
+
+def pages(site: pathlib.Path) -> dict[pathlib.Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+
+
+def test_every_lecture_package_and_module_has_a_page(site: pathlib.Path) -> None:
+    for lecture in LECTURES:
+        assert (site / f"notebooks/{lecture}.html").is_file()
+    for path in [*(ROOT / "nanovllm").rglob("*.py"), *(ROOT / "nanovllm").rglob("README.md")]:
+        name = path.relative_to(ROOT).as_posix().removesuffix(".md")
+        assert (site / f"{name}.html").is_file(), name
+
+
+def test_every_link_leads_somewhere_on_the_site(site: pathlib.Path) -> None:
+    texts = pages(site)
+    names = {path: set(NAME.findall(text)) for path, text in texts.items()}
+    broken = []
+    for path, text in texts.items():
+        for link in set(LINK.findall(text)):
+            target, _, anchor = unquote(link).partition("#")
+            if re.match(r"[a-z]+:", target):  # another site, mail, or data
+                continue
+            file = (path.parent / target.partition("?")[0]).resolve() if target else path
+            file = file / "index.html" if file.is_dir() else file
+            if not file.is_file() or (anchor and file in names and anchor not in names[file]):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert len(texts) > 500
+    assert not broken, "\n".join(broken)
+
+
+def test_pages_are_light(site: pathlib.Path) -> None:
+    from nanovllm.lab.site.weights import BOUND, table, weights
+
+    found = weights(site)
+    assert found["notebooks/13_scheduler.html"] > 50_000  # style sheets and scripts are counted
+    assert max(found.values()) <= BOUND, table(site)
+
+
+def test_unchanged_lines_are_pale_and_folded_cells_folded(site: pathlib.Path) -> None:
+    from nanovllm.lab.course.pages import ANSWER, FOLDED
+
+    text = (site / "notebooks/13_scheduler.html").read_text(encoding="utf-8")
+    cells = json.loads((ROOT / "notebooks/13_scheduler.ipynb").read_text("utf-8"))["cells"]
+    hidden = [cell["metadata"].get("jupyter", {}) for cell in cells]
+    folds = sum(bool(each.get("source_hidden")) for each in hidden)
+    answers = sum(bool(each.get("outputs_hidden")) for each in hidden)
+    assert folds and answers
+    # Each words stand in a fold twice: for when it is open, and for when it is not.
+    assert text.count(FOLDED) >= 2 * folds and text.count(ANSWER) >= 2 * answers
+    marked = sum("unchanged" in cell["metadata"].get("nanovllm", {}) for cell in cells)
+    assert text.count('class="unchanged"') >= marked > 0
+
+
+@pytest.mark.parametrize("path", A_FEW)
+def test_a_page_fits_a_phone(visit: Any, page: Any, path: str) -> None:
+    page.set_viewport_size(PHONE)
+    visit(path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_the_landing_page_plays_a_trace(visit: Any) -> None:
+    page = visit("index.html")
+    position = page.locator(".nv-position")
+    first = position.inner_text()
+    page.wait_for_function(
+        "first => document.querySelector('.nv-position').innerText !== first", arg=first
+    )
+
+
+def test_search_finds_a_term(visit: Any) -> None:
+    page = visit("search.html?q=preempt")
+    results = page.locator("#search-results li a")
+    results.first.wait_for()
+    assert any("13_scheduler" in link.get_attribute("href") for link in results.all())
+
+
+def test_pictures_are_dark_in_the_dark(visit: Any) -> None:
+    page = visit("notebooks/13_scheduler.html")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, re.findall(r"\d+", background)[:3])) < 60
+    picture = page.locator("div.cell_output img").first
+    assert "invert" in picture.evaluate("each => getComputedStyle(each).filter")
+
+
+@pytest.mark.started
+def test_a_lecture_without_outputs_and_a_missing_package_are_named(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("sphinx", reason="there is no Sphinx: `make install` installs it")
+    from nanovllm.lab.site import build
+
+    lecture = tmp_path / "notebooks/13_scheduler.ipynb"
+    lecture.parent.mkdir()
+    lecture.write_text(json.dumps({"cells": [{"cell_type": "code", "outputs": []}]}))
+    with pytest.raises(build.SiteError, match=r"13_scheduler.ipynb has no outputs: `make run"):
+        build.lecture(lecture)
+    (tmp_path / "letter.txt").touch()
+    command = [sys.executable, "-m", "nanovllm.lab.site", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "name another folder with --out" in done.stderr
