@@ -63,7 +63,7 @@ def add_check_arguments(command: argparse.ArgumentParser) -> None:
         type=float,
         default=LIMIT,
         metavar="SECONDS",
-        help=f"maximum time per call; an endless loop ends then (default: {LIMIT:.0f})",
+        help=f"maximum processor time per call; an endless loop ends then (default: {LIMIT:.0f})",
     )
 
 

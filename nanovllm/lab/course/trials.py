@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-LIMIT = 20.0  # seconds for a call
+LIMIT = 20.0  # seconds of the processor for a call
 _LIMITS = 6  # for a whole program, which may make many calls
 _IMPORTS = 30.0  # seconds in addition, for the imports of a program
 _SHRINKING = 3  # seconds for the smallest example that fails; Hypothesis would take 300
@@ -40,6 +40,7 @@ _AT_ONCE = ("pytest", "hypothesis")
 _MOST_OUTPUT = 1 << 20
 _LARGEST_FILE = 1 << 30
 _LASTS = "These calls do not end (most recent call first):"
+_groups: list[int] = []  # of the fork that runs
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -70,11 +71,13 @@ class Outcome:
 
 
 class Trials:
-    """Runs trials, one at a time. A context manager, which kills the process and its forks.
+    """Runs trials, one at a time. A context manager, which ends the process, its fork and what that
+    has started.
 
     Args:
-        limit: seconds for a call of the package's code, or of a test's. A test that makes many
-            calls, as those that search for examples, may take longer.
+        limit: seconds of the processor for a call of the package's code, or of a test's. A test
+            that makes many calls, as those that search for examples, or that waits for another
+            process, may take longer.
     """
 
     def __init__(self, limit: float = LIMIT) -> None:
@@ -94,7 +97,7 @@ class Trials:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.terminate()
         self._process.communicate()
         self._output.close()
 
@@ -150,24 +153,37 @@ def _serve() -> None:
     from hypothesis.internal.conjecture import engine
 
     engine.MAX_SHRINKING_SECONDS = _SHRINKING
-    for line in sys.stdin:
-        report, write = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(report)
-            _run(json.loads(line), write)
-        os.close(write)
-        with open(report) as found:
-            libraries = found.read().split()
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-        for library in libraries:
-            # Some are no files, but made when another is imported.
-            with contextlib.suppress(ImportError):
-                importlib.import_module(library)
+    signal.signal(signal.SIGTERM, _stop)
+    with tempfile.NamedTemporaryFile("r") as report:
+        for line in sys.stdin:
+            child = os.fork()
+            if not child:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.setpgrp()
+                _run(json.loads(line), Path(report.name))
+            _groups.append(child)
+            _, status = os.waitpid(child, 0)
+            _end_group()
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            for library in Path(report.name).read_text(encoding="utf-8").split():
+                # Some are no files, but made when another is imported.
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(library)
 
 
-def _run(order: dict[str, Any], report: int) -> NoReturn:
+def _end_group() -> None:
+    """End what the last fork has started and not ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(_groups.pop(), signal.SIGKILL)
+
+
+def _stop(*_: object) -> NoReturn:
+    if _groups:
+        _end_group()
+    os._exit(0)
+
+
+def _run(order: dict[str, Any], report: Path) -> NoReturn:
     """Run a program in this fork, and end."""
     for number, path in ((0, os.devnull), (1, order["output"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
@@ -193,8 +209,8 @@ def _run(order: dict[str, Any], report: int) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
-    with open(report, "w") as libraries:
-        print(*(each for each in sys.modules if each.split(".")[0] in LIBRARIES), file=libraries)
+    libraries = (each for each in sys.modules if each.split(".")[0] in LIBRARIES)
+    report.write_text("\n".join(libraries), encoding="utf-8")
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -210,7 +226,7 @@ def _watch(limit: float, folder: str, output: int) -> None:
     since: dict[FrameType, float] = {}
     while True:
         time.sleep(min(limit / 4, 0.5))
-        now = time.monotonic()
+        now = time.process_time()
         calls = _calls(sys._current_frames().get(main), f"{folder}{os.sep}")
         since = {call: since.get(call, now) for call in calls}
         lasting = [call for call, first in since.items() if now - first > limit]

@@ -168,7 +168,10 @@ class Checker:
         outcome, result = self._run("workloads", str(workload.lecture), str(file))
         if outcome.code:
             place = str(WORKLOADS / workload.file)
-            self.say(f"{place}: {explain(outcome).replace(str(file), place)}")
+            said = explain(outcome).replace(str(file), place)
+            # Leave out the calls of the course itself, which come first in a traceback.
+            _, begin, below = said.partition(f'  File "{place}"')
+            self.say(f"{place}: wrong\n{begin}{below}" if begin else f"{place}: {said}")
             return None
         counts = json.loads(result)
         ratio = counts["yours"] / counts["lecture"]

@@ -161,7 +161,7 @@ def explain(outcome: Outcome, names: Collection[str] = ()) -> str:
         )
     if outcome.late:
         return (
-            "not finished: the tests make many calls, or one that Python cannot interrupt. "
+            "not finished: the tests make many calls, or wait, or Python cannot interrupt one. "
             "`--limit` gives them more time, which a slow machine may need"
         )
     _, said, *_ = [

@@ -531,6 +531,7 @@ def test_a_second_part_that_is_not_right_is_not_committed(
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "Committed: Lecture 12\n" in said and "ZeroDivisionError" in said
+    assert 'wrong\n  File "workloads/lecture_12.py", line 1' in said and "runpy" not in said
     assert git(engine.folder, "status", "--porcelain") == "?? workloads/\n"
     shutil.copy(SOLUTIONS / "lecture_12.py", file)
     assert main(command) == 0
@@ -718,6 +719,8 @@ def test_every_lecture_has_a_second_part_or_a_reason() -> None:
 @pytest.mark.parametrize(
     ("lecture", "text", "words"),
     [
+        (10, "mine = 1", "the file defines no generate"),
+        (16, "mine = 1", "the file defines no nucleus"),
         (10, "generate = lambda forward, prompt, num: [0] * num", "the tokens differ"),
         (12, "MyManager = type('M', (Base,), {'get_computed_blocks': none})", "the plans differ"),
         (13, "MyScheduler = type('S', (Scheduler,), {'add_request': shortest})", "a request waits"),

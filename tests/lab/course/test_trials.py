@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanovllm.lab.course import trials as module
+from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.trials import Outcome, Trials
 from nanovllm.lab.course.workbook import explain
 
@@ -32,7 +37,9 @@ SLOW = """
 import time
 
 def slow(numbers):
-    time.sleep(0.06)
+    end = time.process_time() + 0.06
+    while time.process_time() < end:
+        pass
     return {}
 """
 
@@ -67,6 +74,48 @@ def test_the_smallest_example_is_not_looked_for_until_the_time_is_over(tmp_path:
     outcome = try_out(tmp_path, SLOW.format("sum(numbers) < 1 << 29"), SEARCH, limit=2)
     assert outcome.code and not outcome.stuck and not outcome.late
     assert explain(outcome).startswith("wrong\n") and "code.slow(" in explain(outcome)
+
+
+WAITS = """
+import subprocess, sys, time
+def test_it():
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open("other", "w").write(str(other.pid))
+    {}
+"""
+
+
+def test_what_a_test_has_started_ends_with_it(tmp_path: Path) -> None:
+    outcome = try_out(tmp_path, "", WAITS.format("while True: pass"), limit=1)
+    assert outcome.stuck
+    _await_end(int((tmp_path / "other").read_text()))
+
+
+def test_a_test_may_wait_for_longer_than_a_call(tmp_path: Path) -> None:
+    outcome = try_out(tmp_path, "", WAITS.format("time.sleep(2)"), limit=0.5)
+    assert outcome.code == 0, outcome.text
+    _await_end(int((tmp_path / "other").read_text()))
+
+
+def test_nothing_runs_after_trials_that_are_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS.format("time.sleep(600)") + "test_it()\n")
+    with ThreadPoolExecutor(1) as pool:
+        with Trials(limit=100) as trials:
+            run = pool.submit(trials.run, tmp_path, "waits")
+            while not (pid := tmp_path / "other").exists() or not pid.read_text():
+                assert not run.done()
+        with pytest.raises(CourseError, match="was ended from outside"):
+            run.result()
+    _await_end(int(pid.read_text()))
+
+
+def _await_end(pid: int) -> None:
+    """Return when a process has ended; it may become a zombie."""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "it still runs"
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-Names = dict[str, Any]  # those that the reader's file defines
-Load = Callable[[], Names]  # runs the file
+from typing import Any, NoReturn
 
 
 class UnfairError(Exception):
     """A count that does not count, since the engine did something else."""
+
+
+class Names(dict[str, Any]):
+    """The names that the reader's file defines."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UnfairError(f"the file defines no {name}")
+
+
+Load = Callable[[], Names]  # runs the file
 
 
 @dataclass(frozen=True)

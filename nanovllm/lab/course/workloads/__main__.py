@@ -210,12 +210,12 @@ def main(arguments: Sequence[str]) -> int:
     assert workload is not None
     try:
         if lecture in COUNTS:
-            ours, usual = COUNTS[lecture](runpy.run_path(file))
+            ours, usual = COUNTS[lecture](Names(runpy.run_path(file)))
         else:
             from nanovllm.lab.course.workloads.later import MEASURES  # slow to import
 
-            usual = MEASURES[lecture](lambda: runpy.run_path(str(workload.original)))
-            ours = MEASURES[lecture](lambda: runpy.run_path(file))
+            usual = MEASURES[lecture](lambda: Names(runpy.run_path(str(workload.original))))
+            ours = MEASURES[lecture](lambda: Names(runpy.run_path(file)))
     except UnfairError as error:
         print(error)
         return 2
