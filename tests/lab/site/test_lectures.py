@@ -157,3 +157,19 @@ def test_stored_players_play_and_films_can_be_stopped(page: Any, tmp_path: Path)
     page.locator(".nanovllm-film output").filter(has_text="2 of 2").wait_for()
     page.emulate_media(media="print")
     assert pictures.nth(1).is_visible() and shown.first.is_hidden()
+
+
+def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
+    page = visit("notebooks/13_scheduler.html")
+    player = page.locator(".nv-stored").first
+    player.scroll_into_view_if_needed()
+    player.get_by_role("button", name="Step forward").click()
+    player.locator(".nv-position").filter(has_text="step 9 of").wait_for()
+    page.locator("html").evaluate("(html) => (html.dataset.theme = 'dark')")
+    player.locator(".nv-player[data-theme=dark]").wait_for()
+    latency = page.locator(".nv-prediction").filter(has_text="worst inter-token latency")
+    answer = page.locator(".nv-reveal").filter(has_text="worst inter-token latency")
+    assert answer.is_hidden()
+    latency.get_by_role("textbox").fill("33")
+    latency.get_by_role("button", name="Lock").click()
+    answer.get_by_text("33 ms, 2 times too low").wait_for()
