@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from nanovllm.lab.course.blanks import Blank
@@ -164,14 +166,13 @@ class Checker:
     def run_workload(self, workload: Workload) -> float | None:
         """Say how the reader's file compares with the lecture's code. Returns the ratio if the
         workload is beaten."""
-        file = self.engine.folder / WORKLOADS / workload.file
+        file = WORKLOADS / workload.file
         outcome, result = self._run("workloads", str(workload.lecture), str(file))
         if outcome.code:
-            place = str(WORKLOADS / workload.file)
-            said = explain(outcome).replace(str(file), place)
+            said = explain(outcome, [each.function for each in outcome.stuck if each.file == file])
             # Leave out the calls of the course itself, which come first in a traceback.
-            _, begin, below = said.partition(f'  File "{place}"')
-            self.say(f"{place}: wrong\n{begin}{below}" if begin else f"{place}: {said}")
+            _, begin, below = said.partition(f'  File "{file}"')
+            self.say(f"{file}: wrong\n{begin}{below}" if begin else f"{file}: {said}")
             return None
         counts = json.loads(result)
         ratio = counts["yours"] / counts["lecture"]
@@ -192,12 +193,15 @@ class Checker:
         with tempfile.TemporaryDirectory() as folder:
             unfinished = [each.name for each in self.engine.blanks() if self.engine.is_open(each)]
             assembled = self.engine.put_together(Path(folder), unfinished)
+            own = self.engine.folder / WORKLOADS
+            if own.exists():
+                shutil.copytree(own, Path(folder, WORKLOADS))
             result = Path(folder, "result.json")
             outcome = self.trials.run(
                 Path(folder), f"nanovllm.lab.course.{module}", *arguments, str(result)
             )
             text = result.read_text(encoding="utf-8") if result.exists() else ""
-            said = Outcome(outcome.code, assembled.translate(outcome.text), outcome.stuck)
+            said = replace(outcome, text=assembled.translate(outcome.text))
             return said, text
 
 

@@ -533,6 +533,11 @@ def test_a_second_part_that_is_not_right_is_not_committed(
     assert "Committed: Lecture 12\n" in said and "ZeroDivisionError" in said
     assert 'wrong\n  File "workloads/lecture_12.py", line 1' in said and "runpy" not in said
     assert git(engine.folder, "status", "--porcelain") == "?? workloads/\n"
+    file.write_text("def wait():\n    while True: pass\nwait()\n")
+    assert main([*command, "--limit", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "lecture_12.py: no end within the time limit: wait was running, workloads/" in said
+    assert "workloads/lecture_12.py:2. Is its loop endless?" in said
     shutil.copy(SOLUTIONS / "lecture_12.py", file)
     assert main(command) == 0
     assert git(engine.folder, "status", "--porcelain") == ""

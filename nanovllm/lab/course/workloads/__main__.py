@@ -205,7 +205,9 @@ COUNTS: dict[int, Callable[[Names], tuple[int, int]]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Write both counts; returns the exit status."""
-    lecture, file, result = int(arguments[0]), *arguments[1:]
+    lecture = int(arguments[0])
+    file = str(Path(arguments[1]).resolve())
+    result = arguments[2]
     workload = workload_of(lecture)
     assert workload is not None
     try:
