@@ -103,8 +103,8 @@ PEERS = {"llama_cpp", "vllm"}
             OPTIONAL,
             {"_typeshed"},  # only mypy reads it, which brings it
         ),
-        # pytest: the tests of `make gpu`
-        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course", "site"], PEERS | {"pytest"}),
+        # pytest: the tests of `make gpu`, and with hypothesis those that labs run in the browser
+        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course", "site"], PEERS | {"hypothesis", "pytest"}),
         (["notebooks/*.ipynb", "notebooks/[!c]*.py"], ["course"], set()),
     ],
     ids=["engine", "lab", "lectures"],

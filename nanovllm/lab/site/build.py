@@ -4,6 +4,7 @@ page."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from filelock import FileLock
 from sphinx.application import Sphinx
@@ -79,11 +81,27 @@ def _build(out: Path, mathjax: Path) -> None:
         copy = shutil.copytree if (mathjax / name).is_dir() else shutil.copyfile
         copy(mathjax / name, target)
     labs.build(made / "labs")
+    if url := os.environ.get("SITE_URL"):
+        write_sitemap(made, url)
     (made / MARKER).touch()
     if heavy := [page for page, size in weights(made).items() if size > BOUND]:
         raise SiteError(f"these pages weigh more than {BOUND:,} bytes: {', '.join(heavy)}")
     shutil.rmtree(out, ignore_errors=True)
     shutil.move(made, out)
+
+
+def write_sitemap(site: Path, url: str) -> None:
+    """Tell search engines which pages there are, at the address where they will be."""
+    base = url.rstrip("/")
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    listed = "".join(f"<url><loc>{base}/{quote(page)}</loc></url>\n" for page in pages)
+    space = "http://www.sitemaps.org/schemas/sitemap/0.9"
+    sitemap = (
+        f'<?xml version="1.0" encoding="utf-8"?>\n<urlset xmlns="{space}">\n{listed}</urlset>\n'
+    )
+    (site / "sitemap.xml").write_text(sitemap, encoding="utf-8")
+    robots = f"User-agent: *\nAllow: /\nSitemap: {base}/sitemap.xml\n"
+    (site / "robots.txt").write_text(robots, encoding="utf-8")
 
 
 def stage(source: Path) -> None:

@@ -4,8 +4,10 @@ says."""
 from __future__ import annotations
 
 import re
+import textwrap
 import zlib
 from base64 import b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,19 @@ from nanovllm.lab.viz.style import use_style
 from nanovllm.trace.trace import Trace
 
 PAGE = "index"
+PREVIEW = "preview.png"
 COMPARED = "Compared with other engines"
 VIEWS = ["tables", "timeline"]
+LAST = 100  # all lectures have been read
+NARROW = 6  # inches
 
 
-def sentence() -> str:
-    """The README's first sentence: what this is."""
+def introduction() -> tuple[str, str]:
+    """The README's first two sentences: what this is, and for whom."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^\*\*(.+?)\*\*$", text, re.MULTILINE)
-    assert found, "README.md has no line in bold"
-    return found[1]
+    found = re.search(r"^\*\*(.+?)\*\*\n\nIt is (for .+?\.) ", text, re.MULTILINE | re.DOTALL)
+    assert found, "README.md does not begin with a line in bold and with `It is for ...`"
+    return found[1], "F" + " ".join(found[2].split())[1:]
 
 
 def recorded() -> Trace:
@@ -52,38 +57,64 @@ def stored(trace: Trace) -> str:
     return b64encode(zlib.compress(b"".join(trace.lines()), 9)).decode()
 
 
-def draw_ladder(path: Path, width: float) -> None:
-    """Write a picture of the ladder that is recorded in `figures/`."""
+def draw_ladder(path: Path, speeds: Mapping[str, float], width: float) -> None:
+    """Write a picture of recorded speeds, which are in tokens per second."""
     use_style()
-    speeds = read(ROOT / "figures/ladder.md")
     lectures = {rung.name: rung.lecture for rung in rungs()}
     steps = [Step(name, lectures.get(name, 0), None, speeds[name], None) for name in speeds]
     figure, axes = plt.subplots(figsize=(width, 0.3 * len(steps) + 0.6), layout="constrained")
-    draw_engines(axes, Ladder(100, steps, [], []))
-    figure.savefig(path, metadata={"Date": None})
+    draw_engines(axes, Ladder(LAST, steps, [], []))
+    axes.set_xlabel("output tokens/s")
+    if width < NARROW:
+        names = [
+            textwrap.shorten(each.get_text(), 26, placeholder=" …")
+            for each in axes.get_yticklabels()
+        ]
+        axes.set_yticks(range(len(names)), names)
+    figure.savefig(path)
     plt.close(figure)
 
 
 def comparison(app: Sphinx) -> str:
     """The README's table of engines, as HTML."""
-    readme = app.env.get_and_resolve_doctree("README", app.builder)
+    readme = app.env.get_and_resolve_doctree("README", app.builder, tags=app.tags)
     for section in readme.findall(nodes.section):
         if section.next_node(nodes.title).astext() == COMPARED:
-            table = section.next_node(nodes.table)
-            return str(app.builder.render_partial(table)["fragment"])  # type: ignore[attr-defined]
+            return _html(app, section.next_node(nodes.table))
     raise ValueError(f"README.md has no section {COMPARED!r}")
+
+
+def questions(app: Sphinx) -> str:
+    """The lectures and what their readers are able to say, of `notebooks/README.md`, as HTML."""
+    readme = app.env.get_and_resolve_doctree("notebooks/README", app.builder, tags=app.tags)
+    table = readme.next_node(nodes.table)
+    for row in [*table.findall(nodes.row)]:
+        row[:] = [row[0], row[2]]
+    for link in table.findall(nodes.reference):
+        link["refuri"] = f"notebooks/{link['refuri']}"
+    return _html(app, table)
+
+
+def _html(app: Sphinx, table: nodes.table) -> str:
+    return str(app.builder.render_partial(table)["fragment"])  # type: ignore[attr-defined]
 
 
 def fill(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
 ) -> None:
-    """Give the landing page its variables, and each page a description."""
-    context["sentence"] = sentence()
+    """Give the landing page its variables, and each page a description and a preview."""
+    what, audience = introduction()
+    context |= {"sentence": what, "audience": audience}
+    base = app.config.html_baseurl
+    context["preview"] = base and f"{base.rstrip('/')}/_static/{PREVIEW}"
     if page != PAGE:
         return
-    context |= {"trace": stored(recorded()), "views": VIEWS, "comparison": comparison(app)}
-    for name, width in (("ladder", 8.5), ("ladder_narrow", 4.4)):
-        draw_ladder(Path(app.outdir) / "_static" / f"{name}.svg", width)
+    context |= {"trace": stored(recorded()), "views": VIEWS}
+    context |= {"comparison": comparison(app), "questions": questions(app)}
+    speeds = read(ROOT / "figures/ladder.md")
+    context["speeds"] = {name: f"{speed:,.3g}" for name, speed in speeds.items()}
+    for name, width in (("ladder.svg", 9.0), ("ladder_narrow.svg", 4.2), (PREVIEW, 11.0)):
+        draw_ladder(Path(app.outdir) / "_static" / name, speeds, width)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

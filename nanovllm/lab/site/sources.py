@@ -80,6 +80,8 @@ def write_pages(app: Sphinx, failure: Exception | None) -> None:
     pages += [_folder_page(folder, files, folders, app.env.found_docs) for folder in folders]
     for name, context in pages:
         context |= {"pathto": partial(_path_to, name), "crumbs": context["title"].split("/")}
+        if base := app.config.html_baseurl:
+            context["pageurl"] = f"{base.rstrip('/')}/{name}.html"
         path = Path(app.outdir) / f"{name}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(app.builder.templates.render("source.html", context), encoding="utf-8")

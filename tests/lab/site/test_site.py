@@ -107,6 +107,80 @@ def test_pictures_are_dark_in_the_dark(visit: Any) -> None:
     assert "invert" in picture.evaluate("each => getComputedStyle(each).filter")
 
 
+AXE = """async () => (await axe.run(document, { resultTypes: ["violations"] })).violations
+  .filter(({ impact }) => impact === "serious" || impact === "critical")
+  .map(({ id, nodes }) => `${id}: ${nodes.length}, such as ${nodes[0].html.slice(0, 200)}`)"""
+
+
+def accessibility_findings(page: Any) -> list[str]:
+    from nanovllm.lab.site.labs.packages import npm
+
+    # As a test it may do what a page's policy forbids scripts.
+    page.evaluate((npm("axe-core") / "axe.min.js").read_text(encoding="utf-8"))
+    return page.evaluate(AXE)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_landing_page_can_be_read_by_all(visit: Any, page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    visit("index.html")
+    assert accessibility_findings(page) == []
+
+
+@pytest.mark.nightly
+def test_every_page_has_no_error_fits_a_phone_and_can_be_read_by_all(
+    visit: Any, page: Any, site: pathlib.Path
+) -> None:
+    """Errors in the console, and requests to other hosts, fail the test when it ends."""
+    findings: dict[str, object] = {}
+    page.set_viewport_size(PHONE)
+    for path in sorted(site.rglob("*.html")):
+        name = path.relative_to(site).as_posix()
+        visit(name)
+        if (width := page.evaluate("document.documentElement.scrollWidth")) > PHONE["width"]:
+            findings[f"{name} width"] = width
+        if not name.endswith((".py.html", ".js.html", ".cpp.html", ".css.html")):
+            findings |= {
+                f"{name} {number}": found
+                for number, found in enumerate(accessibility_findings(page))
+            }
+    assert not findings, json.dumps(findings, indent=1)
+
+
+TERMS = {
+    "block table": "12_block_tables",
+    "preempt": "13_scheduler",
+    "speculative": "42_speculative_decoding",
+    "rejection": "42_speculative_decoding",
+    "CUDA graph": "40_cuda_graphs",
+    "quantization": "41_quantization",
+    "pipeline bubble": "23_pipeline_parallel",
+    "all-reduce": "21_process_groups",
+    "grammar": "19_structured_output",
+    "Redis": "32_kv_sharing",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("term", "lecture"), TERMS.items())
+def test_search_finds_the_lecture_of_a_term(visit: Any, term: str, lecture: str) -> None:
+    page = visit(f"search.html?q={term.replace(' ', '+')}")
+    page.locator(f'#search-results li a[href*="{lecture}"]').first.wait_for()
+
+
+def test_an_address_brings_a_sitemap(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("sphinx", reason="there is no Sphinx: `make install` installs it")
+    from nanovllm.lab.site.build import write_sitemap
+
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "labs/index.html").touch()
+    write_sitemap(tmp_path, "https://example.org/course/")
+    sitemap = (tmp_path / "sitemap.xml").read_text(encoding="utf-8")
+    assert re.findall("<loc>(.*?)</loc>", sitemap) == ["https://example.org/course/labs/index.html"]
+    robots = (tmp_path / "robots.txt").read_text(encoding="utf-8")
+    assert "Sitemap: https://example.org/course/sitemap.xml\n" in robots
+
+
 @pytest.mark.started
 def test_a_lecture_without_outputs_and_a_missing_package_are_named(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("sphinx", reason="there is no Sphinx: `make install` installs it")
