@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import inspect
 import re
 import sys
 import typing
@@ -129,7 +130,9 @@ def choices_of(settings: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
 
 def _descriptions(settings: type[DataclassInstance]) -> dict[str, str]:
     """The attributes in the docstring, each with its text on one line."""
-    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", settings.__doc__ or "", re.MULTILINE)
+    # Python 3.13 and later take a docstring's indentation away.
+    text = inspect.cleandoc(settings.__doc__ or "")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text) for name, text in entries}
 
 

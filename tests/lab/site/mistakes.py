@@ -11,6 +11,7 @@ class Mistake:
 
     Attributes:
         says: part of the message of the run that fails; "": it does not fail, and looks different.
+        is_seen: the run looks different.
         fails: the tests that fail.
     """
 
@@ -19,6 +20,7 @@ class Mistake:
     old: str
     new: str
     says: str = ""
+    is_seen: bool = True
     fails: tuple[str, ...] = ()
 
 
@@ -27,6 +29,8 @@ PREEMPTION = (
     "test_a_preempted_request_keeps_its_blocks_in_host_memory",
     "test_a_swapped_request_goes_before_later_ones_that_wait",
 )
+CONTINUE = "    scheduler.continue_running(plan, scheduler.queues.running)\n"
+ADMIT = "    scheduler.admit(plan)\n"
 MISTAKES = [
     Mistake(
         "preemption",
@@ -43,5 +47,119 @@ MISTAKES = [
         "",
         says="waits, but computed",
         fails=("test_a_preempted_request_begins_again",),
+    ),
+    Mistake(
+        "blocks",
+        "nanovllm.core.block_pool:BlockPool.touch",
+        "            del self.free_block_queue[block_id]\n",
+        "            pass\n",
+        says="block 0 has 1 holders and is free",
+        fails=("test_a_freed_block_keeps_its_content_until_it_is_reused",),
+    ),
+    Mistake(
+        "blocks",
+        "nanovllm.core.block_pool:BlockPool.get_new_blocks",
+        "last=False",
+        "last=True",
+        fails=(
+            "test_freed_blocks_join_the_free_list_at_its_end",
+            "test_a_shared_block_is_free_when_its_last_holder_has_gone",
+            "test_a_hash_leads_to_one_block",
+        ),
+    ),
+    Mistake(
+        "tables",
+        "nanovllm.core.kv_cache_manager:KVCacheManager.allocate_slots",
+        "self.pool.num_free - idle",
+        "self.pool.num_free",
+        says="MemoryError: 5 blocks requested, 2 of 10 free",
+        fails=("test_computed_blocks_are_taken_out_of_the_free_list",),
+    ),
+    Mistake(
+        "tables",
+        "nanovllm.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        "(request.num_tokens - 1)",
+        "request.num_tokens",
+        says="no waiting request could be scheduled",
+        fails=("test_a_prefix_is_found_block_by_block_up_to_the_first_difference",),
+    ),
+    Mistake(
+        "share",
+        "nanovllm.core.scheduler:Scheduler.share",
+        "share = min(request.num_schedulable_tokens, left)",
+        "share = request.num_schedulable_tokens",
+        says="the step computes 92 tokens, and the budget is 16",
+        fails=(
+            "test_a_request_gets_what_it_misses_and_the_budget_allows",
+            "test_no_step_has_more_tokens_of_a_prompt_than_the_threshold",
+            "test_without_chunks_a_prompt_is_computed_whole_or_not_at_all",
+            "test_requests_are_admitted_in_order_until_one_has_to_wait",
+        ),
+    ),
+    Mistake(
+        "share", "nanovllm.core.scheduler:continue_then_admit", CONTINUE + ADMIT, ADMIT + CONTINUE
+    ),
+    Mistake(
+        "priorities",
+        "nanovllm.core.queues:Queues.add",
+        "key=lambda r: r.order",
+        "key=lambda r: r.num_prompt_tokens",
+        says="a queue is out of order",
+        fails=(
+            "test_requests_are_admitted_in_order_until_one_has_to_wait",
+            "test_no_request_overtakes_one_that_has_to_wait",
+        ),
+    ),
+    Mistake(
+        "in-flight",
+        "nanovllm.core.request:Request.num_schedulable_tokens",
+        "pending and self.num_tokens + pending >= self.max_num_tokens",
+        "False",
+        fails=("test_a_pending_token_may_be_computed_unless_it_is_the_last",),
+    ),
+    Mistake(
+        "in-flight",
+        "nanovllm.core.scheduler:Scheduler.update_from_output",
+        "request.num_pending_tokens -= scheduled.samples",
+        "pass",
+        says="no waiting request could be scheduled",
+        fails=("test_the_plan_is_empty_until_the_result_has_come",),
+    ),
+    Mistake(
+        "router",
+        "nanovllm.features.data_parallel.router:EngineRouter.choose",
+        "-self._match(rank, hashes), ",
+        "",
+        fails=("test_the_engine_with_the_longest_prefix_gets_the_prompt",),
+    ),
+    Mistake(
+        "waves",
+        "nanovllm.features.data_parallel.waves:Waves.end",
+        "max(self.ended, wave + 1)",
+        "self.ended + 1",
+        fails=("test_the_end_of_a_wave_may_be_reported_twice",),
+    ),
+    Mistake(
+        "waves",
+        "nanovllm.features.data_parallel.waves:Waves.start",
+        "self._ordered = max(self._ordered, wave + 1)",
+        "self._ordered = wave + 1 if wave == self.ended else self._ordered",
+        is_seen=False,
+        fails=("test_an_early_command_takes_effect_when_the_wave_before_ends",),
+    ),
+    Mistake(
+        "drafts",
+        "nanovllm.features.speculation.verification:keep_accepted",
+        "sampled[name][:count]",
+        "sampled[name]",
+        says="drafts must not change the output",
+        fails=("test_tokens_are_kept_up_to_the_first_that_was_not_drafted",),
+    ),
+    Mistake(
+        "drafts",
+        "nanovllm.features.speculation.scheduling:NgramProposer.propose",
+        "token_ids[place : place + count]",
+        "token_ids[place + 1 : place + count]",
+        fails=("test_an_ngram_proposes_what_followed_first",),
     ),
 ]

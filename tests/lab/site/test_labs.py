@@ -13,11 +13,13 @@ import pytest
 
 from nanovllm.lab.site.labs import pages
 from nanovllm.lab.site.labs.archive import ArchiveError, write_archive
+from nanovllm.lab.site.labs.contest import CONTESTS
+from nanovllm.lab.site.labs.driver import answer
 from nanovllm.lab.site.labs.pages import source_of
 from tests.lab.site.mistakes import MISTAKES, Mistake
 
 LABS = {lab["name"]: lab for lab in pages.read_labs()}
-EDITED = [name for name, lab in LABS.items() if lab.get("targets")]
+EDITED = [name for name, lab in LABS.items() if lab["kind"] == "edit"]
 
 
 # As the page's worker: answers each line of JSON. There is nothing but the standard library,
@@ -96,7 +98,7 @@ def test_a_module_is_cut_down_to_what_its_members_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EDITED)
 def test_the_texts_in_the_editor_are_the_engines_code(ask: Ask, name: str) -> None:
     texts = {target: source_of(target) for target in LABS[name]["targets"]}
-    assert all(test["passed"] for test in ask("check", name, {}).get("tests", []))
+    assert all(test["passed"] for test in ask("check", name, {})["tests"])
     plain, edited = ask("run", name, {}), ask("run", name, texts)
     assert "error" not in edited, edited["error"]
     for part in ("trace", "picture", "figures"):
@@ -116,7 +118,8 @@ def test_a_mistake_is_found_where_it_is(ask: Ask, mistake: Mistake) -> None:
     else:
         assert "error" not in found, found["error"]
         parts = ("trace", "picture", "figures")
-        assert [found.get(part) for part in parts] != [before.get(part) for part in parts]
+        is_seen = [found.get(part) for part in parts] != [before.get(part) for part in parts]
+        assert is_seen == mistake.is_seen
     tests = ask("check", mistake.lab, texts)["tests"]
     failed = {test["name"].partition(":")[2] for test in tests if not test["passed"]}
     assert failed == set(mistake.fails)
@@ -144,3 +147,40 @@ def test_helpers_of_the_reader_are_gone_afterwards(ask: Ask) -> None:
     assert found["trace"] == ask("run", "preemption", {})["trace"]
     error = ask("run", "preemption", {target: text})["error"]
     assert error["message"] == "NameError: name 'helper' is not defined"
+
+
+# ---------------------------------------------------------------- the contest
+
+
+def score(rule: str, old: str = "", new: str = "") -> tuple[float, list[Any]]:
+    """The score of a rule, or of the engine's own; and what was reported."""
+    (target,) = (each for each in LABS["contest"]["targets"] if each.endswith(f":{rule}"))
+    text = source_of(target)
+    assert not old or text.count(old) == 1
+    texts = {target: text.replace(old, new)} if old else {}
+    request = {"call": "score", "contest": rule, "lab": {}, "texts": texts}
+    news = list[Any]()
+    found = json.loads(answer(json.dumps(request), lambda each: news.append(json.loads(each))))
+    if "error" in found:
+        raise AssertionError(found["error"]["message"])
+    return found["score"], news
+
+
+@pytest.mark.parametrize("rule", CONTESTS)
+def test_the_engines_own_rule_has_100_points(rule: str) -> None:
+    points, news = score(rule)
+    assert points == 100 and len(news) == 3
+    assert all(each["yours"] == each["usual"] for each in news)
+
+
+def test_better_rules_have_more_points_and_unfair_or_wrong_ones_none() -> None:
+    old = "    self.requests[request.request_id] = request\n"
+    short_first = "    request.order = (request.num_prompt_tokens, request.order[1])\n"
+    assert score("Queues.add", old, old + short_first)[0] > 120
+    with pytest.raises(AssertionError, match=r"^twelve documents: r\d+ waits \d+ steps; at most"):
+        score("EngineRouter.choose", "-self._match(rank, hashes), ", "")
+    with pytest.raises(AssertionError, match=r"at most \d+ are fair"):
+        score("Queues.add", old, old + "    request.order = (0, -request.order[1])\n")
+    with pytest.raises(AssertionError, match="would overwrite"):
+        score("last_running", "running[-1]", "running[0]")
+    assert score("Queues.add")[0] == 100, "the engine's rule is in place again"

@@ -9,7 +9,7 @@ import ast
 import importlib.util
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
@@ -23,7 +23,7 @@ class ArchiveError(Exception):
     """A module cannot run in a browser."""
 
 
-def write_archive(path: Path, roots: Iterable[str], data: Iterable[str]) -> dict[str, str]:
+def write_archive(path: Path, roots: Collection[str], data: Iterable[str]) -> dict[str, str]:
     """Write a zip of the modules that `roots` need; returns their sources by path.
 
     Args:
@@ -49,9 +49,10 @@ class _Collector:
         sources: of each module that is needed, by path.
     """
 
-    def __init__(self, roots: Iterable[str]) -> None:
+    def __init__(self, roots: Collection[str]) -> None:
         self.sources: dict[str, str] = {}
         self._members: dict[str, set[str]] = {}  # of modules that are cut; whole ones have none
+        self._cut = {root.partition(":")[0] for root in roots if ":" in root}
         self._queue = [(root, "the list of labs") for root in roots]
         while self._queue:
             self._add(*self._queue.pop())
@@ -89,7 +90,7 @@ class _Collector:
                 tree.body = tree.body[:1]
                 text = ast.unparse(tree)
         self.sources[place] = text
-        self._queue += [(needed, place) for needed in imports(tree, module)]
+        self._queue += [(needed, place) for needed in imports(tree, module, self._cut)]
 
 
 def module_path(module: str) -> Path | None:
@@ -99,8 +100,12 @@ def module_path(module: str) -> Path | None:
     return next((each for each in candidates if each.exists()), None)
 
 
-def imports(tree: ast.Module, module: str) -> Iterator[str]:
-    """Yield what a module imports when it is imported itself, as `write_archive` names it."""
+def imports(tree: ast.Module, module: str, cut: Collection[str]) -> Iterator[str]:
+    """Yield what a module imports when it is imported itself, as `write_archive` names it.
+
+    Args:
+        cut: modules of which members are imported one by one, besides those of tests.
+    """
     for node in _statements(tree.body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -115,7 +120,8 @@ def imports(tree: ast.Module, module: str) -> Iterator[str]:
                 if ours and module_path(f"{base}.{alias.name}"):
                     yield f"{base}.{alias.name}"
                 else:
-                    yield f"{base}:{alias.name}" if base.startswith("tests.") else base
+                    is_cut = base.startswith("tests.") or base in cut
+                    yield f"{base}:{alias.name}" if is_cut else base
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -141,6 +147,7 @@ def cut(tree: ast.Module, members: Iterable[str], place: str) -> ast.Module:
         for name in _names_bound(node):
             owners[name] = node
     kept: set[ast.stmt] = set()
+    used: set[str] = set()
     wanted = list(members)
     if missing := [name for name in wanted if name not in owners]:
         raise ArchiveError(f"{place} has no {missing[0]}")
@@ -148,8 +155,8 @@ def cut(tree: ast.Module, members: Iterable[str], place: str) -> ast.Module:
         owner = owners.get(wanted.pop())
         if owner is not None and owner not in kept:
             kept.add(owner)
-            wanted += [each.id for each in ast.walk(owner) if isinstance(each, ast.Name)]
-    used = {each.id for node in kept for each in ast.walk(node) if isinstance(each, ast.Name)}
+            used |= _names_used(owner)
+            wanted += _names_used(owner)
     body: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
@@ -162,6 +169,18 @@ def cut(tree: ast.Module, members: Iterable[str], place: str) -> ast.Module:
         elif node in kept:
             body.append(node)
     return ast.Module(body, [])
+
+
+def _names_used(node: ast.stmt) -> set[str]:
+    """Return the names of the module that a statement reads: not those of its own variables."""
+    used: set[str] = set()
+    own: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            (used if isinstance(each.ctx, ast.Load) else own).add(each.id)
+        elif isinstance(each, ast.arg):
+            own.add(each.arg)
+    return used - own if isinstance(node, ast.FunctionDef) else used
 
 
 def _names_bound(node: ast.stmt) -> list[str]:

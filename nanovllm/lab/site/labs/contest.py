@@ -1,11 +1,166 @@
-"""Scores of a reader's rule against vLLM's."""
+"""Scores of a reader's rule against vLLM's, on three workloads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import Any
 
+from nanovllm.features.data_parallel.router import EngineRouter
+from nanovllm.lab.site.labs.engines import Engine, create_engine
+from nanovllm.lab.site.labs.fleets import send
+from nanovllm.lab.viz.metrics import request_metrics
+from nanovllm.lab.viz.simulate import SimulatedRequest
 
-def score(contest: str, report: Callable[[Any], None]) -> dict[str, Any]:
-    """Return the scores of the rule that is in place."""
-    raise NotImplementedError(contest)
+LONGEST = 2.0  # times the longest wait under vLLM's rule
+MAX_STEPS = 5000
+Waits = dict[str, float]  # by request
+
+
+class UnfairError(RuntimeError):
+    """A rule that gets no score, since a request waits too long."""
+
+
+def mixed(count: int, gap: int, longest: int, seed: int) -> list[SimulatedRequest]:
+    """Return requests, every sixth of which is long."""
+    draw = Random(seed)
+    requests = []
+    for number in range(count):
+        prompt = longest if number % 6 == 2 else 4 + int(draw.random() * longest / 4)
+        output = 4 + int(draw.random() * 20)
+        requests.append(SimulatedRequest(number * gap, prompt, output, request_id=f"r{number}"))
+    return requests
+
+
+def bursts(count: int, size: int, gap: int, seed: int) -> list[SimulatedRequest]:
+    """Return requests that arrive several at a time."""
+    draw = Random(seed)
+    return [
+        SimulatedRequest(
+            number // size * gap,
+            4 + int(draw.random() * 40),
+            2 + int(draw.random() * 30),
+            request_id=f"r{number}",
+        )
+        for number in range(count)
+    ]
+
+
+def documents(count: int, num_documents: int, favour: float, seed: int) -> list[SimulatedRequest]:
+    """Return questions about documents; the first document has a larger share of them."""
+    draw = Random(seed)
+    requests = []
+    for number in range(count):
+        which = 0 if draw.random() < favour else int(draw.random() * num_documents)
+        prompt = [1000 * (which + 1) + i for i in range(24 + 4 * (which % 4))]
+        prompt += range(10**6 * (number + 1), 10**6 * (number + 1) + 3)
+        requests.append(SimulatedRequest(number // 2, prompt, 5, request_id=f"r{number}"))
+    return requests
+
+
+ENGINE = {"num_kv_blocks": 40, "block_size": 4, "max_num_batched_tokens": 32, "max_num_seqs": 8}
+FLEET = {"num_kv_blocks": 40, "block_size": 4, "max_num_batched_tokens": 12, "max_num_seqs": 8}
+# By contest: what is counted, and the workloads by name.
+CONTESTS: dict[str, tuple[str, Mapping[str, Sequence[SimulatedRequest]]]] = {
+    "last_running": (
+        "steps from arrival to end",
+        {
+            "one in six is long": mixed(48, 3, 80, 1),
+            "bursts": bursts(48, 8, 30, 2),
+            "all at once": bursts(32, 32, 1, 3),
+        },
+    ),
+    "Queues.add": (
+        "steps to the first token",
+        {
+            "one in six is long": mixed(48, 2, 80, 1),
+            "bursts": bursts(48, 12, 30, 2),
+            "steady": bursts(48, 2, 4, 3),
+        },
+    ),
+    "EngineRouter.choose": (
+        "steps to the first token",
+        {
+            "twelve documents": documents(72, 12, 0.0, 1),
+            "a popular one": documents(72, 8, 0.5, 2),
+            "many documents": documents(72, 30, 0.1, 3),
+        },
+    ),
+}
+
+
+def waits_of(contest: str, requests: Sequence[SimulatedRequest]) -> Waits:
+    """Serve a workload with the rule that is in place; return what counts for each request."""
+    if contest == "EngineRouter.choose":
+        engines = [create_engine(FLEET) for _ in range(3)]
+        router = EngineRouter(3, FLEET["block_size"], capacity=FLEET["num_kv_blocks"])
+        serve_all(requests, engines, lambda each: send(each, engines, router))
+    else:
+        (engine,) = engines = [create_engine(ENGINE)]
+        serve_all(requests, engines, lambda each: engine.add(str(each.request_id), each))
+    key = "latency" if contest == "last_running" else "ttft"
+    waits: Waits = {}
+    for each in engines:
+        waits |= {n: m[key] for n, m in request_metrics(each.recorder.trace).items()}
+    return waits
+
+
+def serve_all(
+    requests: Sequence[SimulatedRequest],
+    engines: Sequence[Engine],
+    send: Callable[[SimulatedRequest], None],
+) -> None:
+    """Run all engines step by step until every request has ended.
+
+    Raises:
+        RuntimeError: some have not ended after `MAX_STEPS`.
+    """
+    waiting = list(requests)
+    for step in range(MAX_STEPS):
+        while waiting and waiting[0].arrival_step <= step:
+            send(waiting.pop(0))
+        busy = [each for each in engines if each.scheduler.has_unfinished]
+        if not busy and not waiting:
+            return
+        for each in busy:
+            each.step(step)
+    raise RuntimeError(f"requests are unfinished after {MAX_STEPS} steps")
+
+
+def baselines(contest: str) -> dict[str, Waits]:
+    """Return the waits under the rule that is in place, by workload."""
+    _, workloads = CONTESTS[contest]
+    return {name: waits_of(contest, requests) for name, requests in workloads.items()}
+
+
+def score(
+    contest: str, usual: Mapping[str, Waits], report: Callable[[Any], None]
+) -> dict[str, Any]:
+    """Return the score of the rule that is in place; each workload is reported when it is known.
+
+    Args:
+        usual: the waits under vLLM's rule.
+
+    Raises:
+        UnfairError: a request waits too long.
+    """
+    unit, workloads = CONTESTS[contest]
+    ratios = []
+    for name, requests in workloads.items():
+        waits = waits_of(contest, requests)
+        own, theirs = mean(waits), mean(usual[name])
+        bound = LONGEST * max(usual[name].values())
+        latest = max(waits, key=lambda each: waits[each])
+        if waits[latest] > bound:
+            raise UnfairError(
+                f"{name}: {latest} waits {waits[latest]:.0f} steps; at most {bound:.0f} are fair"
+            )
+        ratios.append(theirs / own)
+        report({"workload": name, "yours": own, "usual": theirs, "unit": unit})
+    return {"score": round(100 * math.prod(ratios) ** (1 / len(ratios)), 1)}
+
+
+def mean(waits: Waits) -> float:
+    """Return the mean of all requests' waits."""
+    return sum(waits.values()) / len(waits)

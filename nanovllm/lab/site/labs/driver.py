@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -39,6 +39,11 @@ class Edits:
         self._numbers: dict[CodeType, int] = {}
         self._undo: list[Callable[[], object]] = []
 
+    def put_all(self, texts: Mapping[str, str]) -> None:
+        """Use the reader's code, by target; see `put`."""
+        for number, (target, text) in enumerate(texts.items()):
+            self.put(number, target, text)
+
     def put(self, number: int, target: str, text: str) -> None:
         """Run `text` in the module of `target`, and use the function that it defines.
 
@@ -55,7 +60,10 @@ class Edits:
         code = compile(text, f"<your code {number}>", "exec", FLAGS, dont_inherit=True)
         defined: dict[str, Any] = {}
         exec(code, vars(module), defined)
-        if not isinstance(function := defined.pop(name, None), FunctionType):
+        function = defined.pop(name, None)
+        if isinstance(function, property):
+            function = function.fget
+        if not isinstance(function, FunctionType):
             raise NameError(f"the code must define {name}")
         original = function_of(owner, name)
         for key, value in defined.items():  # helpers of the reader's
@@ -153,9 +161,8 @@ def answer(request: str, report: Report) -> str:
     calls = {"run": _run, "check": _check, "score": _score}
     edits = Edits()
     try:
-        for number, (target, text) in enumerate(asked["texts"].items()):
-            edits.put(number, target, text)
-        if asked["call"] != "score":  # which is to be quick
+        edits.put_all(asked["texts"])
+        if edits.lines and asked["call"] != "score":  # which is to be quick
             sys.settrace(edits.watch)
         found = calls[asked["call"]](asked, edits, lambda news: report(json.dumps(news)))
     except Exception as error:
@@ -182,4 +189,8 @@ def _check(asked: dict[str, Any], edits: Edits, report: Callable[[Any], None]) -
 
 
 def _score(asked: dict[str, Any], edits: Edits, report: Callable[[Any], None]) -> dict[str, Any]:
-    return contest.score(asked["lab"]["name"], report)
+    name = asked["contest"]
+    edits.restore()
+    usual = contest.baselines(name)
+    edits.put_all(asked["texts"])
+    return contest.score(name, usual, report)

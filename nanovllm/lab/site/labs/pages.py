@@ -26,8 +26,13 @@ from nanovllm.lab.site.players import players_module
 HERE = Path(__file__).parent
 WEB = HERE / "web"
 DRIVER = "nanovllm.lab.site.labs.driver"
-# What `load` of `nanovllm.data.parts` imports when it is called.
-LOADED = ("nanovllm.features.batching_policies", "nanovllm.features.decodes_first")
+# What is imported only when it is called for, or is cut down to a member.
+LOADED = (
+    "nanovllm.features.batching_policies",
+    "nanovllm.features.decodes_first",
+    "nanovllm.features.speculation.verification:keep_accepted",
+    "nanovllm.simulate.simulation",
+)
 DATA = ("nanovllm/simulate/machines.toml", "nanovllm/simulate/models.toml")
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 Lab = dict[str, Any]
@@ -59,7 +64,8 @@ def build(out: Path) -> None:
 
 def write_lab_archive(path: Path, labs: Sequence[Lab]) -> None:
     """Write the zip of the modules that the labs need."""
-    targets = [target.partition(":")[0] for lab in labs for target in lab.get("targets", ())]
+    targets = {target.partition(":")[0] for lab in labs for target in lab.get("targets", ())}
+    targets -= {name.partition(":")[0] for name in LOADED}
     tests = [test for lab in labs for test in lab.get("tests", ())]
     roots = [DRIVER, *LOADED, *targets, *tests]
     write_archive(path, roots, DATA)
@@ -104,23 +110,21 @@ def _bundle(out: Path) -> None:
 def _page(lab: Lab, labs: Sequence[Lab]) -> str:
     """Return a lab's page. It has the trace of the engine's own code, which the player shows until
     Python is there, and where there is none."""
-    scene = json.loads(answer(json.dumps({"call": "run", "lab": lab, "texts": {}}), print))
-    if "error" in scene:
-        raise BuildError(f"lab {lab['name']}: {scene['error']['message']}")
-    data = {
-        "lab": lab,
-        "sources": {target: source_of(target) for target in lab["targets"]},
-        "scene": scene,
-    }
-    tasks = MarkdownIt().render("\n".join(f"1. {task}" for task in lab["tasks"]))
+    data = {"lab": lab, "sources": {target: source_of(target) for target in lab.get("targets", ())}}
+    if lab["kind"] != "what-if":
+        data["scene"] = json.loads(
+            answer(json.dumps({"call": "run", "lab": lab, "texts": {}}), print)
+        )
+        if "error" in data["scene"]:
+            raise BuildError(f"lab {lab['name']}: {data['scene']['error']['message']}")
     main = _fill(
         "main.html",
         title=html.escape(lab["title"]),
         text=MarkdownIt().render(lab["text"]),
-        tasks=tasks,
+        tasks=MarkdownIt().render("\n".join(f"1. {task}" for task in lab["tasks"])),
+        bench=(WEB / f"{lab['kind']}.html").read_text(encoding="utf-8"),
         question=_question(lab),
         links=_links(lab),
-        controls="",
         data=json.dumps(data).replace("<", "\\u003c"),
     )
     return _frame(lab["title"], lab["summary"], main, labs, lab["name"])
@@ -157,9 +161,10 @@ def _question(lab: Lab) -> str:
 def _links(lab: Lab) -> str:
     page = f"../notebooks/{lab['lecture']}.html#{make_id(lab['section'])}"
     number = lab["lecture"].partition("_")[0]
+    section = lab["section"].lstrip("0123456789.· ")
     return (
         f"<p>Lecture {number} builds this code: "
-        f'<a href="{page}">{html.escape(lab["section"])}</a>. '
+        f'<a href="{page}">{section}</a>. '
         "To write it yourself, from the specification to the tests, in a repository of your own: "
         f"<code>nanovllm course start</code>, stage {lab['stage']}.</p>"
     )

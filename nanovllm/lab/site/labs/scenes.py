@@ -2,134 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.core.block_pool import InvariantError
-from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
-from nanovllm.core.scheduler import Scheduler
-from nanovllm.data.config import EngineConfig
-from nanovllm.data.resolved_config import resolve
-from nanovllm.lab.viz.metrics import request_metrics
-from nanovllm.lab.viz.simulate import SAMPLED_TOKEN, SimulatedRequest, Simulation
-from nanovllm.trace.trace import Trace
-
-Lab = Mapping[str, Any]
-Scene = dict[str, Any]
-Report = Callable[[Scene], None]
-Figures = list[tuple[str, str]]
-MAX_STEPS = 400
-
-
-class CarefulScheduler(Scheduler):
-    """A scheduler whose plans are checked before they would be run."""
-
-    def schedule(self) -> SchedulerOutput:
-        """Plan a step.
-
-        Raises:
-            InvariantError: the step would write to blocks that its request does not hold.
-        """
-        plan = super().schedule()
-        for share in plan.requests:
-            table = self.manager.tables.get(share.request_id, [])
-            end = share.start + share.num_tokens
-            if len(table) * self.manager.block_size < end:
-                raise InvariantError(
-                    f"{share.request_id} has a share of this step, tokens {share.start} to "
-                    f"{end - 1}, and holds {len(table)} blocks: what it computes would overwrite "
-                    "the keys and values of other requests"
-                )
-        if plan.num_tokens > self.settings.token_budget:
-            raise InvariantError(
-                f"the step computes {plan.num_tokens} tokens, and the budget is "
-                f"{self.settings.token_budget}"
-            )
-        return plan
-
-
-class Engine(Simulation):
-    """A simulation that may plan steps before the results of earlier ones arrive.
-
-    Args:
-        ahead: steps in flight, at most, while another is planned.
-
-    Attributes:
-        number: the newest step.
-    """
-
-    def __init__(self, *arguments: Any, ahead: int) -> None:
-        super().__init__(*arguments)
-        self.ahead = ahead
-        self.number = 0
-        self.in_flight: list[tuple[SchedulerOutput, Any]] = []
-
-    def step(self, step: int) -> None:
-        """Plan a step, and take the results of the oldest one if enough are in flight."""
-        self.number = step
-        plan = self.scheduler.schedule()
-        if plan.empty and not self.in_flight:
-            raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
-        if not plan.empty:
-            self.in_flight.append((plan, self.recorder.begin(plan, step, self.clock)))
-            self.clock += self.step_cost + self.token_cost * plan.num_tokens
-        if plan.empty or len(self.in_flight) > self.ahead:
-            self.take_result()
-        while self.in_flight and not self.scheduler.has_unfinished:
-            self.take_result()
-
-    def take_result(self) -> None:
-        """Give the oldest step's tokens to the scheduler."""
-        plan, record = self.in_flight.pop(0)
-        result = ModelRunnerOutput(
-            {
-                each.request_id: [SampledToken(SAMPLED_TOKEN)]
-                for each in plan.requests
-                if each.samples
-            }
-        )
-        outputs = self.scheduler.update_from_output(plan, result)
-        duration = self.step_cost + self.token_cost * plan.num_tokens
-        self.recorder.finish(record, duration, result, outputs)
-        self.scheduler.check_invariants()
-
-
-def requests_of(rows: Sequence[Sequence[Any]]) -> list[SimulatedRequest]:
-    """Return requests from rows of (id, arrival step, prompt tokens, output tokens, more).
-
-    The last is optional: `prefix`, "x8" for eight tokens that all prompts with an x begin with, and
-    other fields of `SimulatedRequest`.
-    """
-    requests = []
-    for number, (name, at, length, output_len, *more) in enumerate(rows):
-        options = dict(more[0]) if more else {}
-        prefix = options.pop("prefix", "")
-        prompt: int | list[int] = length
-        if prefix:
-            shared = [1000 * ord(prefix[0]) + i for i in range(int(prefix[1:]))]
-            own = 1_000_000 * (number + 1)
-            prompt = [*shared, *range(own, own + length - len(shared))]
-        requests.append(SimulatedRequest(at, prompt, output_len, request_id=name, **options))
-    return requests
-
-
-def create_engine(options: Mapping[str, Any]) -> Engine:
-    """Return an idle engine with fields of `EngineConfig`, `ahead` and `token_cost`."""
-    given = {"max_num_seqs": 16, "ahead": 0, "token_cost": 0.0, **options}
-    ahead = given.pop("ahead")
-    token_cost = given.pop("token_cost")
-    config = EngineConfig(**given)
-    blocks = config.num_kv_blocks or 0
-    resolved = resolve(
-        config,
-        model_max_len=blocks * config.block_size,
-        num_kv_blocks=blocks,
-        num_host_blocks=blocks if config.preemption_mode == "swap" else 0,
-    )
-    manager = create_manager(resolved)
-    scheduler = create_scheduler(resolved, manager, scheduler_class=CarefulScheduler)
-    return Engine(resolved, scheduler, 1.0, token_cost, ahead=ahead)
+from nanovllm.core.schedule import SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.errors import UsageError
+from nanovllm.features.speculation.scheduling import NgramProposer
+from nanovllm.features.speculation.verification import keep_accepted
+from nanovllm.lab.site.labs.engines import MAX_STEPS, create_engine, figures_of, requests_of
+from nanovllm.lab.site.labs.fleets import Lab, Report, Scene, cell, fleet, waves
 
 
 def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
@@ -143,28 +25,126 @@ def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     trace = simulation.recorder.trace
     if len(trace):
         scene["trace"] = b"".join(trace.lines()).decode()
-        scene["figures"] = figures_of(trace, simulation.scheduler)
+        scene["figures"] = figures_of(trace, simulation)
     return scene
 
 
-def figures_of(trace: Trace, scheduler: Scheduler) -> Figures:
-    """Return the numbers in the table under the player."""
-    metrics = request_metrics(trace)
-    firsts = [each["ttft"] for each in metrics.values() if each["ttft"] is not None]
-    gaps = [gap for each in metrics.values() for gap in each["itl"]]
-    order = [name for record in trace for name in record.finished]
-    numbers = [
-        ("steps", f"{sum(bool(record.requests) for record in trace)}"),
-        ("tokens computed", f"{sum(record.num_tokens for record in trace)}"),
-        ("tokens found in the cache", f"{scheduler.num_hit_tokens}"),
-        ("preemptions", f"{sum(len(record.preempted) for record in trace)}"),
-        ("cached blocks evicted", f"{scheduler.manager.pool.num_evictions}"),
-        ("steps to the first token, mean", f"{sum(firsts) / max(1, len(firsts)):.1f}"),
-        ("steps to the first token, longest", f"{max(firsts, default=0):.0f}"),
-        ("longest pause between two tokens", f"{max(gaps, default=0):.0f} steps"),
-        ("end in this order", " ".join(order) or "none"),
+# ---------------------------------------------------------------- drafts
+
+
+def drafts(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
+    """Generate a sequence of words with drafts, and show which of them are kept."""
+    words = lab["words"].split()
+    vocabulary = sorted(set(words))
+    target = [vocabulary.index(word) for word in words]
+    tokens = target[: lab["prompt"]]
+    most = int(options.get("drafts", lab["drafts"]))
+    proposer = NgramProposer(lab["longest"], 1)
+    rows: list[Scene] = []
+    num_drafted = 0
+    scene: Scene = {}
+    try:
+        while len(tokens) < len(target):
+            left = len(target) - len(tokens) - 1
+            drafted = proposer.propose(tokens, min(most, left))[:left]
+            kept = _verify(tokens, drafted, target)
+            num_drafted += len(drafted)
+            rows.append(_row_of(drafted, kept, vocabulary, len(rows)))
+            tokens += kept
+            if tokens != target[: len(tokens)]:
+                wrong = next(i for i, each in enumerate(tokens) if each != target[i])
+                raise InvariantError(
+                    f"word {wrong} is {vocabulary[tokens[wrong]]!r}, and the model alone says "
+                    f"{vocabulary[target[wrong]]!r}: drafts must not change the output"
+                )
+    except Exception as error:
+        scene |= {"error": error, "step": len(rows) - 1}
+    num_words = len(tokens) - lab["prompt"]
+    num_accepted = sum(each["kind"] == "accepted" for row in rows for each in row["cells"])
+    scene["picture"] = {
+        "columns": most + 1,
+        "rows": rows,
+        "legend": {
+            "accepted": "a draft that is kept",
+            "rejected": "a draft that is dropped",
+            "decode": "the model's own word",
+        },
+    }
+    scene["figures"] = [
+        ("steps of the model", f"{len(rows)}"),
+        ("words generated", f"{num_words}"),
+        ("words per step", f"{num_words / max(1, len(rows)):.2f}"),
+        ("drafts", f"{num_drafted}"),
+        ("drafts that were kept", f"{num_accepted}"),
     ]
-    return numbers
+    return scene
 
 
-SCENES: dict[str, Callable[[Lab, Mapping[str, Any], Report], Scene]] = {"engine": engine}
+def _verify(tokens: list[int], drafted: list[int], target: list[int]) -> list[int]:
+    """Let the model sample after the known tokens and after each draft; return what is kept."""
+    sampled = []
+    for count in range(len(drafted) + 1):
+        begin = [*tokens, *drafted[:count]]
+        is_known = begin == target[: len(begin)]
+        # After a wrong draft, the model continues another sentence.
+        sampled.append(target[len(begin)] if is_known else target[-1 - count])
+    share = ScheduledRequest("r", len(tokens) - 1, 1 + len(drafted), [], [])
+    share.extra_token_ids = drafted
+    results = {"r": [SampledToken(token) for token in sampled]}
+    return [each.token_id for each in keep_accepted(SchedulerOutput([share]), results)["r"]]
+
+
+def _row_of(drafted: list[int], kept: list[int], vocabulary: list[str], step: int) -> Scene:
+    num_accepted = max(0, len(kept) - 1)
+    cells = [
+        cell(at, vocabulary[token], "accepted" if at < num_accepted else "rejected")
+        for at, token in enumerate(drafted)
+    ]
+    if kept:
+        own = cell(num_accepted, vocabulary[kept[-1]], "decode")
+        cells = [
+            *cells[:num_accepted],
+            own,
+            *({**c, "at": c["at"] + 1} for c in cells[num_accepted:]),
+        ]
+    return {"name": f"step {step}", "cells": cells}
+
+
+# ---------------------------------------------------------------- the playground
+
+
+def what_if(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
+    """Simulate a fleet; returns its summary, and which of the fleets so far are on the frontier of
+    P99 TTFT and P99 TPOT.
+
+    Args:
+        options: settings of `simulate`; `engines`, of which `split` are for prefill only; tokens
+            per step as `chunk`; and the summaries of earlier fleets as `known`.
+    """
+    # Other labs start sooner without the simulator.
+    from nanovllm.simulate.simulation import simulate
+    from nanovllm.simulate.sweep import mark_frontier
+
+    given = dict(options)
+    known = given.pop("known")
+    count = given.pop("engines")
+    split = given.pop("split")
+    layout = {"prefill": split, "decode": count - split} if split else {"replicas": count}
+    chunk = {"max_num_batched_tokens": given.pop("chunk")}
+    try:
+        summary = simulate({**lab["fleet"], **given, **layout, **chunk})
+    except UsageError as error:
+        return {"impossible": str(error)}
+    summaries = [*known, summary]
+    mark_frontier(summaries)
+    frontier = [number for number, each in enumerate(summaries) if each["on_frontier"]]
+    return {"summary": summary, "frontier": frontier}
+
+
+SCENES: dict[str, Callable[[Lab, Mapping[str, Any], Report], Scene]] = {
+    "engine": engine,
+    "fleet": fleet,
+    "waves": waves,
+    "drafts": drafts,
+    "what_if": what_if,
+}

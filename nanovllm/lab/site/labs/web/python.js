@@ -2,29 +2,36 @@
 
 export const LIMIT = 10; // seconds without a sign of life
 
+/** `state`: "loading", "ready", "missing" or "failed", with a `reason`; `onChange` is called when it changes. */
 export class Python {
-  constructor(onState) {
-    this.onState = onState;
+  constructor(onChange) {
+    this.onChange = onChange;
     this.waiting = new Map(); // requests that have no answer yet
     this.number = 0;
     this.memory = 0; // bytes of the worker's memory after the last answer
     if (typeof WebAssembly === "undefined") {
-      onState("missing", "This browser has no WebAssembly, in which Python runs here.");
+      this._say("missing", "This browser has no WebAssembly, in which Python runs here.");
     } else {
       this._start();
     }
   }
 
+  _say(state, reason = "") {
+    this.state = state;
+    this.reason = reason;
+    this.onChange();
+  }
+
   _start() {
-    this.onState("loading", "");
+    this._say("loading");
     this.worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
     this.worker.onmessage = ({ data }) => this._heard(data);
-    this.worker.onerror = (event) => this.onState("failed", event.message || "the worker cannot be loaded");
+    this.worker.onerror = (event) => this._say("failed", event.message || "the worker cannot be loaded");
   }
 
   _heard({ kind, id, answer, news, message, memory }) {
-    if (kind === "ready") this.onState("ready", "");
-    else if (kind === "failed") this.onState("failed", message);
+    if (kind === "ready") this._say("ready");
+    else if (kind === "failed") this._say("failed", message);
     else if (!this.waiting.has(id)) return;
     else if (kind === "begun") this._limit(id);
     else if (kind === "news") {

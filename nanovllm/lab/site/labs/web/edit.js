@@ -1,0 +1,152 @@
+// A lab: an editor for some of the engine's functions, a player for what the engine then does, and its tests.
+import { mountPlayer } from "./players.js";
+import { Editor } from "./editor.js";
+import { find, make } from "./elements.js";
+import { Page } from "./page.js";
+import { showPicture } from "./picture.js";
+
+export class Lab extends Page {
+  film = "The pictures already show the engine's own run.";
+
+  constructor(python) {
+    super(python);
+    this.targets = Object.keys(this.data.sources);
+    this.number = 0; // of the target that is shown
+    this.texts = this.targets.map((target) => localStorage.getItem(this._key(target)) ?? this.data.sources[target]);
+    this.mounted = null; // the player
+    this.place = null; // where the reader's code has failed
+    this.buttons = ["run", "check", "score"].map(find).filter(Boolean);
+    this._build();
+    this.showScene(this.data.scene, "The engine's own code");
+  }
+
+  _key(target) {
+    return `nanovllm.lab.${this.name}.${target}`;
+  }
+
+  _build() {
+    this.editor = new Editor(find("editor"), { onChange: (text) => this._changed(text), onRun: () => this.run() });
+    this.targets.forEach((target, number) => {
+      const tab = make("button", { type: "button", role: "tab" }, target.split(":")[1]);
+      tab.onclick = () => this.select(number);
+      find("tabs").append(tab);
+    });
+    find("run").onclick = () => this.run();
+    if (find("check")) find("check").onclick = () => this.check();
+    find("reset").onclick = () => this.reset();
+    this.controls = {};
+    for (const [name, [words, ...values]] of Object.entries(this.data.lab.controls ?? {})) {
+      const select = make("select", { name }, ...values.map((value) => make("option", { value }, String(value))));
+      select.onchange = () => this.run();
+      this.controls[name] = select;
+      find("controls").append(make("label", {}, `${words} `, select));
+    }
+    this.select(0);
+    this.showState();
+  }
+
+  select(number) {
+    this.number = number;
+    for (const [i, tab] of [...find("tabs").children].entries()) {
+      tab.setAttribute("aria-selected", i === number);
+      tab.classList.toggle("edited", this.texts[i] !== this.data.sources[this.targets[i]]);
+    }
+    this.editor.show(this.texts[number]);
+    this._mark();
+  }
+
+  _mark() {
+    this.editor.mark(this.place?.[0] === this.number ? this.place[1] : null);
+  }
+
+  /** Replace the text of a target. */
+  setText(number, text) {
+    const target = this.targets[number];
+    this.texts[number] = text;
+    if (text === this.data.sources[target]) localStorage.removeItem(this._key(target));
+    else localStorage.setItem(this._key(target), text);
+    find("tabs").children[number].classList.toggle("edited", text !== this.data.sources[target]);
+  }
+
+  _changed(text) {
+    this.setText(this.number, text);
+    if (this.place) this.complain(null);
+  }
+
+  reset() {
+    this.setText(this.number, this.data.sources[this.targets[this.number]]);
+    this.complain(null);
+    this.select(this.number);
+  }
+
+  /** What is asked of the driver: the texts that differ from the engine's. */
+  request(call) {
+    const texts = this.targets.map((target, i) => [target, this.texts[i]]);
+    const changed = texts.filter(([target, text]) => text !== this.data.sources[target]);
+    this.asked = changed.map(([target]) => this.targets.indexOf(target));
+    const options = Object.entries(this.controls).map(([name, select]) => [name, Number(select.value)]);
+    return { call, lab: this.data.lab, texts: Object.fromEntries(changed), options: Object.fromEntries(options) };
+  }
+
+  async run() {
+    if (find("run").disabled) return;
+    const answer = await this.ask(this.request("run"));
+    const whose = this.asked.length ? "Your code" : "The engine's own code";
+    if (answer.figures) this.showScene(answer, answer.error ? `${whose}, up to the step that failed` : whose);
+  }
+
+  async check() {
+    const { tests } = await this.ask(this.request("check"));
+    if (tests) this._showTests(tests);
+  }
+
+  complain(error) {
+    super.complain(error);
+    this.place = null;
+    if (error?.place) this._point(error);
+    this._mark();
+  }
+
+  /** Add the reader's line to a message, and mark it in the editor. */
+  _point({ place, raised }) {
+    const number = this.asked[place[0]];
+    const line = this.texts[number].split("\n")[place[1] - 1]?.trim() ?? "";
+    this.place = [number, place[1]];
+    const words = raised ? "In your line" : "The last of your lines that ran is line";
+    find("message").append(make("p", {}, `${words} ${place[1]}: `, make("code", {}, line)));
+    if (number !== this.number) this.select(number);
+  }
+
+  showScene(scene, caption) {
+    this.scene = scene;
+    find("caption").textContent = caption;
+    if (scene.trace) {
+      this.mounted ??= mountPlayer(find("player"), { views: this.data.lab.views, speed: 4 });
+      this.mounted.update(scene.trace);
+      const { player } = this.mounted;
+      if (scene.error) player.seek(player.history.length - 1);
+    }
+    if (scene.picture) showPicture(find("picture"), scene.picture);
+    this.showFigures(scene.figures, this.data.scene.figures);
+  }
+
+  _showTests(tests) {
+    const items = tests.map((test) => {
+      const item = make("li", { class: test.passed ? "passed" : "failed" });
+      item.append(make("span", { class: "mark" }, test.passed ? "✓ passed" : "✗ failed"), ` ${test.sentence}`);
+      if (test.passed) return item;
+      const why = [test.message, ...test.why.filter((line) => line !== test.message)];
+      item.append(make("pre", {}, why.join("\n")));
+      return item;
+    });
+    const failed = tests.filter((test) => !test.passed).length;
+    const sum = failed ? `${failed} of ${tests.length} tests fail.` : `All ${tests.length} tests of the engine pass.`;
+    find("tests").replaceChildren(make("li", { class: "sum", role: "status" }, sum), ...items);
+  }
+
+  destroy() {
+    super.destroy();
+    this.mounted?.destroy();
+    this.editor.destroy();
+  }
+}

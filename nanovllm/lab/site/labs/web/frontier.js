@@ -1,0 +1,59 @@
+// The playground's picture: each fleet is a point, its P99 time to the first token against its P99 time per token.
+import { draw } from "./elements.js";
+
+const WIDTH = 640;
+const HEIGHT = 440;
+const LEFT = 62;
+const BOTTOM = 46;
+const ticks = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000];
+
+const ttft = ({ summary }) => summary.p99_ttft_ms;
+const tpot = ({ summary }) => summary.p99_tpot_ms;
+
+/** What a fleet is, in words. */
+export function fleetWords({ split, chunk }, engines) {
+  const layout = split ? `${split} for prefill, ${engines - split} for decode` : `${engines} replicas`;
+  return `${layout}, ${chunk} tokens per step`;
+}
+
+function scale(values, from, to) {
+  const low = Math.log(Math.min(...values) * 0.85);
+  const high = Math.log(Math.max(...values) * 1.2);
+  const place = (value) => from + ((Math.log(value) - low) / (high - low)) * (to - from);
+  return { place, marks: ticks.filter((tick) => Math.log(tick) >= low && Math.log(tick) <= high) };
+}
+
+const short = (ms) => (ms >= 1000 ? `${ms / 1000} s` : `${ms} ms`);
+
+/** Draw all points so far into an element; the first is the reader's fleet. */
+export function showFrontier(element, points, frontier, engines) {
+  const known = points.filter((point) => point.summary?.completed);
+  if (!known.length) return element.replaceChildren();
+  const x = scale(known.map(tpot), LEFT, WIDTH - 20);
+  const y = scale(known.map(ttft), HEIGHT - BOTTOM, 20);
+  const at = (point) => [x.place(tpot(point)), y.place(ttft(point))];
+  const svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "frontier", role: "img",
+    "aria-label": `${known.length} fleets; ${frontier.length} are on the frontier` });
+  for (const tick of x.marks) {
+    const place = x.place(tick);
+    svg.append(draw("line", { x1: place, x2: place, y1: 20, y2: HEIGHT - BOTTOM, class: "grid" }),
+      draw("text", { x: place, y: HEIGHT - BOTTOM + 16, "text-anchor": "middle" }, short(tick)));
+  }
+  for (const tick of y.marks) {
+    const place = y.place(tick);
+    svg.append(draw("line", { x1: LEFT, x2: WIDTH - 20, y1: place, y2: place, class: "grid" }),
+      draw("text", { x: LEFT - 6, y: place + 4, "text-anchor": "end" }, short(tick)));
+  }
+  svg.append(draw("text", { x: (LEFT + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle", class: "axis" }, "P99 time per output token"),
+    draw("text", { transform: `translate(14 ${(HEIGHT - BOTTOM) / 2}) rotate(-90)`, "text-anchor": "middle", class: "axis" }, "P99 time to the first token"));
+  const best = frontier.map((index) => points[index]).sort((a, b) => tpot(a) - tpot(b));
+  svg.append(draw("polyline", { class: "line", points: best.map((point) => at(point).join(",")).join(" ") }));
+  for (const point of known.slice().reverse()) {
+    const [cx, cy] = at(point);
+    const isOwn = point === points[0];
+    const kind = isOwn ? "own" : best.includes(point) ? "best" : "other";
+    const words = `${fleetWords(point, engines)}: ${short(Math.round(ttft(point)))}, ${short(tpot(point).toFixed(1))}; ${point.summary.bottleneck}`;
+    svg.append(draw("circle", { cx, cy, r: isOwn ? 8 : 5, class: kind }, draw("title", {}, words)));
+  }
+  element.replaceChildren(svg);
+}

@@ -1,0 +1,76 @@
+// What the pages of all labs have: their data, the state of Python, a message, and a table of figures.
+import { find, make } from "./elements.js";
+
+const LOADING = "Python is being loaded: some 6 MB, once.";
+
+export class Page {
+  constructor(python) {
+    this.python = python;
+    this.data = JSON.parse(find("lab").textContent);
+    this.name = this.data.lab.name;
+    this.buttons = []; // that need Python
+    find("stop").onclick = () => python.stop();
+    const reason = find("reason");
+    if (reason) {
+      const key = `nanovllm.lab.${this.name}.reason`;
+      reason.value = localStorage.getItem(key) ?? "";
+      reason.oninput = () => localStorage.setItem(key, reason.value);
+    }
+  }
+
+  /** Say whether Python is there; `film`: what the page shows without it. */
+  showState() {
+    const { state, reason } = this.python;
+    const words = {
+      loading: `${LOADING} ${this.film}`,
+      ready: "",
+      missing: `${reason} ${this.film}`,
+      failed: `Python could not be loaded: ${reason}. ${this.film}`,
+    };
+    find("state").textContent = words[state];
+    document.body.dataset.python = state;
+    this.busy(false);
+  }
+
+  busy(busy) {
+    find("stop").disabled = !busy;
+    for (const button of this.buttons) button.disabled = busy || this.python.state !== "ready";
+    document.body.dataset.busy = busy;
+  }
+
+  /** Ask the driver; a fault is told on the page. */
+  async ask(request, onNews) {
+    this.complain(null);
+    this.busy(true);
+    const answer = await this.python.ask(request, onNews);
+    if (this.isGone) return answer;
+    this.busy(false);
+    if (answer.error) this.complain(answer.error);
+    return answer;
+  }
+
+  complain(error) {
+    const box = find("message");
+    box.hidden = !error;
+    if (!error) return;
+    const step = error.step === undefined ? "" : `Step ${error.step}`;
+    const head = [step, error.invariant ? "an invariant does not hold" : ""].filter(Boolean).join(": ");
+    box.replaceChildren(make("strong", {}, head && `${head}. `), error.message);
+  }
+
+  /** Fill the table: names and values, beside those of the engine's own code. */
+  showFigures(figures, own) {
+    const usual = Object.fromEntries(own);
+    const rows = figures.map(([name, value]) => {
+      const row = make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, usual[name] ?? ""), make("td", {}, value));
+      row.classList.toggle("differs", usual[name] !== value);
+      return row;
+    });
+    const head = ["", "engine", "now"].map((words) => make(words ? "th" : "td", words ? { scope: "col" } : {}, words));
+    find("figures").replaceChildren(...(rows.length ? [make("tr", {}, ...head), ...rows] : []));
+  }
+
+  destroy() {
+    this.isGone = true;
+  }
+}
