@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import inspect
+import json
 import re
 import sys
 import typing
