@@ -67,8 +67,8 @@ STAND_INS = set(
 # 30 for the heads of three modules that lecture 91 reads and does not build; 100 for simulated
 # steps that are made in one call until the memory is used up, and for output whose reader has left;
 # 1,000 in the lab for labs in the browser: what collects the archive 140, what runs the reader's
-# code 120 and tests 75, engines, scenes and scores 480, pages and packages 180; 250 in the lab for the site's other pages; 30
-# for `nanovllm docs`. A new feature brings its own number.
+# code 120 and tests 75, engines, scenes and scores 480, pages and packages 180; 250 in the lab for
+# the site's other pages; 30 for `nanovllm docs`. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,

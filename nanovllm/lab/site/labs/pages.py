@@ -6,6 +6,7 @@ import ast
 import html
 import json
 import os
+import re
 import shutil
 import subprocess
 import textwrap
@@ -15,7 +16,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from docutils.nodes import make_id
 from markdown_it import MarkdownIt
 
 from nanovllm.lab.site.labs.archive import module_path, write_archive
@@ -159,7 +159,7 @@ def _question(lab: Lab) -> str:
 
 
 def _links(lab: Lab) -> str:
-    page = f"../notebooks/{lab['lecture']}.html#{make_id(lab['section'])}"
+    page = f"../notebooks/{lab['lecture']}.html#{anchor(lab['section'])}"
     number = lab["lecture"].partition("_")[0]
     section = lab["section"].lstrip("0123456789.· ")
     return (
@@ -168,6 +168,11 @@ def _links(lab: Lab) -> str:
         "To write it yourself, from the specification to the tests, in a repository of your own: "
         f"<code>nanovllm course start</code>, stage {lab['stage']}.</p>"
     )
+
+
+def anchor(heading: str) -> str:
+    """Return the id that docutils gives to a heading."""
+    return "-".join(re.findall("[a-z0-9]+", heading.lower())).lstrip("0123456789-")
 
 
 def _frame(title: str, summary: str, main: str, labs: Sequence[Lab], name: str) -> str:
