@@ -11,6 +11,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 from msgspec import Meta
@@ -120,7 +121,7 @@ def flags_of(settings: type[DataclassInstance]) -> list[dataclasses.Field[object
 
 def choices_of(settings: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
     """Return the allowed values of each field that has a closed list of them."""
-    hints = typing.get_type_hints(settings)
+    hints = _hints(settings)
     return {
         name: typing.get_args(hint)
         for name, hint in hints.items()
@@ -128,6 +129,13 @@ def choices_of(settings: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
     }
 
 
+@cache
+def _hints(settings: type[DataclassInstance], include_extras: bool = False) -> dict[str, Any]:
+    """The types of all fields. Groups of flags share a class, and reading its types takes long."""
+    return typing.get_type_hints(settings, include_extras=include_extras)
+
+
+@cache
 def _descriptions(settings: type[DataclassInstance]) -> dict[str, str]:
     """The attributes in the docstring, each with its text on one line."""
     # Python 3.13 and later take a docstring's indentation away.
@@ -148,8 +156,8 @@ def add_flags(
     Args:
         names: of the fields, if not all of them are wanted.
     """
-    annotated = typing.get_type_hints(settings, include_extras=True)
-    hints = typing.get_type_hints(settings)
+    annotated = _hints(settings, include_extras=True)
+    hints = _hints(settings)
     choices = choices_of(settings)
     descriptions = _descriptions(settings)
     for field in flags_of(settings):

@@ -212,7 +212,6 @@ def _collecting_less() -> Iterator[None]:
     """Keep Python's garbage collector away from what a simulation has created: it creates no cycles
     that are worth a visit to millions of objects."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:

@@ -6,7 +6,7 @@ import re
 import tomllib
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 import msgspec
 
@@ -99,7 +99,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def _read() -> _File:
-    text = files("nanovllm.simulate").joinpath("machines.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), _File)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -177,7 +176,7 @@ class ModelShape:
 
 @cache
 def _read() -> dict[str, dict[str, object]]:
-    text = files("nanovllm.simulate").joinpath("models.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
