@@ -53,8 +53,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     with subprocess.Popen(command, text=True, cwd=folder, **pipes) as worker:
         assert worker.stdin and worker.stdout and worker.stderr
 
-        def ask(call: str, name: str, texts: dict[str, str]) -> dict[str, Any]:
-            request = {"call": call, "lab": LABS[name], "texts": texts}
+        def ask(call: str, name: str, texts: dict[str, str], **options: Any) -> dict[str, Any]:
+            request = {"call": call, "lab": LABS[name], "texts": texts, "options": options}
             worker.stdin.write(json.dumps(request) + "\n")
             worker.stdin.flush()
             line = worker.stdout.readline()
@@ -184,3 +184,15 @@ def test_better_rules_have_more_points_and_unfair_or_wrong_ones_none() -> None:
     with pytest.raises(AssertionError, match="would overwrite"):
         score("last_running", "running[-1]", "running[0]")
     assert score("Queues.add")[0] == 100, "the engine's rule is in place again"
+
+
+# ---------------------------------------------------------------- the playground
+
+
+def test_fleets_are_simulated_in_the_archive(ask: Ask) -> None:
+    begin = {slider["name"]: slider["begin"] for slider in LABS["what-if"]["sliders"]}
+    whole = ask("run", "what-if", {}, **begin, known=[])
+    assert whole["summary"]["completed"] == 80 and whole["frontier"] == [0]
+    split = ask("run", "what-if", {}, **{**begin, "split": 1}, known=[whole["summary"]])
+    assert split["summary"]["num_transfers"] == 80 and split["summary"]["bottleneck"]
+    assert ask("run", "what-if", {}, **{**begin, "split": 4}, known=[])["impossible"]

@@ -32,6 +32,12 @@ LOADED = (
     "nanovllm.features.decodes_first",
     "nanovllm.features.speculation.verification:keep_accepted",
     "nanovllm.simulate.simulation",
+    "nanovllm.checkpoint.files",
+    "nanovllm.models.config",
+    "nanovllm.distributed.expert_slots",
+    "nanovllm.executor.grid",
+    "nanovllm.models.moe_config",
+    "nanovllm.checkpoint.quantization",
 )
 DATA = ("nanovllm/simulate/machines.toml", "nanovllm/simulate/models.toml")
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
