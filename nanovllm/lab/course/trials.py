@@ -30,8 +30,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 LIMIT = 20.0  # seconds of the processor for a call
-_LIMITS = 6  # for a whole program, which may make many calls
-_IMPORTS = 30.0  # seconds in addition, for the imports of a program
+IMPORTS = 30.0  # seconds for the imports of a program
+_LIMITS = 6  # times the limit for a whole program, which may make many calls
 _SHRINKING = 3  # seconds for the smallest example that fails; Hypothesis would take 300
 # Packages whose modules are imported once, and those that every check needs.
 LIBRARIES = {"httpx", "hypothesis", "matplotlib", "numpy", "pytest", "torch", "transformers"}
@@ -78,10 +78,12 @@ class Trials:
         limit: seconds of the processor for a call of the package's code, or of a test's. A test
             that makes many calls, as those that search for examples, or that waits for another
             process, may take longer.
+        imports: seconds that a whole program has beside six times the limit.
     """
 
-    def __init__(self, limit: float = LIMIT) -> None:
+    def __init__(self, limit: float = LIMIT, imports: float = IMPORTS) -> None:
         self.limit = limit
+        self.total = _LIMITS * limit + imports
         self._output = tempfile.NamedTemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             # Without -P the course's own modules would hide libraries of the same names.
@@ -109,7 +111,7 @@ class Trials:
             "words": [module, *arguments],
             "folder": str(folder),
             "limit": self.limit,
-            "total": _LIMITS * self.limit + _IMPORTS,
+            "total": self.total,
         }
         self._output.truncate(0)
         print(

@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanovllm.lab.course import trials as module
 from nanovllm.lab.course.notebook import CourseError
-from nanovllm.lab.course.trials import Outcome, Trials
+from nanovllm.lab.course.trials import IMPORTS, Outcome, Trials
 from nanovllm.lab.course.workbook import explain
 
 LOOP = """
@@ -44,14 +43,14 @@ def slow(numbers):
 """
 
 
-def try_out(folder: Path, code: str, test: str, limit: float) -> Outcome:
+def try_out(folder: Path, code: str, test: str, limit: float, imports: float = IMPORTS) -> Outcome:
     (folder / "package").mkdir()
     (folder / "package/__init__.py").touch()
     (folder / "package/code.py").write_text(code)
     (folder / "tests").mkdir()
     (folder / "tests/test_it.py").write_text(test)
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    with Trials(limit) as trials:
+    with Trials(limit, imports) as trials:
         return trials.run_tests(folder, ["tests/test_it.py"])
 
 
@@ -126,10 +125,7 @@ def _await_end(pid: int) -> None:
     ],
     ids=["many calls", "a call that cannot be interrupted"],
 )
-def test_all_ends_when_the_total_time_is_over(
-    code: str, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_IMPORTS", 4)
-    outcome = try_out(tmp_path, code, test, limit=0.5)
+def test_all_ends_when_the_total_time_is_over(code: str, test: str, tmp_path: Path) -> None:
+    outcome = try_out(tmp_path, code, test, limit=0.5, imports=4)
     assert outcome.code and outcome.late, outcome.text
     assert explain(outcome).startswith("not finished: ") and "\n" not in explain(outcome)
