@@ -78,7 +78,7 @@ class Trials:
         limit: seconds of the processor for a call of the package's code, or of a test's. A test
             that makes many calls, as those that search for examples, or that waits for another
             process, may take longer.
-        imports: seconds that a whole program has beside six times the limit.
+        imports: seconds for a whole program, added to six times the limit.
     """
 
     def __init__(self, limit: float = LIMIT, imports: float = IMPORTS) -> None:
