@@ -14,6 +14,7 @@ extensions = [
     "nanovllm.lab.site.sources",
     "nanovllm.lab.site.players",
     "nanovllm.lab.site.landing",
+    "nanovllm.lab.site.labs.links",
 ]
 
 nb_execution_mode = "off"  # the lectures' saved outputs

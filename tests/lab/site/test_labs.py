@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.lab.site.labs import pages
+from nanovllm.lab.site.labs import links, pages
 from nanovllm.lab.site.labs.archive import ArchiveError, write_archive
 from nanovllm.lab.site.labs.contest import CONTESTS
 from nanovllm.lab.site.labs.driver import answer
@@ -196,3 +196,20 @@ def test_fleets_are_simulated_in_the_archive(ask: Ask) -> None:
     split = ask("run", "what-if", {}, **{**begin, "split": 1}, known=[whole["summary"]])
     assert split["summary"]["num_transfers"] == 80 and split["summary"]["bottleneck"]
     assert ask("run", "what-if", {}, **{**begin, "split": 4}, known=[])["impossible"]
+
+
+# ---------------------------------------------------------------- links from lectures
+
+
+def test_a_lecture_links_to_its_labs_behind_the_section_that_builds_them() -> None:
+    body = '<section id="the-build">\n<h2>4 · The build<a href="#the-build">#</a></h2><p>Text</p>'
+    context = {"body": body}
+    links.add_links(None, "notebooks/11_paged_memory", "page.html", context, None)
+    heading, _, rest = context["body"].partition("</h2>")
+    assert rest.startswith('<p class="try-it">') and '"../labs/blocks.html"' in rest
+    assert heading in body and rest.endswith("<p>Text</p>")
+    context = {"body": "<h2>Other</h2>"}
+    links.add_links(None, "notebooks/16_sampling", "page.html", context, None)
+    assert context["body"] == "<h2>Other</h2>"
+    with pytest.raises(ValueError, match=r"lab blocks: notebooks/11_paged_memory has no section"):
+        links.add_links(None, "notebooks/11_paged_memory", "page.html", context, None)

@@ -3,9 +3,9 @@ import { draw } from "./elements.js";
 
 const WIDTH = 640;
 const HEIGHT = 440;
-const LEFT = 62;
+const LEFT = 84;
 const BOTTOM = 46;
-const ticks = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000];
+const ticks = [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000];
 
 const ttft = ({ summary }) => summary.p99_ttft_ms;
 const tpot = ({ summary }) => summary.p99_tpot_ms;
