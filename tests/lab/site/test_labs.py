@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -48,7 +49,8 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Asks the driver in the archive for a call, a lab's name and the reader's texts."""
     folder = tmp_path_factory.mktemp("archive")
     pages.write_lab_archive(folder / "nanovllm.zip", list(LABS.values()))
-    command = [sys.executable, "-c", WORKER, str(folder / "nanovllm.zip")]
+    shutil.unpack_archive(folder / "nanovllm.zip", folder / "engine")
+    command = [sys.executable, "-c", WORKER, str(folder / "engine")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, cwd=folder, **pipes) as worker:
         assert worker.stdin and worker.stdout and worker.stderr
