@@ -109,7 +109,7 @@ def fill(
     context["preview"] = base and f"{base.rstrip('/')}/_static/{PREVIEW}"
     if page != PAGE:
         return
-    context |= {"trace": stored(recorded()), "views": VIEWS}
+    context |= {"title": "LLM inference engines", "trace": stored(recorded()), "views": VIEWS}
     context |= {"comparison": comparison(app), "questions": questions(app)}
     speeds = read(ROOT / "figures/ladder.md")
     context["speeds"] = {name: f"{speed:,.3g}" for name, speed in speeds.items()}

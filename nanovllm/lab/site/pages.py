@@ -9,7 +9,9 @@ from typing import Any
 
 import imagesize
 from docutils import nodes
+from myst_nb.sphinx_ import HideCodeCellNode
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxTranslator
 from sphinx.writers.html5 import HTML5Translator
 
 from nanovllm.lab.course.pages import ANSWER, FOLDED, show_paler
@@ -19,18 +21,9 @@ from nanovllm.lab.course.unchanged import unchanged_lines
 def fold(cell: dict[str, Any]) -> None:
     """Tell myst-nb to fold what JupyterLab hides in a cell."""
     hidden = cell["metadata"].get("jupyter", {})
-    folds = {
-        tag: words
-        for key, tag, words in (
-            ("source_hidden", "hide-input", FOLDED),
-            ("outputs_hidden", "hide-output", ANSWER),
-        )
-        if hidden.get(key)
-    }
-    if folds:
-        cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), *folds]
-        words = " · ".join(folds.values())
-        cell["metadata"]["mystnb"] = {"code_prompt_show": words, "code_prompt_hide": words}
+    keys = {"source_hidden": "hide-input", "outputs_hidden": "hide-output"}
+    if tags := [tag for key, tag in keys.items() if hidden.get(key)]:
+        cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), *tags]
 
 
 _DRAWN = "What the cell above draws"
@@ -60,6 +53,17 @@ def prepare(app: Sphinx, doctree: nodes.document) -> None:
             picture["alt"] = _DRAWN
 
 
+def _begin_fold(writer: SphinxTranslator, node: nodes.Element) -> None:
+    """As myst-nb's fold, with its own words as its name for a screen reader."""
+    classes = " ".join(node["classes"])
+    words = FOLDED if "above-input" in node["classes"] else ANSWER
+    writer.body.append(f'<details class="hide {classes}">\n<summary>{words}</summary>\n')
+
+
+def _end_fold(writer: SphinxTranslator, node: nodes.Element) -> None:
+    writer.body.append("</details>\n")
+
+
 def _is_cell(node: nodes.Node) -> bool:
     return isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
 
@@ -81,5 +85,6 @@ def _give_size(picture: nodes.image, folder: Path) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the extension."""
     app.set_translator("html", Translator)
+    app.add_node(HideCodeCellNode, override=True, html=(_begin_fold, _end_fold))
     app.connect("doctree-read", prepare)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

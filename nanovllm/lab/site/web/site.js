@@ -20,3 +20,9 @@ if (button) {
     showTheme();
   });
 }
+
+// A wide formula scrolls by itself, for the keyboard, too.
+addEventListener("load", async () => {
+  await window.MathJax?.startup?.promise;
+  for (const formula of document.querySelectorAll('mjx-container[display="true"]')) formula.tabIndex = 0;
+});
