@@ -26,3 +26,6 @@ addEventListener("load", async () => {
   await window.MathJax?.startup?.promise;
   for (const formula of document.querySelectorAll('mjx-container[display="true"]')) formula.tabIndex = 0;
 });
+
+// The theme's name for this button lacks the keys that it shows.
+for (const field of document.querySelectorAll(".search-button-field")) field.removeAttribute("aria-label");
