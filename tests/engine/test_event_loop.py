@@ -303,14 +303,19 @@ async def test_large_log_probabilities_are_written_in_portions(
         piece.token_ids = []
         generation = CompletionGeneration(engine, body, [token_ids], SamplingParams())
     generation.collect = AsyncMock(return_value=[output])
+    ratios = []
     gc.disable()  # a collection of all that the tests have made would be the longest turn
     try:
-        start = time.thread_time()
-        longest = await longest_turn(answer_of(generation.complete()))
-        total = time.thread_time() - start
+        # On a loaded machine a turn may be slow for other reasons; work in one piece always is.
+        for _ in range(5):
+            start = time.thread_time()
+            longest = await longest_turn(answer_of(generation.complete()))
+            ratios.append(longest / (time.thread_time() - start))
+            if ratios[-1] < 1 / 4:
+                break
     finally:
         gc.enable()
-    assert longest < total / 4, f"{longest:.4f} of {total:.4f} s in one turn"
+    assert min(ratios) < 1 / 4, f"shares of the longest turn: {ratios}"
 
 
 async def answer_of(work: Any) -> None:
