@@ -58,7 +58,8 @@ $(NPM): nanovllm/lab/site/package.json nanovllm/lab/site/package-lock.json | $(V
 	@command -v npm >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends npm >/dev/null; } \
 		|| echo "MISSING: npm, which comes with Node.js (https://nodejs.org): there is no site without it, and tests of its pages will be SKIPPED"
-	@! command -v npm >/dev/null || { mkdir -p $(VENV)/site && cp $^ $(VENV)/site/ && npm ci --prefix $(VENV)/site --silent --no-audit --no-fund; }
+	@! command -v npm >/dev/null || { mkdir -p $(VENV)/site && cp $^ $(VENV)/site/ && npm ci --prefix $(VENV)/site --silent --no-audit --no-fund; } \
+		|| echo "MISSING: npm could not install its packages (npm ci --prefix $(VENV)/site says why): tests of the site's pages will be SKIPPED"
 
 install: $(VENV)/installed  ## make .venv and install everything, pinned
 	@echo "Everything is installed. To use it in this shell: source $(VENV)/bin/activate"
