@@ -59,9 +59,9 @@ def build(out: Path) -> None:
         BuildError: a package from npm or PyPI is missing.
         ArchiveError: a lab needs a module that cannot run in a browser.
     """
-    mathjax = npm("mathjax") / "es5"
     if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
         raise SiteError(f"{out} holds something else than a site: name another folder with --out")
+    mathjax = npm("mathjax") / "es5"
     WORK.mkdir(parents=True, exist_ok=True)
     with FileLock(WORK / "lock"):
         _build(out, mathjax)
