@@ -31,7 +31,9 @@ export class Editor {
       lineNumbers(), highlightSpecialChars(), history(), drawSelection(), indentOnInput(), bracketMatching(),
       highlightActiveLine(), indentUnit.of("    "), python(), syntaxHighlighting(classHighlighter), mark,
       EditorView.lineWrapping,
-      EditorView.contentAttributes.of({ "aria-label": "Python code", autocapitalize: "off", spellcheck: "false" }),
+      EditorView.contentAttributes.of({
+        "aria-label": "Python code", tabindex: "0", autocapitalize: "off", spellcheck: "false",
+      }),
       keymap.of([
         { key: "Mod-Enter", run: () => (onRun(), true) },
         // Tab leaves the editor after Escape, so that a keyboard is not caught in it.
