@@ -364,7 +364,9 @@ def _merged(mine: str, before: str, after: str) -> tuple[str, list[str]]:
     lost: list[str] = []
 
     def resolve(conflict: re.Match[str]) -> str:
-        own, old, new = conflict["mine"], conflict["before"], conflict["after"]
+        own = conflict["mine"]
+        old = conflict["before"]
+        new = conflict["after"]
         if new.startswith(old):  # the lecture adds lines below those that the reader has changed
             return own + new.removeprefix(old)
         if new.endswith(old):

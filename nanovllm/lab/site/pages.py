@@ -79,7 +79,8 @@ def _give_size(picture: nodes.image, folder: Path) -> None:
     picture["loading"] = "lazy"
     width, height = imagesize.get(folder / picture["uri"])
     if width > 0 and not picture.get("width"):
-        picture["width"], picture["height"] = str(width), str(height)
+        picture["width"] = str(width)
+        picture["height"] = str(height)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -33,8 +33,11 @@ from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.report import MILLISECOND
 
-RANKS, NODE, NUMBERS = 8, 4, 96
-ROUND_COST, SLOW_COST = 20, 8
+RANKS = 8
+NODE = 4
+NUMBERS = 96
+ROUND_COST = 20
+SLOW_COST = 8
 BALANCE = 1.05  # times the lecture's load of the busiest rank
 
 

@@ -1,7 +1,7 @@
 """The Python that runs in a browser: the scheduler half of the engine, the simulator and tests.
 
-The import rule is that of the core: nothing but the standard library, msgspec, and modules that
-keep the rule themselves."""
+As in the core, modules may import nothing but the standard library, msgspec, and modules that
+do the same."""
 
 from __future__ import annotations
 

@@ -149,7 +149,8 @@ def score(
     ratios = []
     for name, requests in workloads.items():
         waits = waits_of(contest, requests)
-        own, theirs = mean(waits), mean(usual[name])
+        own = mean(waits)
+        theirs = mean(usual[name])
         bound = LONGEST * max(usual[name].values())
         latest = max(waits, key=lambda each: waits[each])
         if waits[latest] > bound:

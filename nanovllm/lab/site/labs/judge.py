@@ -85,7 +85,7 @@ def explain(error: BaseException, everywhere: bool = False) -> list[str]:
     computed again without changing anything.
 
     Args:
-        everywhere: the line need not be in a test.
+        everywhere: also explain a line that is not in a test.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     frames = [each for each in frames if everywhere or _is_test(each[0])]
