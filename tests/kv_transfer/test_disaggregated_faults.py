@@ -306,6 +306,20 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.002)
 
 
+def test_ranks_are_known_once_their_message_is_handled(engines: Any) -> None:
+    """Whoever sees the ranks may rely on it that no message about them is still to come."""
+    producer, consumer = engines("kv_producer"), engines("kv_consumer")
+    ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
+    connector = consumer.peers.connector
+    while not connector.fetches:
+        consumer.step()
+    (fetch,) = connector.fetches.values()
+    wait_for(lambda: not connector.mailbox.is_empty)
+    assert fetch.producer.ranks is None
+    consumer.step()
+    assert fetch.producer.ranks is not None and connector.mailbox.is_empty
+
+
 # -------------------------------------------------------------------------------- the client leaves
 
 

@@ -242,6 +242,8 @@ class ConsumerSide(Side):
         self, producer: Producer, message: Ranks | Prefilled | Released | None
     ) -> None:
         """Act on a producer's message; None: the connection is lost."""
+        if isinstance(message, list):
+            producer.ranks = message
         for fetch in [f for f in self.fetches.values() if f.producer is producer]:
             if message is None:
                 self._happens(fetch, "error", producer.error)

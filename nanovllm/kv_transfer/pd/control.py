@@ -301,7 +301,7 @@ class Producer:
         mailbox: gets its messages.
 
     Attributes:
-        ranks: how to reach its ranks; None until the connection is made.
+        ranks: how to reach its ranks; None until the scheduler has heard of the connection.
         error: why the connection is lost; empty until then.
     """
 
@@ -323,8 +323,7 @@ class Producer:
     ) -> None:
         try:
             with closing(connect(*address, credentials)) as connection:
-                self.ranks = _decode_ranks(connection.hello)
-                mailbox.put(FromProducer(self, self.ranks))
+                mailbox.put(FromProducer(self, _decode_ranks(connection.hello)))
                 with self._lock:
                     self._connection = connection
                     for message in self._unsent:
