@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,7 +69,9 @@ def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, Schedule
     scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(tokens))
     victim, plan = scheduler.queues.running[1], scheduler.schedule()
     scheduler.check_invariants()
-    assert [share.request_id for share in plan.requests] == ["r0"]
+    assert [share.request_id for share in plan.requests] == ["r0"], (
+        "r0 is older and needs a block: r1 gives up its blocks, and r0 advances"
+    )
     assert plan.blocked_by == "preemption", "a request admitted now would be the next victim"
     assert victim.num_preemptions == scheduler.num_preemptions == 1, (
         "the request and the scheduler count it"
@@ -86,7 +89,7 @@ def test_a_preempted_request_begins_again(mode: str, host_blocks: int) -> None:
     scheduler, victim, plan = preempted(mode, host_blocks)
     assert plan.preempted == {"r1": "recompute"} and not plan.swap_out
     assert victim.status is RequestStatus.WAITING and scheduler.queues.waiting == [victim]
-    assert victim.num_computed_tokens == 0
+    assert victim.num_computed_tokens == 0, "it holds no block: all its tokens are computed again"
 
 
 def test_a_preempted_request_keeps_its_blocks_in_host_memory() -> None:
@@ -105,6 +108,52 @@ def test_a_swapped_request_goes_before_later_ones_that_wait() -> None:
     assert [share.request_id for share in plan.requests] == ["r1", "r2"]
     assert plan.resumed == ["r1"] and not plan.preempted
     assert plan.swap_in == [(1, 3)], "r0 had its second block; the first one is still there"
+
+
+def steps_of_the_oldest(num_later: int) -> Iterator[SchedulerOutput]:
+    """Plan the steps of r0, a long request, until it ends, in a pool that is too small. Shorter
+    requests arrive all the time."""
+    scheduler = scheduler_of(24, num_blocks=18, max_num_seqs=8, max_num_batched_tokens=12)
+    requests = scheduler.queues.requests
+    for step in range(400):
+        if step % 2 == 0 and step < 2 * num_later:
+            source = EngineRequest(f"later {step}", [step] * 4, SamplingParams(max_tokens=9))
+            scheduler.add_request(Request(source, step + 1))
+        yield (plan := scheduler.schedule())
+        for share in [each for each in plan.requests if each.request_id in plan.preempted]:
+            plan.requests.remove(share)  # it cannot be computed
+            requests[share.request_id].num_pending_tokens -= share.samples
+        sampled = {each.request_id: [SampledToken(5)] for each in plan.requests if each.samples}
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
+        if "r0" not in requests:
+            return
+
+
+def test_the_oldest_request_advances_in_every_step() -> None:
+    for number, plan in enumerate(steps_of_the_oldest(num_later=9)):
+        shares = [share.request_id for share in plan.requests]
+        assert "r0" in shares and "r0" not in plan.preempted, (
+            f"step {number} computes nothing for r0, the oldest request. While its blocks go to "
+            "later requests, nothing bounds how long it takes."
+        )
+
+
+def test_no_request_loses_its_blocks_in_a_step_that_computes_it() -> None:
+    for number, plan in enumerate(steps_of_the_oldest(num_later=9)):
+        both = [each.request_id for each in plan.requests if each.request_id in plan.preempted]
+        assert not both, (
+            f"step {number} computes a token of {both[0]} and takes its blocks away: the token's "
+            "keys and values would overwrite those of another request. Shares are given out from "
+            "the oldest to the youngest, so only a request that is younger has none yet."
+        )
+
+
+def test_later_requests_do_not_delay_the_oldest() -> None:
+    few, many = (sum(1 for _ in steps_of_the_oldest(count)) for count in (3, 30))
+    assert few == many, (
+        f"if 3 requests arrive behind it, r0 takes {few} steps, and if 30 arrive, {many}: it "
+        "starves for as long as new requests keep coming."
+    )
 
 
 class Withholds(SchedulerHooks):

@@ -24,10 +24,12 @@ class Mistake:
     fails: tuple[str, ...] = ()
 
 
+ADVANCES = "test_the_oldest_request_advances_in_every_step"
 PREEMPTION = (
+    ADVANCES,
+    "test_no_request_loses_its_blocks_in_a_step_that_computes_it",
+    "test_later_requests_do_not_delay_the_oldest",
     "test_a_preempted_request_begins_again",
-    "test_a_preempted_request_keeps_its_blocks_in_host_memory",
-    "test_a_swapped_request_goes_before_later_ones_that_wait",
 )
 CONTINUE = "    scheduler.continue_running(plan, scheduler.queues.running)\n"
 ADMIT = "    scheduler.admit(plan)\n"
@@ -38,7 +40,22 @@ MISTAKES = [
         "running[-1]",
         "running[0]",
         says="what it computes would overwrite the keys and values of other requests",
-        fails=(*PREEMPTION, "test_blocks_are_not_swapped_in_a_plan_that_is_not_run"),
+        fails=PREEMPTION,
+    ),
+    Mistake(
+        "preemption",
+        "nanovllm.core.scheduler:last_running",
+        "running[-1]",
+        "max(running, key=lambda r: r.num_computed_tokens)",
+        says="what it computes would overwrite the keys and values of other requests",
+        fails=PREEMPTION,
+    ),
+    Mistake(
+        "preemption",
+        "nanovllm.core.scheduler:last_running",
+        "running[-1]",
+        "request",
+        fails=(ADVANCES, "test_a_preempted_request_begins_again"),
     ),
     Mistake(
         "preemption",

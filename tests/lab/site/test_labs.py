@@ -129,6 +129,31 @@ def test_a_mistake_is_found_where_it_is(ask: Ask, mistake: Mistake) -> None:
     assert all(test["passed"] for test in ask("check", mistake.lab, {})["tests"])
 
 
+def figures(ask: Ask, name: str, texts: dict[str, str], **options: Any) -> dict[str, str]:
+    return dict(ask("run", name, texts, **options)["figures"])
+
+
+@pytest.mark.parametrize(
+    "rule", ["running[0]", "max(running, key=lambda r: r.num_computed_tokens)"]
+)
+def test_the_oldest_request_starves_if_it_is_preempted(ask: Ask, rule: str) -> None:
+    """The run continues after the fault, so that the reader sees what the rule costs."""
+    target = "nanovllm.core.scheduler:last_running"
+    texts = {target: source_of(target).replace("running[-1]", rule)}
+    latency = "steps until A, the oldest, has ended"
+    right = [figures(ask, "preemption", {}, stream=count) for count in (6, 12, 24)]
+    wrong = [figures(ask, "preemption", texts, stream=count) for count in (6, 12, 24)]
+    assert len({each[latency] for each in right}) == 1
+    few, some, many = (int(each[latency]) for each in wrong)
+    assert int(right[0][latency]) < few < some < many
+    again = [int(each["tokens computed again"]) for each in wrong]
+    assert min(again) > 3 * int(right[2]["tokens computed again"])
+    scene = ask("run", "preemption", texts)
+    assert scene["error"]["note"].startswith("The run continues")
+    kinds = {each["kind"] for row in scene["lanes"]["rows"] for each in row["pieces"]}
+    assert kinds == set(scene["lanes"]["legend"]) == {"prefill", "decode", "again", "waits"}
+
+
 def test_the_line_of_an_exception_is_the_readers(ask: Ask) -> None:
     target = "nanovllm.core.scheduler:last_running"
     text = "def last_running(request, num_tokens, running):\n    x = 1\n    return running[99]\n"

@@ -114,7 +114,8 @@ def serve_all(
     """Run all engines step by step until every request has ended.
 
     Raises:
-        RuntimeError: some have not ended after `MAX_STEPS`.
+        InvariantError: the rule has taken blocks that the step needs.
+        RuntimeError: some requests have not ended after `MAX_STEPS`.
     """
     waiting = list(requests)
     for step in range(MAX_STEPS):
@@ -125,6 +126,8 @@ def serve_all(
             return
         for each in busy:
             each.step(step)
+            if each.scheduler.fault:
+                raise each.scheduler.fault
     raise RuntimeError(f"requests are unfinished after {MAX_STEPS} steps")
 
 

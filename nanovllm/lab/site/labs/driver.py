@@ -179,8 +179,8 @@ def _run(asked: dict[str, Any], edits: Edits, report: Callable[[Any], None]) -> 
     error = scene.pop("error", None)
     if error is not None:
         scene["error"] = edits.describe(error)
-        if "step" in scene:
-            scene["error"]["step"] = scene.pop("step")
+        for name in scene.keys() & {"step", "note"}:
+            scene["error"][name] = scene.pop(name)
     return scene
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.core.block_pool import InvariantError
-from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.core.schedule import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from nanovllm.core.scheduler import Scheduler, continue_then_admit
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
+from nanovllm.lab.site.labs.lanes import Piece, num_computed_again, piece
 from nanovllm.lab.viz.metrics import request_metrics
 from nanovllm.lab.viz.simulate import SAMPLED_TOKEN, SimulatedRequest, Simulation
+from nanovllm.trace.record import StepRecord
 from nanovllm.trace.trace import Trace
 
 Figures = list[tuple[str, str]]
@@ -20,24 +28,28 @@ MAX_STEPS = 400
 
 
 class CarefulScheduler(Scheduler):
-    """A scheduler whose plans are checked before they would be run."""
+    """A scheduler whose plans are checked before they would be run.
+
+    Attributes:
+        fault: the first share of a request whose blocks the same step has taken. The run continues
+            without this share, so that the reader sees what the rule costs; vLLM does the same if
+            its policy is priority.
+    """
+
+    fault: InvariantError | None = None
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step.
 
         Raises:
-            InvariantError: the step would write to blocks that its request does not hold.
+            InvariantError: the step would write to blocks that its request does not hold, compute
+                more tokens than its budget allows, or sample with a token that is not known.
         """
         plan = super().schedule()
+        for share in [each for each in plan.requests if each.request_id in plan.preempted]:
+            self._take_back(share, plan)
         for share in plan.requests:
-            table = self.manager.tables.get(share.request_id, [])
-            end = share.start + share.num_tokens
-            if len(table) * self.manager.block_size < end:
-                raise InvariantError(
-                    f"{share.request_id} has a share of this step, tokens {share.start} to "
-                    f"{end - 1}, and holds {len(table)} blocks: what it computes would overwrite "
-                    "the keys and values of other requests"
-                )
+            self._check(share)
         if plan.num_tokens > self.settings.token_budget:
             raise InvariantError(
                 f"the step computes {plan.num_tokens} tokens, and the budget is "
@@ -45,9 +57,35 @@ class CarefulScheduler(Scheduler):
             )
         return plan
 
+    def _take_back(self, share: ScheduledRequest, plan: SchedulerOutput) -> None:
+        """Take a share out of the plan whose request was preempted after it had got the share."""
+        name = share.request_id
+        self.fault = self.fault or InvariantError(
+            f"{name} has a share of this step already, and its blocks are taken away: what it "
+            "computes would overwrite the keys and values of other requests"
+        )
+        plan.requests.remove(share)
+        plan.num_tokens -= share.num_tokens
+        plan.num_samples -= share.samples > 0
+        self.queues.requests[name].num_pending_tokens -= share.samples
+        if plan.empty:
+            self.queues.in_flight = [each for each in self.queues.in_flight if each is not plan]
+
+    def _check(self, share: ScheduledRequest) -> None:
+        name = share.request_id
+        end = share.start + share.num_tokens
+        num_blocks = len(self.manager.tables.get(name, []))
+        if num_blocks * self.manager.block_size < end:
+            raise InvariantError(
+                f"{name} has a share of this step, tokens {share.start} to {end - 1}, and holds "
+                f"{num_blocks} blocks: what it computes would overwrite the keys and values of "
+                "other requests"
+            )
+
 
 class Engine(Simulation):
-    """A simulation that may plan steps before the results of earlier ones arrive.
+    """A simulation of a host and a device: the host may plan steps before the results of earlier
+    ones arrive. Its `clock` is the host's.
 
     Args:
         ahead: steps in flight, at most, while another is planned.
@@ -55,38 +93,61 @@ class Engine(Simulation):
 
     Attributes:
         number: the newest step.
+        fault_step: the step of the scheduler's fault; -1: there is none.
+        host, device: what they did when.
+        num_wasted: tokens that were computed for requests that had ended.
     """
+
+    scheduler: CarefulScheduler
 
     def __init__(self, *arguments: Any, ahead: int = 0, plan_cost: float = 0.0) -> None:
         super().__init__(*arguments)
         self.ahead = ahead
         self.plan_cost = plan_cost
         self.number = 0
-        self.in_flight: list[tuple[SchedulerOutput, Any]] = []
+        self.fault_step = -1
+        self.in_flight: list[tuple[SchedulerOutput, StepRecord, Piece]] = []
+        self.host: list[Piece] = []
+        self.device: list[Piece] = []
+        self.num_wasted = 0
 
     def step(self, step: int) -> None:
         """Plan a step, and take the results of the oldest one if enough are in flight."""
         self.number = step
-        self.clock += 0 if self.ahead else self.plan_cost
         plan = self.scheduler.schedule()
-        if plan.empty and not self.in_flight:
-            raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
+        if self.scheduler.fault and self.fault_step < 0:
+            self.fault_step = step
         if not plan.empty:
-            self.in_flight.append((plan, self.recorder.begin(plan, step, self.clock)))
-            self.clock += self.duration_of(plan)
+            self.launch(plan, step)
+        elif not self.in_flight:
+            raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
         if plan.empty or len(self.in_flight) > self.ahead:
             self.take_result()
         while self.in_flight and not self.scheduler.has_unfinished:
             self.take_result()
 
-    def duration_of(self, plan: SchedulerOutput) -> float:
-        """Return the time that a step takes; steps ahead are planned during it."""
-        compute = self.step_cost + self.token_cost * plan.num_tokens
-        return max(compute, self.plan_cost) if self.ahead else compute
+    def launch(self, plan: SchedulerOutput, step: int) -> None:
+        """Let the device compute a step when it is free."""
+        begin = self.clock
+        self.clock += self.plan_cost
+        self.host.append(piece(begin, self.clock, "plan", f"{step}", f"plans step {step}"))
+        start = max(self.clock, self.device[-1]["to"] if self.device else 0.0)
+        end = start + self.step_cost + self.token_cost * plan.num_tokens
+        kind = "prefill" if plan.num_prefill_tokens else "decode"
+        shares = " ".join(f"{each.request_id}:{each.num_tokens}" for each in plan.requests)
+        self.device.append(piece(start, end, kind, f"{step}", f"step {step}: {shares}"))
+        record = self.recorder.begin(plan, step, start)
+        self.in_flight.append((plan, record, self.device[-1]))
 
     def take_result(self) -> None:
-        """Give the oldest step's tokens to the scheduler."""
-        plan, record = self.in_flight.pop(0)
+        """Wait for the oldest step, and give its tokens to the scheduler."""
+        plan, record, computed = self.in_flight.pop(0)
+        self.clock = max(self.clock, computed["to"])
+        requests = self.scheduler.queues.requests
+        wasted = [each for each in plan.requests if each.request_id not in requests]
+        self.num_wasted += sum(each.num_tokens for each in wasted)
+        if wasted:
+            computed["kind"] = "wasted"
         result = ModelRunnerOutput(
             {
                 each.request_id: [SampledToken(SAMPLED_TOKEN)]
@@ -95,8 +156,13 @@ class Engine(Simulation):
             }
         )
         outputs = self.scheduler.update_from_output(plan, result)
-        self.recorder.finish(record, self.duration_of(plan), result, outputs)
+        self.recorder.finish(record, computed["to"] - computed["from"], result, outputs)
         self.scheduler.check_invariants()
+
+    @property
+    def idle_time(self) -> float:
+        """Time in which the device waits between two steps."""
+        return sum(b["from"] - a["to"] for a, b in pairwise(self.device))
 
 
 def requests_of(rows: Sequence[Sequence[Any]]) -> list[SimulatedRequest]:
@@ -144,14 +210,15 @@ def create_engine(options: Mapping[str, Any]) -> Engine:
 def figures_of(trace: Trace, engine: Engine) -> Figures:
     """Return the numbers in the table under the player."""
     is_timed = engine.token_cost > 0 or engine.plan_cost > 0
-    metrics = request_metrics(trace, "time" if is_timed else "step").values()
-    firsts = [each["ttft"] for each in metrics if each["ttft"] is not None]
-    gaps = [gap for each in metrics for gap in each["itl"]]
+    metrics = request_metrics(trace, "time" if is_timed else "step")
+    firsts = [each["ttft"] for each in metrics.values() if each["ttft"] is not None]
+    gaps = [gap for each in metrics.values() for gap in each["itl"]]
     unit = "time" if is_timed else "steps"
     scheduler = engine.scheduler
     figures = [
         ("steps", f"{sum(bool(record.requests) for record in trace)}"),
         ("tokens computed", f"{sum(record.num_tokens for record in trace)}"),
+        ("tokens computed again", f"{num_computed_again(trace)}"),
         ("prompt tokens from the prefix cache", f"{scheduler.num_hit_tokens}"),
         ("preemptions", f"{sum(len(record.preempted) for record in trace)}"),
         ("cached blocks evicted", f"{scheduler.manager.pool.num_evictions}"),
@@ -160,6 +227,12 @@ def figures_of(trace: Trace, engine: Engine) -> Figures:
         (f"longest {unit} between two tokens", f"{max(gaps, default=0):.1f}"),
         ("ended, in order", " ".join(n for record in trace for n in record.finished) or "none"),
     ]
+    first = next(iter(metrics.items()), None)
+    if first is not None:
+        name, metric = first
+        latency = metric["latency"]
+        value = "has not ended" if latency is None else f"{latency:.0f}"
+        figures.insert(0, (f"{unit} until {name}, the oldest, has ended", value))
     if is_timed:
         figures.insert(1, ("time until all have ended", f"{engine.clock:.1f}"))
     return figures

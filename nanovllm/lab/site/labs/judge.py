@@ -92,14 +92,21 @@ def explain(error: BaseException, everywhere: bool = False) -> list[str]:
     if not frames:
         return []
     frame, number = frames[-1]
-    line = linecache.getline(frame.f_code.co_filename, number).strip()
-    lines = [line]
-    with contextlib.suppress(SyntaxError):
-        (statement,) = ast.parse(line).body
-        if isinstance(statement, ast.Assert):
-            lines = [f"assert {ast.unparse(statement.test)}"]
-            lines += _sides(statement.test, frame)
-    return lines
+    text = linecache.getlines(frame.f_code.co_filename)
+    statement = _assertion(text, number)
+    if statement is None:
+        return [text[number - 1].strip()] if text else []
+    return [f"assert {ast.unparse(statement.test)}", *_sides(statement.test, frame)]
+
+
+def _assertion(text: list[str], number: int) -> ast.Assert | None:
+    """Return the assertion to which a line of a module belongs."""
+    try:
+        tree = ast.parse("".join(text))
+    except SyntaxError:
+        return None  # no module, such as text that the reader has typed
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    return next((each for each in found if each.lineno <= number <= (each.end_lineno or 0)), None)
 
 
 def _is_test(frame: FrameType) -> bool:
@@ -110,7 +117,9 @@ def _sides(test: ast.expr, frame: FrameType) -> list[str]:
     """Return the values of the first comparison that does not hold."""
     parts = test.values if isinstance(test, ast.BoolOp) else [test]
     for part in parts:
-        if not isinstance(part, ast.Compare) or len(part.ops) != 1:
+        if not isinstance(part, ast.Compare) or not isinstance(part.ops[0], ast.Eq | ast.Is):
+            continue
+        if len(part.ops) != 1:
             continue
         calls = [node.func for node in ast.walk(part) if isinstance(node, ast.Call)]
         if all(isinstance(call, ast.Name) and call.id in HARMLESS for call in calls):

@@ -40,6 +40,19 @@ LOADED = (
     "nanovllm.checkpoint.quantization",
 )
 DATA = ("nanovllm/simulate/machines.toml", "nanovllm/simulate/models.toml")
+# By kind of page: the button that judges the reader's code, and where its verdict is shown.
+JUDGES = {
+    "edit": (
+        '<button id="check" type="button">Check</button>',
+        '<ul id="tests" class="tests" aria-label="Tests"></ul>',
+    ),
+    "contest": (
+        '<button id="score" type="button" class="main">Score</button>',
+        '<div id="scores" class="scores" aria-live="polite"></div>'
+        '<p id="share" class="share" hidden><button id="copy" type="button">Copy a link with your '
+        'code</button> <span id="copied" role="status"></span></p>',
+    ),
+}
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 Lab = dict[str, Any]
 
@@ -128,12 +141,19 @@ def _page(lab: Lab, labs: Sequence[Lab]) -> str:
         title=html.escape(lab["title"]),
         text=MarkdownIt().render(lab["text"]),
         tasks=MarkdownIt().render("\n".join(f"1. {task}" for task in lab["tasks"])),
-        bench=(WEB / f"{lab['kind']}.html").read_text(encoding="utf-8"),
+        bench=_bench(lab["kind"]),
         question=_question(lab),
         links=_links(lab),
         data=json.dumps(data).replace("<", "\\u003c"),
     )
     return _frame(lab["title"], lab["summary"], main, labs, lab["name"])
+
+
+def _bench(kind: str) -> str:
+    if kind not in JUDGES:
+        return _fill(f"{kind}.html")
+    judge, verdict = JUDGES[kind]
+    return _fill("edit.html", judge=judge, verdict=verdict)
 
 
 def source_of(target: str) -> str:

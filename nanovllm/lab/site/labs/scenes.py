@@ -12,21 +12,44 @@ from nanovllm.features.speculation.scheduling import NgramProposer
 from nanovllm.features.speculation.verification import keep_accepted
 from nanovllm.lab.site.labs.engines import MAX_STEPS, create_engine, figures_of, requests_of
 from nanovllm.lab.site.labs.fleets import Lab, Report, Scene, cell, fleet, waves
+from nanovllm.lab.site.labs.lanes import lanes_of, request_lanes
 
 
 def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
-    """Serve the lab's requests with one engine, whose trace the player shows."""
-    simulation = create_engine({**lab["engine"], **options})
+    """Serve the lab's requests with one engine, whose trace the player shows.
+
+    Args:
+        options: of `create_engine`; and `stream`, how many requests of the lab's stream arrive.
+    """
+    given = {**lab["engine"], **options}
+    requests = requests_of([*lab["requests"], *stream_of(lab, given.pop("stream", None))])
+    simulation = create_engine(given)
     scene: Scene = {}
     try:
-        simulation.serve(requests_of(lab["requests"]), MAX_STEPS)
+        simulation.serve(requests, MAX_STEPS)
     except Exception as error:
         scene |= {"error": error, "step": simulation.number}
+    if simulation.scheduler.fault:
+        scene |= {"error": simulation.scheduler.fault, "step": simulation.fault_step}
+        scene["note"] = "The run continues without this share, so that you see what the rule costs."
     trace = simulation.recorder.trace
     if len(trace):
         scene["trace"] = b"".join(trace.lines()).decode()
         scene["figures"] = figures_of(trace, simulation)
+    if lab.get("lanes") == "requests":
+        scene["lanes"] = lanes_of(request_lanes(trace), "step")
     return scene
+
+
+def stream_of(lab: Lab, count: int | None) -> list[list[Any]]:
+    """Return the rows of requests that arrive one after another, as the lab's `stream` says."""
+    if "stream" not in lab:
+        return []
+    stream = lab["stream"]
+    return [
+        [f"{number + 1}", 1 + number * stream["every"], stream["prompt"], stream["output"]]
+        for number in range(stream["count"] if count is None else count)
+    ]
 
 
 # ---------------------------------------------------------------- drafts

@@ -2,6 +2,7 @@
 import { mountPlayer } from "./players.js";
 import { Editor } from "./editor.js";
 import { find, make } from "./elements.js";
+import { showLanes } from "./lanes.js";
 import { Page } from "./page.js";
 import { showPicture } from "./picture.js";
 
@@ -15,9 +16,12 @@ export class Lab extends Page {
     this.texts = this.targets.map((target) => localStorage.getItem(this._key(target)) ?? this.data.sources[target]);
     this.mounted = null; // the player
     this.place = null; // where the reader's code has failed
+    this.usual = this.data.scene; // of the engine's own code, with the controls of the newest run
+    this.before = null; // the figures of the reader's run before
     this.buttons = ["run", "check", "score"].map(find).filter(Boolean);
     this._build();
-    this.showScene(this.data.scene, "The engine's own code");
+    const edited = this.texts.some((text, i) => text !== this.data.sources[this.targets[i]]);
+    this.showScene(this.data.scene, `What the engine's own code does${edited ? ". Your code is in the editor: press Run" : ""}`);
   }
 
   _key(target) {
@@ -90,9 +94,18 @@ export class Lab extends Page {
 
   async run() {
     if (find("run").disabled) return;
-    const answer = await this.ask(this.request("run"));
-    const whose = this.asked.length ? "Your code" : "The engine's own code";
-    if (answer.figures) this.showScene(answer, answer.error ? `${whose}, up to the step that failed` : whose);
+    const request = this.request("run");
+    const { asked } = this;
+    if (asked.length && Object.keys(this.controls).length) {
+      this.usual = await this.ask({ ...request, texts: {} });
+      if (this.isGone || !this.usual.figures) return;
+    }
+    const answer = await this.ask(request);
+    this.asked = asked;
+    if (!answer.figures) return;
+    if (!asked.length) this.usual = answer;
+    const names = asked.map((number) => this.targets[number].split(":")[1]).join(", ");
+    this.showScene(answer, asked.length ? `What your code does: ${names} edited` : "What the engine's own code does");
   }
 
   async check() {
@@ -120,14 +133,33 @@ export class Lab extends Page {
   showScene(scene, caption) {
     this.scene = scene;
     find("caption").textContent = caption;
+    const isOwn = scene !== this.usual && this.asked?.length > 0;
     if (scene.trace) {
       this.mounted ??= mountPlayer(find("player"), { views: this.data.lab.views, speed: 4 });
       this.mounted.update(scene.trace);
       const { player } = this.mounted;
-      if (scene.error) player.seek(player.history.length - 1);
+      if (scene.error) player.seek(Math.min(scene.error.step ?? Infinity, player.history.length - 1));
     }
+    if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, ["The engine's code: vLLM's rule", "Your code"]);
     if (scene.picture) showPicture(find("picture"), scene.picture);
-    this.showFigures(scene.figures, this.data.scene.figures);
+    const before = isOwn ? this.before : null;
+    this._showMeasures(scene.figures, before, isOwn);
+    this.showFigures(scene.figures, this.usual.figures, before);
+    if (isOwn) this.before = scene.figures;
+  }
+
+  /** The figures that the lab is about: of the engine's code, and of the reader's last two runs. */
+  _showMeasures(figures, before, isOwn) {
+    const [now, last, usual] = [figures, before ?? [], this.usual.figures].map(Object.fromEntries);
+    const cards = (this.data.lab.measures ?? []).map((name) => {
+      const values = [["vLLM's rule", usual[name]], ["your last run", last[name]], ["your code", isOwn ? now[name] : undefined]];
+      const shown = values.filter(([, value]) => value !== undefined);
+      const parts = shown.map(([words, value]) => make("span", {}, make("b", {}, value), words));
+      const card = make("div", { class: "measure" }, make("h3", {}, name), ...parts);
+      card.classList.toggle("differs", isOwn && now[name] !== usual[name]);
+      return card;
+    });
+    find("measures").replaceChildren(...cards);
   }
 
   _showTests(tests) {

@@ -55,19 +55,23 @@ export class Page {
     if (!error) return;
     const step = error.step === undefined ? "" : `Step ${error.step}`;
     const head = [step, error.invariant ? "an invariant does not hold" : ""].filter(Boolean).join(": ");
-    box.replaceChildren(make("strong", {}, head && `${head}. `), error.message);
+    box.replaceChildren(make("strong", {}, head && `${head}. `), error.message, ...(error.note ? [make("p", {}, error.note)] : []));
   }
 
-  /** Fill the table: names and values, beside those of the engine's own code. */
-  showFigures(figures, own) {
+  /** Fill the table: names and values, beside those of the engine's own code and of the reader's run before. */
+  showFigures(figures, own, before) {
     const usual = Object.fromEntries(own);
+    const last = Object.fromEntries(before ?? []);
+    const columns = before ? [usual, last] : [usual];
     const rows = figures.map(([name, value]) => {
-      const row = make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, usual[name] ?? ""), make("td", {}, value));
+      const cells = [...columns.map((each) => each[name] ?? ""), value].map((text) => make("td", {}, text));
+      const row = make("tr", {}, make("th", { scope: "row" }, name), ...cells);
       row.classList.toggle("differs", usual[name] !== value);
       return row;
     });
-    const head = ["", "engine", "now"].map((words) => make(words ? "th" : "td", words ? { scope: "col" } : {}, words));
-    find("figures").replaceChildren(...(rows.length ? [make("tr", {}, ...head), ...rows] : []));
+    const words = ["engine's code", ...(before ? ["your last run"] : []), "this run"];
+    const head = make("tr", {}, make("td"), ...words.map((each) => make("th", { scope: "col" }, each)));
+    find("figures").replaceChildren(...(rows.length ? [head, ...rows] : []));
   }
 
   destroy() {
