@@ -22,7 +22,8 @@ from nanovllm.processes.start import end_processes
 from nanovllm.trace.record import StepRecord
 from nanovllm.trace.trace import Trace
 
-_START_SECONDS = 120.0
+# A cell of a lecture has 300 seconds under `make lectures`. A slow machine needs most of them.
+_START_SECONDS = 240.0
 
 
 class EngineProcess(EngineClient):
@@ -116,7 +117,7 @@ def play(
     engines: Sequence[EngineProcess],
     actions: Sequence[tuple[float, Callable[[], None]]],
     on_output: Callable[[float, EngineOutput], bool],
-    timeout: float = 120.0,
+    timeout: float = 270.0,
 ) -> float:
     """Run actions at their times and pass on the engines' outputs, until `on_output` returns True.
 
