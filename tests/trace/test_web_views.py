@@ -542,13 +542,28 @@ def test_stories_agree_with_the_metrics(site, trace):
         expected = metrics[story["id"]]
         assert story.get("timeToFirstToken") == expected["ttft"]
         assert story["numPreemptions"] == expected["num_preemptions"]
-        in_last_step = story["ended"] == len(trace) - 1 and not story["aborted"]
+        in_last_step = story["ended"] == len(trace) - 1 and not story["betweenSteps"]
         assert story["queue"] == ("running" if in_last_step else "ended")
         assert bool(story["blocks"]) == in_last_step
         if expected["ttft"] is not None:
             assert story["outputTokens"] == len(expected["itl"]) + 1
-        if not story["aborted"]:
+        if not story["betweenSteps"]:
             assert story["latency"] == pytest.approx(expected["latency"])
+
+
+@pytest.mark.parametrize(("reason", "aborted"), [("abort", True), ("stop", False)])
+def test_a_stop_string_is_no_abort(site, reason, aborted):
+    """Both ends come between two steps; only one of them is drawn as aborted."""
+    trace = simulate([SimulatedRequest(0, 8, 50, abort_step=4), SimulatedRequest(0, 8, 10)])
+    trace.steps[4].finished["r0"] = reason
+    got = site.evaluate(
+        """text => {
+          const history = readTrace(text), info = history.requests.get("r0");
+          return [info.betweenSteps, info.aborted, history.seen.has("aborted")];
+        }""",
+        encode(trace),
+    )
+    assert got == [True, aborted, aborted]
 
 
 def test_the_story_of_a_block_is_what_happened_to_it(site):

@@ -116,8 +116,8 @@ def _step_spans(step: StepRecord, begin: float, end: float) -> Iterator[Span]:
 
 
 def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
-    """Return first tokens and ends (at the end of their step), preemptions and aborts (at its
-    beginning), in order of time."""
+    """Return first tokens and ends (at the end of their step), preemptions and ends between two
+    steps (at its beginning), in order of time. A stop string finishes a request between steps."""
     events: list[Event] = []
     ended: set[str] = set()
     for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
@@ -134,7 +134,8 @@ def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
             if request_id in busy:
                 events.append(Event(request_id, "finished", end, step.step, reason))
             else:  # ended between the last step and this one
-                events.append(Event(request_id, "aborted", begin, step.step, reason))
+                kind = "finished" if reason == "stop" else "aborted"
+                events.append(Event(request_id, kind, begin, step.step, reason))
         ended |= step.finished.keys()
     return events
 

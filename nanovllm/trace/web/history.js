@@ -223,7 +223,8 @@ export class History {
         id, number, label: info?.label ?? this.#freeLabel(id), prompt: "", text: "",
         promptTokens: 0, cachedTokens: undefined, outputTokens: 0, outputBefore: 0, peakBlocks: 0,
         firstSeen: this.length - 1, arrived: undefined, firstToken: undefined, lastToken: undefined,
-        ended: undefined, reason: undefined, aborted: false, // no reason: the end was missed
+        ended: undefined, reason: undefined, // no reason: the end was missed
+        betweenSteps: false, aborted: false,
         preemptions: [], events: [],
       };
       this.requests.set(id, info);
@@ -285,9 +286,10 @@ export class History {
     for (const [id, reason] of record.finished) {
       const info = this.#info(id);
       if (info.ended !== undefined) continue;
-      Object.assign(info, { ended: index, reason, aborted: !record.ids.includes(id) });
+      const betweenSteps = !record.ids.includes(id); // a stop string, which only the front end sees, or an abort
+      Object.assign(info, { ended: index, reason, betweenSteps, aborted: betweenSteps && reason !== "stop" });
       if (info.aborted) this.seen.add("aborted");
-      note(info, info.aborted ? `ended between steps: ${reason}` : `finished: ${reason}`);
+      note(info, betweenSteps ? `ended between steps: ${reason}` : `finished: ${reason}`);
     }
     for (const [id, prompt] of record.prompts) this.#info(id).prompt = prompt;
     for (const [id, text] of record.text) this.#info(id).text += text;

@@ -248,6 +248,5 @@ function drawEvents(ctx, theme, info, window, y, pitch) {
   };
   for (const at of info.preemptions) mark("preempted", at, 0);
   mark("first token", info.firstToken, 1, pitch * 0.36);
-  if (info.aborted) mark("aborted", info.ended, 0);
-  else if (info.reason) mark("finished", info.ended, 1);
+  if (info.reason) mark(info.aborted ? "aborted" : "finished", info.ended, info.betweenSteps ? 0 : 1);
 }

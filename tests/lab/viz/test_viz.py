@@ -267,6 +267,13 @@ def test_abort_is_an_event_at_the_next_step():
     assert ("r0", "aborted", 4.0) in [(e.request_id, e.kind, e.at) for e in timeline_events(trace)]
 
 
+def test_a_stop_string_finishes_a_request_between_two_steps():
+    trace = simulate([SimulatedRequest(0, 8, 50, abort_step=4), SimulatedRequest(0, 8, 10)])
+    trace.steps[4].finished["r0"] = "stop"  # as a front end ends it that finds the string
+    events = [(e.kind, e.at) for e in timeline_events(trace) if e.request_id == "r0"]
+    assert events == [("first token", 1.0), ("finished", 4.0)]
+
+
 def test_first_token_stays_first_after_a_preemption():
     trace = busy_trace()
     first = [e.request_id for e in timeline_events(trace) if e.kind == "first token"]
