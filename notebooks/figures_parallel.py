@@ -369,7 +369,7 @@ def draw_worked_example(ax: Axes) -> None:
         "x, whole": (0.9, 3.4),
     }
     notes |= {
-        "addends": (18.9, 3.4),
+        "partial sums": (18.9, 3.4),
         "all-reduce": (22.7, 8.6),
         "y, whole,\non both ranks": (22.7, 5.0),
     }
