@@ -87,7 +87,7 @@ def rungs() -> list[Rung]:
             "nanovllm loop",
             one_by_one=True,
         ),
-        Rung("KV cache", 10, {"caches": True}, "nanovllm loop", one_by_one=True),
+        Rung("KV cache", 11, {"caches": True}, "nanovllm loop", one_by_one=True),
     ]
     options: dict[str, object] = dict(FIRST)
     for name, lecture, more in _LINE:

@@ -26,7 +26,7 @@ PAGE = f"""    nanovllm bench ladder --markdown figures/ladder.md
 | lecture | engine | tokens/s | ÷ transformers |
 | ---: | :--- | ---: | ---: |
 |  | transformers | 40 (39 – 41) | 1.00 |
-| 10 | KV cache | 1,050 (900 – 1,100) | 26 |
+| 11 | KV cache | 1,050 (900 – 1,100) | 26 |
 |  | vLLM | 300 | 7.5 |
 """
 
@@ -57,6 +57,8 @@ def test_every_lecture_has_a_rung() -> None:
     numbers = [int(path.name[:2]) for path in find_lectures(ROOT, [])]
     found = {number: rung_of(number) for number in numbers if number >= 10}
     assert all(0 < rung.lecture <= number for number, rung in found.items())
+    assert found[10].name == "each token computes the whole text again"
+    assert found[11].name == "KV cache"
     assert found[12].name == "paged KV cache"
     assert found[23] == found[15], "the lecture adds nothing that the workload can show"
     assert found[42].options["speculative_config"]
@@ -65,14 +67,14 @@ def test_every_lecture_has_a_rung() -> None:
 
 def test_now_and_recorded(roomy_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "ladder.md").write_text(PAGE)
-    ladder = climb(10, tmp_path, model=str(roomy_model))
+    ladder = climb(11, tmp_path, model=str(roomy_model))
     steps = {step.name: step for step in ladder.steps}
     assert [name for name, step in steps.items() if step.now] == ["transformers", "KV cache"]
     assert steps["KV cache"].recorded == 1050
     assert (steps["vLLM"].recorded, steps["vLLM"].lecture) == (300, 0)
     assert not any(step.on_gpu for step in ladder.steps)
     text = repr(ladder)
-    assert re.search(r"^\| 10 \| \*\*KV cache\*\* \| \S+ \| 1050 \| never \|$", text, re.MULTILINE)
+    assert re.search(r"^\| 11 \| \*\*KV cache\*\* \| \S+ \| 1050 \| never \|$", text, re.MULTILINE)
     assert "| 43 | asynchronous scheduling | later | never | never |" in text
     assert "2026-11-29, Some Processor" in text and "`make gpu`" in text
     (bars,) = ladder.draw().axes[0].containers[:1]
