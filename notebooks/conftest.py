@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark such cells, which are reported as skipped; name the types that nbval must not
     compare."""
     for file in {item.parent for item in items if isinstance(item.parent, IPyNbFile)}:
-        file.skip_compare = (*file.skip_compare, stored.TRACE)
+        file.skip_compare = (*file.skip_compare, stored.TRACE, stored.RANKS)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -6,9 +6,10 @@ modules to them."""
 
 from __future__ import annotations
 
+import base64
 import html
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,22 @@ def lectures_module() -> str:
     return bundle(WEB / "lectures.js")
 
 
+def page_of(saved: Mapping[str, Any], title: str) -> str:
+    """A page by itself that plays what a notebook stores of a player, by MIME type. Without
+    JavaScript it shows the picture."""
+    picture = base64.b64encode(saved["image/png"]).decode()
+    [player] = _prepared({"data": saved})[1:]
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+<meta name="viewport" content="width=device-width"></head>
+<body><img src="data:image/png;base64,{picture}" alt="{html.escape(title)}">
+{player["data"]["text/html"]}
+<script type="module">
+{lectures_module()}
+</script></body></html>
+"""
+
+
 def enliven(cells: Iterable[dict[str, Any]]) -> None:
     """Prepare the outputs of a notebook for a page with `lectures_module`: stored traces and
     predictions become elements of the page. Without JavaScript they show the picture, and the
@@ -44,7 +61,7 @@ def enliven(cells: Iterable[dict[str, Any]]) -> None:
 
 def _prepared(output: dict[str, Any]) -> list[dict[str, Any]]:
     data = output.get("data", {})
-    if shown := data.get(stored.TRACE):
+    if shown := data.get(stored.TRACE) or data.get(stored.RANKS):
         return [output, _element("nv-stored", "player", shown)]
     if asked := data.get(stored.PREDICTION):
         text = html.escape("".join(data["text/plain"]))

@@ -22,7 +22,7 @@ The visual language, the same in every figure, animation and page:
 The `draw_...` functions draw stills. `play` shows a trace in a notebook, `what_if` simulates it
 again when the reader changes a setting, and `animate` films it as a GIF file; all three use the
 player in `trace/web`, as the page of `nanovllm serve` does. `draw_ranks` and `play_ranks` show what
-the ranks of `device="sleep"` did: one timeline per rank, as a still and as an animation.
+the ranks of `device="sleep"` did: one timeline per rank, as a still and in this player.
 
 What a picture shows is available as data for assertions: `timeline_spans`, `timeline_events`,
 `request_metrics`, `pool_state`, `pool_state_at`, `pool_states`. `simulate` makes traces with the
@@ -48,7 +48,7 @@ from nanovllm.lab.viz.memory import draw_block_tables, draw_memory, draw_pool
 from nanovllm.lab.viz.metrics import percentile, request_metrics, step_edges
 from nanovllm.lab.viz.player import Player, play
 from nanovllm.lab.viz.ranks import (
-    RankFilm,
+    RankPlayer,
     RankSpan,
     RankTotals,
     draw_ranks,

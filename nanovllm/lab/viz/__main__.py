@@ -1,6 +1,6 @@
 """Redraws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The animations are
 filmed in Chromium. With `--timelines TIMES`, draws only what ranks with `device="sleep"` wrote into
-the folder TIMES: `ranks.png`, and the animation `ranks.gif`."""
+the folder TIMES: the picture `ranks.png`, and `ranks.html`, a page that plays it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import argparse
 import pathlib
 
 from nanovllm.executor.virtual_clock import read_timelines
-from nanovllm.lab.viz import draw_language, draw_ranks, image_bytes, play_ranks, use_style
+from nanovllm.lab.site.players import page_of
+from nanovllm.lab.viz import draw_language, image_bytes, play_ranks, use_style
 from nanovllm.lab.viz.figures import FILMS
 
 
@@ -27,12 +28,12 @@ def draw_all(folder: pathlib.Path) -> None:
 
 
 def draw_timelines(times: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write the timelines of ranks into the folder, as a picture and as an animation."""
+    """Write the timelines of ranks into the folder, as a picture and as a page."""
     use_style()
+    player = play_ranks(read_timelines(times))
     folder.mkdir(parents=True, exist_ok=True)
-    timelines = read_timelines(times)
-    (folder / "ranks.png").write_bytes(image_bytes(draw_ranks(timelines)))
-    (folder / "ranks.gif").write_bytes(play_ranks(timelines).gif)
+    (folder / "ranks.png").write_bytes(player.picture)
+    (folder / "ranks.html").write_text(page_of(player.saved(), "Ranks"), encoding="utf-8")
 
 
 if __name__ == "__main__":

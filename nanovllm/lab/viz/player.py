@@ -23,7 +23,7 @@ from nanovllm.trace.trace import Trace
 
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
-_MOST_STORED = 100_000  # bytes; a longer trace would make the notebook and its page too heavy
+_MOST_STORED = 100_000  # bytes; more would make the notebook and its page too heavy
 _MEASURED = TraceSettings().time_unit  # of times from a clock
 Source = Trace | str | pathlib.Path  # a trace, or the file of one
 _IMPORT = re.compile(
@@ -133,15 +133,21 @@ class Player(anywidget.AnyWidget):
         """The player as a notebook stores it, by MIME type: a picture of its views, and the trace
         for pages that play it without a kernel."""
         pictures = still(self.trace, self.views, self.still)
-        deflated = zlib.compress(b"".join(untimed(self.trace).lines()), 9)
-        if len(deflated) > _MOST_STORED:
+        trace = deflate(b"".join(untimed(self.trace).lines()))
+        if trace is None:
             return pictures
         shown = {"views": self.views, "step": self.step, "speed": self.speed}
-        return pictures | {stored.TRACE: shown | {"trace": base64.b64encode(deflated).decode()}}
+        return pictures | {stored.TRACE: shown | {"trace": trace}}
 
     def __repr__(self) -> str:
         steps = f"{len(request_ids(self.trace))} requests, {len(self.trace)} steps"
         return f"Player: {steps}; run this cell in JupyterLab to play it"
+
+
+def deflate(data: bytes) -> str | None:
+    """Data as notebooks store them: deflated, in base64. None if there are too many."""
+    deflated = zlib.compress(data, 9)
+    return base64.b64encode(deflated).decode() if len(deflated) <= _MOST_STORED else None
 
 
 def untimed(trace: Trace) -> Trace:

@@ -1,4 +1,4 @@
-"""Pictures of ranks whose devices sleep: a timeline per rank, and an animation of it.
+"""Pictures of ranks whose devices sleep: a timeline per rank, and a player of it.
 
 The data are the records that the ranks of `device="sleep"` write, see
 `nanovllm.executor.virtual_clock`. A step's bar is divided among its requests, in their colours; the
@@ -8,26 +8,24 @@ idle, and its row is empty."""
 
 from __future__ import annotations
 
-import base64
-import html
-import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import anywidget
+import matplotlib.pyplot as plt
+import traitlets
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from PIL import Image
 
 from nanovllm.executor.virtual_clock import SECOND, RankRead, RankStep
+from nanovllm.lab import stored
 from nanovllm.lab.viz import style
-from nanovllm.lab.viz.film import gif_bytes
-from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, RequestColors
+from nanovllm.lab.viz.player import WEB, bundle, deflate
+from nanovllm.lab.viz.style import BACKGROUND, INK, MUTED, RequestColors
 
 Timelines = Mapping[str, Sequence[RankStep | RankRead]]
 
@@ -35,15 +33,7 @@ KINDS = ("compute", "wait", "communicate", "read")
 _SHARES = 6  # a step of more requests is one bar
 _BAR = 0.72  # height of a bar in its row
 _ROW = 0.42  # inches
-_PICTURES = 60  # of a film
-_FILM_SECONDS = 20.0
-_STATES = {
-    "compute": "computes",
-    "wait": "waits",
-    "communicate": "communicates",
-    "read": "receives KV",
-    "idle": "has no order",
-}
+_MOST_MARKS = 60  # more would hide the bars
 
 
 @dataclass(frozen=True)
@@ -205,13 +195,13 @@ def _draw(ax: Axes, timelines: Timelines, spans: Sequence[RankSpan], colors: Req
     ax.set(xlim=(0, last), ylim=(len(rows) - 0.5, -0.5), xlabel="time (ms)")
     num_spans = Counter(span.row for span in spans)
     for span in spans:
-        rim = 0.8 if num_spans[span.row] <= 3 * _PICTURES else 0.0
+        rim = 0.8 if num_spans[span.row] <= 3 * _MOST_MARKS else 0.0
         _draw_span(ax, span, rows[span.row], colors, rim)
     zero = _first_order(timelines)
     for name, records in timelines.items():
         steps = [record for record in records if isinstance(record, RankStep)]
-        if len(steps) > _PICTURES:
-            continue  # the marks would hide the bars
+        if len(steps) > _MOST_MARKS:
+            continue
         top = rows[name] - _BAR / 2
         orders = [_milliseconds(step.order - zero) for step in steps]
         answers = [_milliseconds(step.answer - zero) for step in steps]
@@ -281,35 +271,56 @@ def _explain(ax: Axes, spans: Sequence[RankSpan]) -> None:
     style.legend(ax, (), handles)
 
 
-# ---------------------------------------------------------------- the animation
+# ---------------------------------------------------------------- the player
 
 
-class RankFilm:
-    """An animation of ranks: the value of a notebook's cell. JupyterLab and saved pages show it
-    with controls to play, pause and step, without a kernel.
+class RankPlayer(anywidget.AnyWidget):
+    """The timelines of ranks with controls to play, pause, step and scrub.
 
     Attributes:
-        gif: the bytes of the animation.
-        words: what it shows, for readers who do not see it.
+        step: number of the moment that is shown; each rank's changes make one.
+        speed: moments per second, until the reader chooses another. Long ones take longer.
+        theme: "light", "dark", or "auto": as the page around it.
+        lines: the record of the ranks, as JSON.
     """
 
-    def __init__(self, gif: bytes, words: str) -> None:
-        self.gif = gif
-        self.words = words
+    step = traitlets.Int(0).tag(sync=True)
+    views = traitlets.List(["ranks"]).tag(sync=True)
+    speed = traitlets.Float(4.0).tag(sync=True)
+    theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
+    lines = traitlets.Bytes().tag(sync=True)
 
-    def _repr_html_(self) -> str:
-        data = base64.b64encode(self.gif).decode()
-        return f'<img alt="{html.escape(self.words)}" src="data:image/gif;base64,{data}">'
+    def __init__(
+        self, timelines: Timelines, colors: RequestColors, title: str = "", **options: Any
+    ) -> None:
+        self._esm = bundle("rank_player.js") + "\nexport default { render: renderRankWidget };\n"
+        self._css = (WEB / "player.css").read_text(encoding="utf-8")
+        self.picture = _still(timelines, colors, title)
+        self.words = f"{len(timelines)} ranks, {_duration(timelines):.1f} ms"
+        super().__init__(lines=_record(timelines, colors, title), **options)
+
+    def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The widget, and what a notebook keeps of it for pages where no widget runs."""
+        data, metadata = super()._repr_mimebundle_(**options) or ({}, {})
+        return data | self.saved(), metadata
+
+    def saved(self) -> dict[str, Any]:
+        """The player as a notebook stores it, by MIME type: the picture of `draw_ranks`, and the
+        record for pages that play it without a kernel."""
+        ranks = deflate(self.lines)
+        pictures = {"image/png": self.picture}
+        if ranks is None:
+            return pictures
+        return pictures | {stored.RANKS: {"step": self.step, "speed": self.speed, "ranks": ranks}}
 
     def __repr__(self) -> str:
-        return self.words
+        return f"Player: {self.words}; run this cell in JupyterLab to play it"
 
 
 def play_ranks(
     timelines: Timelines, *, colors: RequestColors | None = None, title: str = ""
-) -> RankFilm:
-    """Animate the timeline of `draw_ranks`: a picture for each moment at which a rank begins
-    something else, up to 60, with the state of each rank next to its row.
+) -> RankPlayer:
+    """Show the timelines of `draw_ranks` in a player: the value of a notebook's cell.
 
     Args:
         timelines, colors: as in `draw_ranks`.
@@ -317,64 +328,53 @@ def play_ranks(
     Raises:
         ValueError: there are no records.
     """
+    return RankPlayer(timelines, RequestColors() if colors is None else colors, title)
+
+
+def _duration(timelines: Timelines) -> float:
+    """Milliseconds until all ranks have answered."""
+    return _milliseconds(max(span.end for span in rank_spans(timelines)))
+
+
+def _still(timelines: Timelines, colors: RequestColors, title: str) -> bytes:
+    ax = draw_ranks(timelines, colors=colors, title=title)
+    picture = style.image_bytes(ax)
+    plt.close(ax.get_figure(root=True))
+    return picture
+
+
+def _record(timelines: Timelines, colors: RequestColors, title: str) -> bytes:
+    """What `trace/web/ranks.js` reads: the spans of each row, with requests by their place in a
+    list of ids and of their numbers, which stand for colours."""
     spans = rank_spans(timelines)
-    colors = RequestColors() if colors is None else colors
-    moments = _moments(spans)
-    pictures = [_picture(timelines, spans, colors, title=title, now=now) for now in moments]
-    lasting = [after - now for now, after in itertools.pairwise(moments)]
-    pace = _FILM_SECONDS / moments[-1]  # per picosecond
-    seconds = [min(1.5, max(0.2, pace * each)) for each in lasting] + [2.0]
-    last = _milliseconds(moments[-1])
-    words = f"Film of {len(timelines)} ranks, {last:.1f} ms in {len(moments)} pictures"
-    return RankFilm(gif_bytes(pictures, seconds, title), f"{words}. {title}".rstrip())
+    ids = list(dict.fromkeys(request_id for span in spans for request_id in span.tokens))
+    places = {request_id: place for place, request_id in enumerate(ids)}
+    for request_id in ids:
+        colors[request_id]
+    numbers = {request_id: number for number, request_id in enumerate(colors)}
+    zero = _first_order(timelines)
 
+    def shares(span: RankSpan) -> list[tuple[int, int]]:
+        if span.kind != "compute":
+            return []
+        return [(places[request_id], count) for request_id, count in span.tokens.items()]
 
-def _moments(spans: Sequence[RankSpan]) -> list[int]:
-    """When the pictures are: at each change, but at most `_PICTURES`, and the end."""
-    last = max(span.end for span in spans)
-    grain = max(1, last // _PICTURES)
-    moments = [0]
-    for at in sorted({time for span in spans for time in (span.begin, span.end)}):
-        if grain <= at - moments[-1] and at <= last - grain:
-            moments.append(at)
-    return [*moments, last]
-
-
-def states_at(spans: Sequence[RankSpan], rows: Sequence[str], now: int) -> dict[str, str]:
-    """Return what each rank begins to do or does at a time, by row, in a word."""
-    found = {row: "" if row.endswith(_link_of("")) else _STATES["idle"] for row in rows}
-    for span in spans:
-        if span.begin <= now < span.end:
-            found[span.row] = _STATES[span.kind]
-    return found
-
-
-def _picture(
-    timelines: Timelines, spans: Sequence[RankSpan], colors: RequestColors, *, title: str, now: int
-) -> Image.Image:
-    rows = _rows(timelines)
-    height = _height(rows, title) + 0.1
-    figure = Figure(figsize=(style.MAX_WIDTH, height), dpi=100)
-    figure.set_layout_engine("none")
-    left, right, top = 1.5, 1.35, 0.4 if title else 0.15
-    box = (
-        left / style.MAX_WIDTH,
-        0.58 / height,
-        1 - (left + right) / style.MAX_WIDTH,
-        1 - (0.58 + top) / height,
-    )
-    ax = figure.add_axes(box)
-    _draw(ax, timelines, spans, colors)
-    # A veil covers the future.
-    moment = _milliseconds(now)
-    veil: dict[str, Any] = {"facecolor": BACKGROUND, "alpha": 0.8, "zorder": 8}
-    ax.add_patch(Rectangle((moment, -1), ax.get_xlim()[1] - moment, len(rows) + 1, **veil))
-    ax.axvline(moment, color=INK, linewidth=1.0, zorder=9)
-    is_over = all(span.end <= now for span in spans)
-    for row, state in enumerate(() if is_over else states_at(spans, rows, now).values()):
-        ax.text(1.01, row, state, transform=ax.get_yaxis_transform(), va="center", fontsize=10)
-    ax.set_title(title)
-    ax.spines["left"].set_color(FAINT)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    rows = []
+    for row in _rows(timelines):
+        steps = [each for each in timelines.get(row, ()) if isinstance(each, RankStep)]
+        rows.append(
+            {
+                "name": row,
+                "isLink": row not in timelines,
+                "spans": [
+                    (span.kind, span.begin, span.end, span.step, shares(span))
+                    for span in spans
+                    if span.row == row
+                ],
+                "orders": [step.order - zero for step in steps],
+                "answers": [step.answer - zero for step in steps],
+            }
+        )
+    requests = [(request_id, numbers[request_id]) for request_id in ids]
+    record = {"nanovllm_ranks": 1, "title": title, "requests": requests, "rows": rows}
+    return json.dumps(record, separators=(",", ":")).encode()

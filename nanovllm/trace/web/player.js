@@ -48,10 +48,13 @@ export function createPlayer(root, options = {}) {
 }
 
 export class TracePlayer {
+  static VIEWS = VIEWS;
+
   constructor(root, options) {
     const { views = ["tables", "timeline"], live = false, theme = "auto", speed = 2, onStep, keysFrom, settings } = options;
-    const unknown = views.filter((name) => !(name in VIEWS)).join(", ");
-    if (unknown) throw new Error(`no such view: ${unknown}; there are ${Object.keys(VIEWS).join(", ")}`);
+    const known = this.constructor.VIEWS;
+    const unknown = views.filter((name) => !(name in known)).join(", ");
+    if (unknown) throw new Error(`no such view: ${unknown}; there are ${Object.keys(known).join(", ")}`);
     this.live = live;
     this.speed = speed;
     this.onStep = onStep ?? (() => {});
@@ -198,7 +201,7 @@ export class TracePlayer {
       this.pictures.append(made);
     }
     this.views.forEach((view, i) => (view.figure.style.order = i));
-    this.story = new StoryPanel((selection) => this.select(selection), (index) => this.seek(index));
+    this.story = this._makeStory((selection) => this.select(selection), (index) => this.seek(index));
     const body = makeElement("div", { class: "nv-body" });
     body.append(this.pictures, this.story.element);
     // JupyterLab's shortcuts (arrows move between cells) do not apply in here.
@@ -207,11 +210,16 @@ export class TracePlayer {
     root.append(this.element);
   }
 
+  _makeStory(select, seek) {
+    return new StoryPanel(select, seek);
+  }
+
   _buildView(name) {
+    const drawing = this.constructor.VIEWS[name];
     const figure = makeElement("figure", { class: "nv-view", "data-view": name });
     const canvas = makeElement("canvas", { role: "img", class: "nv-canvas" });
-    figure.append(makeElement("figcaption", {}, VIEWS[name].title), canvas);
-    return { name, canvas, figure, drawing: VIEWS[name], regions: [], height: 0, width: 0, visible: true };
+    figure.append(makeElement("figcaption", {}, drawing.title), canvas);
+    return { name, canvas, figure, drawing, regions: [], height: 0, width: 0, visible: true };
   }
 
   _showControls() {
@@ -242,6 +250,16 @@ export class TracePlayer {
     const { step } = this.history.record(this.index);
     const [first, last] = this._range();
     return first === last ? `step ${step}` : `step ${step} of ${first}–${last}`;
+  }
+
+  /** The step that is shown, for readers who do not see the pictures. */
+  _describe() {
+    return describeStep(this.history, this.index);
+  }
+
+  /** For how many turns of `speed` a record is shown. */
+  _turns() {
+    return 1;
   }
 
   // ---------------------------------------------------------------- what the reader does
@@ -400,12 +418,15 @@ export class TracePlayer {
   }
 
   _advance(now) {
-    const steps = Math.floor(((now - this.lastPlayed) * this.speed) / 1000);
-    if (steps > 0) {
-      this.lastPlayed += (steps * 1000) / this.speed;
-      this.seek(this.index + steps);
+    const last = this.history.length - 1;
+    let wanted = this.index;
+    let turns = ((now - this.lastPlayed) * this.speed) / 1000;
+    while (wanted < last && turns >= this._turns(wanted)) turns -= this._turns(wanted++);
+    if (wanted > this.index) {
+      this.lastPlayed = now - (turns * 1000) / this.speed;
+      this.seek(wanted);
     }
-    if (this.index >= this.history.length - 1) this.pause();
+    if (this.index >= last) this.pause();
     else this._nextFrame();
   }
 
@@ -443,7 +464,7 @@ export class TracePlayer {
     const { history, index, selection, hover, theme, following, settings } = this;
     const scene = { history, index, selection, hover, theme, follow: following, settings };
     view.regions = view.drawing.draw(context, { width, height: view.height }, scene);
-    const words = this._hasRecords() ? describeStep(history, index) : "nothing has been recorded yet";
+    const words = this._hasRecords() ? this._describe() : "nothing has been recorded yet";
     view.canvas.setAttribute("aria-label", `${view.drawing.title}, ${words}`);
   }
 }

@@ -18,7 +18,7 @@ export function makeElement(tag, attributes = {}, text = "") {
 }
 
 /** "1 token", "2 tokens". */
-function countOf(number, noun) {
+export function countOf(number, noun) {
   return `${inDigits(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
@@ -73,14 +73,18 @@ export class StoryPanel {
     Object.assign(this, { history, index, theme });
     this.parts = [];
     if (history.length === history.first) this._tellNothing();
-    else if (region?.kind === "request" && history.requests.has(region.id)) this._tellRequest(region.id);
-    else if (region?.kind === "block") this._tellBlock(region.id);
-    else this._tellStep(region?.kind === "step" ? region.index : index);
+    else this._tell(region);
     const focused = [...this.content.querySelectorAll("button")].indexOf(document.activeElement);
     this.content.replaceChildren(...this.parts);
     if (focused < 0) return;
     const buttons = this.content.querySelectorAll("button");
     (buttons[Math.min(focused, buttons.length - 1)] ?? this.element).focus({ preventScroll: true });
+  }
+
+  _tell(region) {
+    if (region?.kind === "request" && this.history.requests.has(region.id)) this._tellRequest(region.id);
+    else if (region?.kind === "block") this._tellBlock(region.id);
+    else this._tellStep(region?.kind === "step" ? region.index : this.index);
   }
 
   _tellNothing() {
@@ -253,9 +257,14 @@ export class StoryPanel {
   }
 
   _stepLink({ index, step, what }) {
-    const line = makeElement("span");
     const name = `step ${step}`;
-    line.append(index >= this.history.first ? this._link(name, () => this.seek(index)) : name, `: ${what}`);
+    return this._linked(name, index >= this.history.first && (() => this.seek(index)), what);
+  }
+
+  /** A line about something at a moment, to which its name leads. */
+  _linked(name, action, what) {
+    const line = makeElement("span");
+    line.append(action ? this._link(name, action) : name, `: ${what}`);
     return line;
   }
 }

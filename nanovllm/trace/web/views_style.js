@@ -88,9 +88,9 @@ export class Theme {
     });
   }
 
-  // Diagonal hatching as a fill.
-  hatch(ctx, color) {
-    return this.#remember(`hatch ${color}`, () => {
+  // Diagonal hatching as a fill, or `crossed`.
+  hatch(ctx, color, crossed = false) {
+    return this.#remember(`hatch ${color} ${crossed}`, () => {
       const tile = document.createElement("canvas");
       tile.width = tile.height = 6;
       const pen = tile.getContext("2d");
@@ -102,6 +102,9 @@ export class Theme {
       for (const shift of [-6, 0, 6]) {
         pen.moveTo(shift - 1, 7);
         pen.lineTo(shift + 7, -1);
+        if (!crossed) continue;
+        pen.moveTo(shift - 1, -1);
+        pen.lineTo(shift + 7, 7);
       }
       pen.stroke();
       return ctx.createPattern(tile, "repeat");
@@ -127,7 +130,7 @@ export function outlineBox(ctx, x, y, width, height, fill, edge) {
   ctx.fillRect(x + 1, y + 1, width - 2, height - 2);
 }
 
-function dashBox(ctx, color, x, y, width, height) {
+export function dashBox(ctx, color, x, y, width, height) {
   ctx.strokeStyle = color;
   ctx.lineWidth = 1;
   ctx.setLineDash([2, 2]);
@@ -259,7 +262,34 @@ function drawLegendMark(ctx, theme, gray, kind, x, y) {
   else if (kind === "new block") drawFresh(ctx, theme, "allocated", x + 6, y - 6, 12, theme.muted);
   else if (kind === "prefix hit") drawFresh(ctx, theme, "hit", x + 6, y - 6, 12, theme.muted);
   else if (kind === "overwritten") drawFresh(ctx, theme, "evicted", x + 6, y - 6, 12, theme.muted);
+  else if (kind === "dummy step" || kind === "communicates") drawRankPhase(ctx, theme, kind, ...box);
+  else if (kind === "receives KV") drawTransferring(ctx, theme, ...box);
+  else if (kind === "order") drawRankOrder(ctx, theme, x + 12, y + 4);
+  else if (kind === "answer") drawRankAnswer(ctx, theme, x + 12, y, 14);
   else drawEvent(ctx, theme, kind, x + 12, kind === "first token" ? y + 5 : y, 9);
+}
+
+// A phase of a rank in which it computes no request's tokens.
+export function drawRankPhase(ctx, theme, kind, x, y, width, height) {
+  if (kind === "communicates") outlineBox(ctx, x, y, width, height, theme.hatch(ctx, theme.muted, true), theme.muted);
+  else if (width <= 2) outlineBox(ctx, x, y, width, height, theme.muted, theme.muted);
+  else dashBox(ctx, theme.muted, x, y, width, height);
+}
+
+// When a rank was ordered to compute a step: a triangle, whose tip is the moment.
+export function drawRankOrder(ctx, theme, x, y) {
+  ctx.fillStyle = theme.ink;
+  ctx.beginPath();
+  ctx.moveTo(x, y);
+  ctx.lineTo(x - 4, y - 7);
+  ctx.lineTo(x + 4, y - 7);
+  ctx.fill();
+}
+
+// When a rank has answered.
+export function drawRankAnswer(ctx, theme, x, y, height) {
+  ctx.fillStyle = theme.ink;
+  ctx.fillRect(x - 0.75, y - height / 2, 1.5, height);
 }
 
 // A block that only KV transfers hold: dots.

@@ -17,7 +17,8 @@ export function readHistory(bytes) {
   return history;
 }
 
-export function renderWidget({ model, el }) {
+/** Show what a model holds in a player that `make` makes, as `createPlayer` does, of what `read` makes of its lines. */
+export function renderWidget({ model, el }, make = createPlayer, read = readHistory) {
   const options = { views: model.get("views"), theme: model.get("theme"), speed: model.get("speed") };
   const failure = makeElement("p", { class: "nv-failure", role: "alert" });
   let history = null;
@@ -27,7 +28,7 @@ export function renderWidget({ model, el }) {
     model.set("step", step);
     model.save_changes();
   };
-  const player = createPlayer(el, { ...options, onStep });
+  const player = make(el, { ...options, onStep });
   const seek = () => {
     if (!history?.length) return;
     const index = history.indexOfStep(model.get("step"));
@@ -38,7 +39,7 @@ export function renderWidget({ model, el }) {
   const load = () => {
     failure.remove();
     try {
-      history = readHistory(model.get("lines"));
+      history = read(model.get("lines"));
     } catch (error) {
       failure.textContent = `This trace cannot be shown: ${error.message}`;
       el.append(failure);

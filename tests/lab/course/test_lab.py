@@ -15,14 +15,11 @@ from typing import Any
 
 import nbformat
 import pytest
-from PIL import Image
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
 from nanovllm.lab.course.copies import FOLDER, copy_lectures
 from nanovllm.lab.course.notebook import GPU_TAG
 from nanovllm.lab.course.unchanged import mark
-from nanovllm.lab.viz.film import gif_bytes
-from nanovllm.lab.viz.ranks import RankFilm
 from tests.server_process import wait_until
 
 pytest_plugins = ["tests.browser"]
@@ -356,40 +353,6 @@ def test_a_film_can_be_stopped_and_stepped(page: Any, lab: Lab) -> None:
     position.filter(has_text="21 of 21").wait_for()
     film.get_by_role("button", name="Play").click()
     position.filter(has_text="1 of 21").wait_for()
-
-
-FILM_CELL = """
-from PIL import Image
-from nanovllm.lab.viz.film import gif_bytes
-from nanovllm.lab.viz.ranks import RankFilm
-pictures = [Image.new("RGB", (60, 60), color) for color in ("red", "green", "blue")]
-film = RankFilm(gif_bytes(pictures, [0.1] * 3, ""), "Two ranks")
-film
-"""
-
-
-def test_films_in_outputs_can_be_stopped(page: Any, lab: Lab) -> None:
-    notebook = notebook_of(FILM_CELL, "film")
-    # One that was saved, which JupyterLab sanitises since it does not trust it.
-    pictures = [Image.new("RGB", (60, 60), color) for color in ("red", "green")]
-    saved = RankFilm(gif_bytes(pictures, [0.1] * 2, ""), "Two ranks")
-    data = {"text/html": saved._repr_html_(), "text/plain": repr(saved)}
-    notebook.cells[1].outputs = [nbformat.v4.new_output("display_data", data=data)]
-    notebook.cells[1].metadata.tags = [GPU_TAG]  # so that copies keep it
-    url = lab.add(notebook, "films")
-    page.set_default_timeout(60_000)
-    page.goto(url)
-    step_film(page.locator(".nanovllm-film"), "2 of 2")
-    run_all(page, url)
-    for number in range(2):
-        step_film(page.locator(".jp-CodeCell").nth(number).locator(".nanovllm-film"), "2 of 3")
-
-
-def step_film(film: Any, position: str) -> None:
-    """Go one picture on from the first."""
-    film.locator("output").filter(has_text="1 of").wait_for()
-    film.get_by_title("One picture on").click()
-    film.locator("output").filter(has_text=position).wait_for()
 
 
 @pytest.mark.nightly

@@ -129,6 +129,7 @@ def test_stored_players_play_and_films_can_be_stopped(page: Any, tmp_path: Path)
     player = v4.new_output("execute_result", data=saved, execution_count=1)
     picture = v4.new_output("display_data", data={"image/png": saved["image/png"]})
     below = v4.new_markdown_cell("<div style='height: 4000px'></div>")
+    # A page embeds the films of its text.
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     data = base64.b64encode(gif_bytes(frames, [0.1, 0.1], "")).decode()
     film = v4.new_output(

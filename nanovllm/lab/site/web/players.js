@@ -1,7 +1,9 @@
-// Players on pages that no kernel stands behind. `mountPlayer` makes one from a trace; `mountStored` makes one of
-// each trace that a page holds, when the reader scrolls to it. Until then, and without JavaScript, and on paper,
+// Players on pages that no kernel stands behind. `mountPlayer` makes one from a trace, or from the timelines of ranks;
+// `mountStored` makes one of each that a page holds, when the reader scrolls to it. Until then, and without JavaScript, and on paper,
 // the page shows the picture that the notebook stored.
 import { createPlayer } from "../../../trace/web/player.js";
+import { createRankPlayer } from "../../../trace/web/rank_player.js";
+import { readRanks } from "../../../trace/web/ranks.js";
 import { makeElement } from "../../../trace/web/story.js";
 import { readHistory } from "../../../trace/web/widget.js";
 import PLAYER_SHEET from "../../../trace/web/player.css" with { type: "css" };
@@ -9,9 +11,9 @@ import PLAYER_SHEET from "../../../trace/web/player.css" with { type: "css" };
 const AHEAD = "600px"; // a stored player starts this far outside of the window: what the reader sees does not jump
 const OUTPUTS = ".cell_output, .jp-OutputArea, body"; // of one cell: on the site, in exported lectures, elsewhere
 
-/** The bytes of a trace file that a page holds: deflated (zlib), in base64. */
-async function inflate(trace) {
-  const deflated = Uint8Array.from(atob(trace), (letter) => letter.charCodeAt(0));
+/** The bytes of a file that a page holds: deflated (zlib), in base64. */
+async function inflate(stored) {
+  const deflated = Uint8Array.from(atob(stored), (letter) => letter.charCodeAt(0));
   const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
@@ -20,7 +22,7 @@ async function inflate(trace) {
  * Put a player into an element.
  *
  * Options: `lines`: a trace file's text or bytes, or else `trace`: the same as pages store it (`inflate`); without both
- * the player is empty until `update`; `views`: names of the pictures, from top to bottom; `step`: number of the step that is
+ * the player is empty until `update`; `ranks`: timelines of ranks as pages store them, instead of a trace; `views`: names of the pictures, from top to bottom; `step`: number of the step that is
  * shown first; `speed`: steps per second; `theme`: "light", "dark" or "auto" (as the page); `autoplay`: play as soon as the
  * reader sees it, unless the reader asked for reduced motion.
  *
@@ -28,14 +30,17 @@ async function inflate(trace) {
  * resolves once the first trace is shown. A trace that cannot be read is told on the page.
  */
 export function mountPlayer(element, options = {}) {
-  const { lines, trace, views, step = 0, speed, theme, autoplay = false } = options;
+  const { lines, trace, ranks, views, step = 0, speed, theme, autoplay = false } = options;
+  const stored = trace ?? ranks;
   if (!document.adoptedStyleSheets.includes(PLAYER_SHEET)) document.adoptedStyleSheets.push(PLAYER_SHEET);
-  const player = createPlayer(element, { views, speed, theme });
+  const make = ranks === undefined ? createPlayer : createRankPlayer;
+  const read = ranks === undefined ? readHistory : readRanks;
+  const player = make(element, { views, speed, theme });
   const failure = makeElement("p", { class: "nv-failure", role: "alert" });
   let wanted = step;
 
   const show = (bytes) => {
-    const history = readHistory(bytes);
+    const history = read(bytes);
     player.setHistory(history);
     player.seek(history.indexOfStep(wanted));
   };
@@ -53,7 +58,7 @@ export function mountPlayer(element, options = {}) {
     }
   };
   const load = async () => {
-    if (trace !== undefined) await inflate(trace).then(show).catch(fail);
+    if (stored !== undefined) await inflate(stored).then(show).catch(fail);
     else if (lines !== undefined) update(lines);
   };
 

@@ -13,7 +13,8 @@ const FILM_STYLE = `
   .nanovllm-film button:hover { border-color: currentcolor; }
   .nanovllm-film :focus-visible { outline: 2px solid #56b4e9; outline-offset: 2px; }
   .nanovllm-film input { flex: 1 1 120px; min-width: 0; height: 36px; margin: 0; accent-color: #767676; }
-  .nanovllm-film output { font-variant-numeric: tabular-nums; }`;
+  .nanovllm-film output { font-variant-numeric: tabular-nums; }
+  @media print { .nanovllm-film div { display: none; } }`;
 
 const make = (name, values, ...children) => {
   const made = Object.assign(document.createElement(name), values);

@@ -53,9 +53,8 @@
       activate: (app, registry) => {
         document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
         // Events of images do not bubble.
-        const films = '.jp-RenderedMarkdown img[src*=".gif"], .jp-RenderedHTML img[src^="data:image/gif"]';
         const seen = ({ target }) => {
-          if (target.matches?.(films)) import(FILM).then((film) => film.showFilm(target));
+          if (target.matches?.('.jp-RenderedMarkdown img[src*=".gif"]')) import(FILM).then((film) => film.showFilm(target));
         };
         document.addEventListener("load", seen, true);
         registry.addExtension({
