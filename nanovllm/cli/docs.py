@@ -10,6 +10,7 @@ import nanovllm
 from nanovllm.data.errors import UsageError
 
 SITE = Path(nanovllm.__file__).parents[1] / "_site"
+MOST = 65535  # the highest port
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -31,11 +32,14 @@ def run(arguments: argparse.Namespace) -> None:
     other files.
 
     Raises:
-        UsageError: there is no site yet, or another program listens on the port.
+        UsageError: there is no site yet, there is no such port, or another program listens on
+            it.
     """
     if not (arguments.site / "index.html").is_file():
         raise UsageError(f"there is no site in {arguments.site}: `make site` builds it")
     pages = partial(Quiet, directory=str(arguments.site))
+    if not 0 <= arguments.port <= MOST:
+        raise UsageError(f"--port must be 0 (any that is free) to {MOST}, got {arguments.port}")
     try:
         server = ThreadingHTTPServer(("127.0.0.1", arguments.port), pages)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -23,6 +24,20 @@ def test_it_serves_the_pages_that_were_built(tmp_path: pathlib.Path) -> None:
         with urllib.request.urlopen(url) as answer:
             assert answer.read() == b"the course"
         process.terminate()
+
+
+def test_a_port_that_cannot_be_used_is_named(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "index.html").touch()
+    command = ["docs", "--site", str(tmp_path), "--no-browser", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*command, str(port)]) == 2
+        assert f"port {port}: Address already in use: choose another" in capsys.readouterr().err
+    for port in (-1, 99_999):
+        assert main([*command, str(port)]) == 2
+        assert f"to 65535, got {port}" in capsys.readouterr().err
 
 
 def test_without_pages_it_names_the_command_that_builds_them(

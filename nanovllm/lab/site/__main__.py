@@ -4,18 +4,29 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanovllm.lab.site.build import build
+import nanovllm
 from nanovllm.lab.site.labs.archive import ArchiveError
 from nanovllm.lab.site.labs.packages import BuildError
-from nanovllm.lab.site.sources import ROOT
-from nanovllm.lab.site.weights import table
+
+SITE = Path(nanovllm.__file__).parents[1] / "_site"
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser("python -m nanovllm.lab.site", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "_site", help="by default _site/")
+    parser.add_argument("--out", type=Path, default=SITE, help="by default _site/")
     out = parser.parse_args().out.resolve()
+    try:
+        # The extra `site`, which may be missing.
+        from nanovllm.lab.site.build import build
+        from nanovllm.lab.site.weights import table
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing == "nanovllm":
+            raise
+        remedy = "`make site` installs what is missing, or pip install -e '.[site]'"
+        print(f"error: the site needs the package {missing}: {remedy}", file=sys.stderr)
+        return 1
     try:
         build(out)
     except (ArchiveError, BuildError) as error:
