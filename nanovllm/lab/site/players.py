@@ -35,7 +35,7 @@ def lectures_module() -> str:
 
 
 def page_of(saved: Mapping[str, Any], title: str) -> str:
-    """A page by itself that plays what a notebook stores of a player, by MIME type. Without
+    """A complete page that plays what a notebook stores of a player, by MIME type. Without
     JavaScript it shows the picture."""
     picture = base64.b64encode(saved["image/png"]).decode()
     [player] = _prepared({"data": saved})[1:]
