@@ -69,7 +69,8 @@ STAND_INS = set(
 # 1,000 in the lab for labs in the browser: what collects the archive 140, what runs the reader's
 # code 120 and tests 75, engines, scenes and scores 480, pages and packages 180; 250 in the lab for
 # the site's other pages, and 170 for the traces and predictions that lectures store, and that pages
-# play and ask; 30 for `nanovllm docs`. A new feature brings its own number.
+# play and ask; 30 for `nanovllm docs`; 8 for checks of plans in flight. A new feature brings its
+# own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -84,8 +85,8 @@ BOUNDS = {
     "nested conditional expressions": 0,
     "private names in tests": 135,
     "stand-ins in tests": 0,
-    "statements, core": 1_600,
-    "statements, engine": 25_790,
+    "statements, core": 1_608,
+    "statements, engine": 25_798,
     "statements, lab": 10_920,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

@@ -39,7 +39,7 @@ class EngineSettings:
             (`features.async_scheduling`).
         is_one_device: steps run one after another. A step in flight then begins when the one before
             it has ended.
-        check_invariants: check queues, tables and pools after each step.
+        check_invariants: check queues, tables and pools after each plan and each result.
     """
 
     by_priority: bool = False
@@ -185,6 +185,8 @@ class EngineCore:
         start = self._now()
         outputs = self.peers.take(self)
         plan = self.scheduler.schedule()
+        if self.settings.check_invariants:
+            self.scheduler.check_invariants()  # while the plan is in flight
         self._found_nothing = plan.empty and not self._in_flight
         if self._found_nothing and self.has_unfinished and not self.peers.may_free_blocks:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")

@@ -84,7 +84,8 @@ class Queues:
         )
 
     def check_invariants(self) -> None:
-        """Check that each request is in the queue of its status, once, and in order."""
+        """Check that each request is in the queue of its status, once, and in order; and that a
+        step in flight has one share of a request, at most, and none of one that it preempts."""
         queued = [request for queue in self.by_status.values() for request in queue]
         assert len(queued) == len(self.requests), "a request is in no queue, or in two"
         for request in queued:
@@ -92,3 +93,8 @@ class Queues:
             assert request in self.by_status[request.status]
         for queue in self.by_status.values():
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
+        for plan in self.in_flight:
+            names = [share.request_id for share in plan.requests]
+            assert len(names) == len(set(names)), f"a request has two shares of a step: {names}"
+            lost = plan.preempted.keys() & set(names)
+            assert not lost, f"a step computes requests whose blocks it takes away: {lost}"

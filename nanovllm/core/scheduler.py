@@ -445,7 +445,8 @@ class Scheduler:
             is_swapped = status is RequestStatus.SWAPPED
             assert is_swapped == (request_id in self.manager.host_tables), "host tables"
             if status is RequestStatus.WAITING:
-                assert request.num_computed_tokens == 0, "waits, but computed"
+                computed = request.num_computed_tokens
+                assert computed == 0, f"{request_id} waits, but computed {computed} tokens"
         assert self.queues.num_seated <= self.settings.max_num_seqs
         self.manager.check_invariants(list(self.queues.requests.values()))
         for check_invariants in self.hooks.check_invariants:

@@ -156,6 +156,48 @@ def test_later_requests_do_not_delay_the_oldest() -> None:
     )
 
 
+def test_running_requests_get_their_shares_before_waiting_ones() -> None:
+    scheduler = scheduler_of(4, max_num_seqs=4, max_num_batched_tokens=6)
+    plan = scheduler.schedule()
+    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [("r0", 4)], (
+        "a request has one share of a step: the token that it samples is known after it"
+    )
+    scheduler.update_from_output(plan, ModelRunnerOutput({"r0": [SampledToken(5)]}))
+    scheduler.add_request(Request(EngineRequest("r1", [*range(90, 99)], SamplingParams()), 1))
+    plan = scheduler.schedule()
+    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [
+        ("r0", 1),
+        ("r1", 5),
+    ], "a long prompt gets what is left, and the output of r0 does not pause"
+
+
+def admit_then_continue(scheduler: Scheduler, plan: SchedulerOutput) -> None:
+    scheduler.admit(plan)
+    scheduler.continue_running(plan, scheduler.queues.running)
+
+
+def test_invariants_find_a_second_share_and_a_share_without_blocks() -> None:
+    scheduler = scheduler_of(4)
+    scheduler.fill = admit_then_continue
+    scheduler.schedule()
+    with pytest.raises(AssertionError, match=r"two shares of a step: \['r0', 'r0'\]"):
+        scheduler.check_invariants()
+    scheduler = scheduler_of(4, 4, num_blocks=5)
+    tokens = ModelRunnerOutput({name: [SampledToken(5)] for name in ("r0", "r1")})
+    scheduler.update_from_output(scheduler.schedule(), tokens)
+    scheduler.choose_victim = lambda request, num_tokens, running: running[0]
+    scheduler.schedule()  # r0 gets the last block, and r1 needs one more
+    with pytest.raises(AssertionError, match=r"whose blocks it takes away: \{'r0'\}"):
+        scheduler.check_invariants()
+
+
+def test_invariants_name_a_request_that_waits_and_keeps_its_count() -> None:
+    scheduler, victim, _ = preempted("recompute", 0)
+    victim.num_computed_tokens = 3
+    with pytest.raises(AssertionError, match="r1 waits, but computed 3 tokens"):
+        scheduler.check_invariants()
+
+
 class Withholds(SchedulerHooks):
     """Gives one request no share."""
 

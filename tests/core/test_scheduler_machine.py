@@ -241,6 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = list(self.scheduler.queues.waiting)
         decoding = any(not request.in_prefill for request in self.scheduler.queues.running)
         plan = self.scheduler.schedule()
+        self.scheduler.check_invariants()
         if not self.scheduler.has_unfinished:
             # And is not run: what the runner has to drop must come with a later one.
             assert plan.empty

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.core.schedule import SchedulerOutput
+from nanovllm.core.scheduler import Scheduler
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_sets, possible_pairs
 
@@ -103,6 +105,20 @@ def run(
     assert core.manager.pool.num_free == core.manager.pool.num_blocks
     tokens = [[completion.token_ids for completion in output.outputs] for output in outputs]
     return llm, tokens[::-1] if reverse else tokens
+
+
+def test_a_plan_that_breaks_an_invariant_is_not_run(checkpoint: str) -> None:
+    """A request that has two shares of a step: the second needs the token that the first samples,
+    and all is in order again when the step has ended."""
+    llm = LLM(checkpoint, check_invariants=True, num_kv_blocks=64)
+
+    def admit_then_continue(scheduler: Scheduler, plan: SchedulerOutput) -> None:
+        scheduler.admit(plan)
+        scheduler.continue_running(plan, scheduler.queues.running)
+
+    llm.engine.core.scheduler.fill = admit_then_continue
+    with pytest.raises(AssertionError, match="two shares of a step"):
+        llm.generate("one two", use_tqdm=False)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -167,6 +167,8 @@ class Simulation:
 
     def step(self, step: int) -> None:
         plan = self.scheduler.schedule()
+        if self.config.given.check_invariants:
+            self.scheduler.check_invariants()
         if plan.empty:
             raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
         record = self.recorder.begin(plan, step, self.clock)
