@@ -163,6 +163,10 @@ def test_stored_players_play_and_films_can_be_stopped(page: Any, tmp_path: Path)
 def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
     page = visit("notebooks/13_scheduler.html")
     player = page.locator(".nv-stored").first
+    token = page.locator(".nv-prediction").filter(has_text="D gets one token more per step")
+    assert player.is_hidden()
+    token.get_by_label("B", exact=True).check()
+    token.get_by_role("button", name="Lock").click()
     player.scroll_into_view_if_needed()
     player.get_by_role("button", name="Step forward").click()
     player.locator(".nv-position").filter(has_text="step 9 of").wait_for()
