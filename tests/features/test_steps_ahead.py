@@ -99,7 +99,7 @@ def test_a_pending_token_may_be_computed_unless_it_is_the_last() -> None:
     one = scheduler.queues.requests["r0"]
     one.token_ids += [0] * 8  # 8 of 9 output tokens are known
     assert share(scheduler, num_computed_tokens=18, num_pending_tokens=1) == 0, (
-        "the pending token is the ninth, and last"
+        "the pending token is the ninth and last: a step after it would sample a tenth, wasted"
     )
     assert share(scheduler, num_computed_tokens=17, num_pending_tokens=0) == 1, (
         "8 are known, and none is pending"
@@ -164,13 +164,32 @@ def test_a_request_is_admitted_when_its_tokens_are_known() -> None:
     )
 
 
+def test_no_token_is_sampled_before_those_that_it_depends_on() -> None:
+    scheduler = scheduler_of(4, 4, max_num_seqs=4, async_scheduling=True)
+    scheduler.fill = continue_then_admit
+    scheduler.queues.requests["r0"].looks_back = True
+    first = scheduler.schedule()
+    ahead = scheduler.schedule()
+    assert "r0" not in [share.request_id for share in ahead.requests], (
+        "r0 has a penalty: its next token cannot be sampled before the pending one is known"
+    )
+    tokens = {name: [SampledToken(5)] for name in ("r0", "r1")}
+    scheduler.update_from_output(first, ModelRunnerOutput(tokens))
+    assert "r0" in [share.request_id for share in scheduler.schedule().requests], (
+        "its token has come, so none is pending, and r0 continues"
+    )
+
+
 def test_the_plan_is_empty_until_the_result_has_come() -> None:
     scheduler = scheduler_of(4, max_num_seqs=4, async_scheduling=True)
     scheduler.queues.requests["r0"].looks_back = True
     first = scheduler.schedule()
-    assert scheduler.schedule().empty
+    assert scheduler.schedule().empty, (
+        "r0 has a penalty: its next token cannot be sampled before the pending one is known"
+    )
     scheduler.update_from_output(first, ModelRunnerOutput({"r0": [SampledToken(5)]}))
-    assert [share.new_token_ids for share in scheduler.schedule().requests] == [[5]]
+    shares = [share.new_token_ids for share in scheduler.schedule().requests]
+    assert shares == [[5]], "the token has come, so no token of r0 is pending, and it continues"
 
 
 # -------------------------------------------------------------------------------- continue_decoding
@@ -370,6 +389,21 @@ def test_a_failed_step_ends_no_wave_later() -> None:
     assert lock_step.waves.ended == 2, "the wave of this step, not that of the step that failed"
 
 
+def test_an_engine_says_that_it_has_requests_until_they_have_ended() -> None:
+    scheduler = scheduler_of(4)
+    lock_step = LockStep(scheduler.queues)
+
+    def says() -> bool:
+        lock_step.launching(plan := SchedulerOutput())
+        return bool(plan.extras[LOCK_STEP])
+
+    assert says(), "r0 waits: without this engine's word the wave may end before r0 has begun"
+    scheduler.schedule()
+    assert says(), "r0 runs: if the wave ends now, r0 is never computed to its end"
+    scheduler.abort_request("r0")
+    assert not says(), "it has no request: if it says that it has one, the wave never ends"
+
+
 def test_a_wave_ends_when_no_engine_has_requests() -> None:
     lock_step = LockStep(Queues())
     for wave in range(5):
@@ -379,7 +413,9 @@ def test_a_wave_ends_when_no_engine_has_requests() -> None:
     for plan in plans:
         lock_step.launching(plan)
     lock_step.arrived(plans[0], ModelRunnerOutput(extras={LOCK_STEP: True}))
-    assert lock_step.waves.running and lock_step.waves.ended == 5
+    assert lock_step.waves.running and lock_step.waves.ended == 5, (
+        "an engine has requests, perhaps another one: all of them need this engine's experts"
+    )
     lock_step.arrived(plans[1], ModelRunnerOutput(extras={LOCK_STEP: False}))
     assert not lock_step.waves.running, "the wave in which the step was launched has ended"
     assert lock_step.waves.ended == 6

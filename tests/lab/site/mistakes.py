@@ -11,7 +11,6 @@ class Mistake:
 
     Attributes:
         says: part of the message of the run that fails; "": it does not fail, and looks different.
-        is_seen: the run looks different.
         fails: the tests that fail.
     """
 
@@ -20,7 +19,6 @@ class Mistake:
     old: str
     new: str
     says: str = ""
-    is_seen: bool = True
     fails: tuple[str, ...] = ()
 
 
@@ -129,6 +127,20 @@ MISTAKES = [
     ),
     Mistake(
         "in-flight",
+        "nanovllm.features.async_scheduling:OneStepAhead.may_plan",
+        "return not any(",
+        "return True or any(",
+        says="P has a repetition penalty, which depends on its newest token",
+        fails=("test_no_token_is_sampled_before_those_that_it_depends_on",),
+    ),
+    Mistake(
+        "in-flight",
+        "nanovllm.features.async_scheduling:OneStepAhead.may_plan",
+        "(request.looks_back or self.needs_tokens)",
+        "True",
+    ),
+    Mistake(
+        "in-flight",
         "nanovllm.core.request:Request.num_schedulable_tokens",
         "pending and self.num_tokens + pending >= self.max_num_tokens",
         "False",
@@ -139,8 +151,8 @@ MISTAKES = [
         "nanovllm.core.scheduler:Scheduler.update_from_output",
         "request.num_pending_tokens -= scheduled.samples",
         "pass",
-        says="no waiting request could be scheduled",
-        fails=("test_the_plan_is_empty_until_the_result_has_come",),
+        says="no step is in flight, and the scheduler still waits for tokens of A",
+        fails=("test_no_token_is_sampled_before_those_that_it_depends_on",),
     ),
     Mistake(
         "router",
@@ -148,6 +160,29 @@ MISTAKES = [
         "-self._match(rank, hashes), ",
         "",
         fails=("test_the_engine_with_the_longest_prefix_gets_the_prompt",),
+    ),
+    Mistake(
+        "waves",
+        "nanovllm.features.data_parallel.lock_step:LockStep.launching",
+        "bool(self.queues.requests)",
+        "bool(self.queues.waiting)",
+        fails=("test_an_engine_says_that_it_has_requests_until_they_have_ended",),
+    ),
+    Mistake(
+        "waves",
+        "nanovllm.features.data_parallel.lock_step:LockStep.launching",
+        "bool(self.queues.requests)",
+        "True",
+        says="no engine has had a request for 12 steps, and the wave does not end",
+        fails=("test_an_engine_says_that_it_has_requests_until_they_have_ended",),
+    ),
+    Mistake(
+        "waves",
+        "nanovllm.features.data_parallel.lock_step:LockStep.arrived",
+        "not result.extras[LOCK_STEP]",
+        "not self.queues.requests",
+        says="never joins: the fleet hangs",
+        fails=("test_a_wave_ends_when_no_engine_has_requests",),
     ),
     Mistake(
         "waves",
@@ -161,8 +196,14 @@ MISTAKES = [
         "nanovllm.features.data_parallel.waves:Waves.start",
         "self._ordered = max(self._ordered, wave + 1)",
         "self._ordered = wave + 1 if wave == self.ended else self._ordered",
-        is_seen=False,
+        says="engine 0 waits in a collective that engine 2 never joins: the fleet hangs",
         fails=("test_an_early_command_takes_effect_when_the_wave_before_ends",),
+    ),
+    Mistake(
+        "waves",
+        "nanovllm.features.data_parallel.router:EngineRouter.choose",
+        "loads[rank], (rank - self._turn) % size",
+        "rank",
     ),
     Mistake(
         "drafts",

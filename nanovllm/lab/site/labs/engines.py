@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,26 @@ class CarefulScheduler(Scheduler):
                 f"{num_blocks} blocks: what it computes would overwrite the keys and values of "
                 "other requests"
             )
+        if share.last_is_pending and self.queues.requests[name].looks_back:
+            raise InvariantError(
+                f"{name} has a repetition penalty, which depends on its newest token, and this "
+                "token is still in flight: the step would sample as if it had never been there"
+            )
+
+
+@dataclass
+class StepInFlight:
+    """A step whose result the host has not taken.
+
+    Attributes:
+        computed: when the device computes it.
+        shares: the same of each request in it.
+    """
+
+    plan: SchedulerOutput
+    record: StepRecord
+    computed: Piece
+    shares: dict[str, Piece]
 
 
 class Engine(Simulation):
@@ -92,9 +113,11 @@ class Engine(Simulation):
         plan_cost: time to plan a step.
 
     Attributes:
+        looks_back: requests whose next token depends on all earlier ones, as with a penalty.
         number: the newest step.
         fault_step: the step of the scheduler's fault; -1: there is none.
         host, device: what they did when.
+        rows: the same of each request.
         num_wasted: tokens that were computed for requests that had ended.
     """
 
@@ -103,13 +126,21 @@ class Engine(Simulation):
     def __init__(self, *arguments: Any, ahead: int = 0, plan_cost: float = 0.0) -> None:
         super().__init__(*arguments)
         self.ahead = ahead
+        self.looks_back: Collection[str] = ()
         self.plan_cost = plan_cost
         self.number = 0
         self.fault_step = -1
-        self.in_flight: list[tuple[SchedulerOutput, StepRecord, Piece]] = []
+        self.in_flight: list[StepInFlight] = []
         self.host: list[Piece] = []
         self.device: list[Piece] = []
+        self.rows: dict[str, list[Piece]] = {}
         self.num_wasted = 0
+
+    def add(self, name: str, source: SimulatedRequest) -> None:
+        """Queue a request."""
+        super().add(name, source)
+        self.scheduler.queues.requests[name].looks_back = name in self.looks_back
+        self.rows[name] = []
 
     def step(self, step: int) -> None:
         """Plan a step, and take the results of the oldest one if enough are in flight."""
@@ -120,11 +151,22 @@ class Engine(Simulation):
         if not plan.empty:
             self.launch(plan, step)
         elif not self.in_flight:
-            raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
+            raise self.standstill(plan)
         if plan.empty or len(self.in_flight) > self.ahead:
             self.take_result()
         while self.in_flight and not self.scheduler.has_unfinished:
             self.take_result()
+
+    def standstill(self, plan: SchedulerOutput) -> RuntimeError:
+        """Return an error that describes why nothing can be computed."""
+        requests = self.scheduler.queues.requests.values()
+        pending = [each.request_id for each in requests if each.num_pending_tokens]
+        if pending:
+            return InvariantError(
+                f"no step is in flight, and the scheduler still waits for tokens of {pending[0]}: "
+                "they have all arrived, and it has not taken them off"
+            )
+        return RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
 
     def launch(self, plan: SchedulerOutput, step: int) -> None:
         """Let the device compute a step when it is free."""
@@ -137,17 +179,26 @@ class Engine(Simulation):
         shares = " ".join(f"{each.request_id}:{each.num_tokens}" for each in plan.requests)
         self.device.append(piece(start, end, kind, f"{step}", f"step {step}: {shares}"))
         record = self.recorder.begin(plan, step, start)
-        self.in_flight.append((plan, record, self.device[-1]))
+        shares = {}
+        for share in record.requests:
+            name = share.request_id
+            words = f"step {step}: {share.num_tokens} tokens of {name}"
+            shares[name] = piece(start, end, share.kind, f"{share.num_tokens}", words)
+        for request in self.scheduler.queues.running:
+            name = request.request_id
+            waits = piece(start, end, "waits", "", f"step {step}: {name} has no share")
+            self.rows[name].append(shares.get(name, waits))
+        self.in_flight.append(StepInFlight(plan, record, self.device[-1], shares))
 
     def take_result(self) -> None:
         """Wait for the oldest step, and give its tokens to the scheduler."""
-        plan, record, computed = self.in_flight.pop(0)
-        self.clock = max(self.clock, computed["to"])
-        requests = self.scheduler.queues.requests
-        wasted = [each for each in plan.requests if each.request_id not in requests]
-        self.num_wasted += sum(each.num_tokens for each in wasted)
-        if wasted:
-            computed["kind"] = "wasted"
+        step = self.in_flight.pop(0)
+        plan = step.plan
+        self.clock = max(self.clock, step.computed["to"])
+        for share in plan.requests:
+            if share.request_id not in self.scheduler.queues.requests:
+                self.num_wasted += share.num_tokens
+                step.shares[share.request_id]["kind"] = "wasted"
         result = ModelRunnerOutput(
             {
                 each.request_id: [SampledToken(SAMPLED_TOKEN)]
@@ -156,7 +207,8 @@ class Engine(Simulation):
             }
         )
         outputs = self.scheduler.update_from_output(plan, result)
-        self.recorder.finish(record, computed["to"] - computed["from"], result, outputs)
+        duration = step.computed["to"] - step.computed["from"]
+        self.recorder.finish(step.record, duration, result, outputs)
         self.scheduler.check_invariants()
 
     @property
@@ -185,12 +237,13 @@ def requests_of(rows: Sequence[Sequence[Any]]) -> list[SimulatedRequest]:
 
 
 def create_engine(options: Mapping[str, Any]) -> Engine:
-    """Return an idle engine with fields of `EngineConfig`, and `ahead`, `token_cost` and
-    `plan_cost`. Its scheduler follows the whole rule, without the fast path for decodes."""
+    """Return an idle engine with fields of `EngineConfig`, and `ahead`, `token_cost`, `plan_cost`
+    and `looks_back`. Its scheduler follows the whole rule, without the fast path for decodes."""
     given: dict[str, Any] = {"max_num_seqs": 16, **options}
     ahead = given.pop("ahead", 0)
     token_cost = given.pop("token_cost", 0.0)
     plan_cost = given.pop("plan_cost", 0.0)
+    looks_back = given.pop("looks_back", ())
     given["async_scheduling"] = ahead > 0
     config = EngineConfig(**given)
     blocks = config.num_kv_blocks or 0
@@ -204,7 +257,9 @@ def create_engine(options: Mapping[str, Any]) -> Engine:
     scheduler = create_scheduler(resolved, manager, scheduler_class=CarefulScheduler)
     if config.batching_policy == "chunked":
         scheduler.fill = continue_then_admit
-    return Engine(resolved, scheduler, 1.0, token_cost, ahead=ahead, plan_cost=plan_cost)
+    engine = Engine(resolved, scheduler, 1.0, token_cost, ahead=ahead, plan_cost=plan_cost)
+    engine.looks_back = looks_back
+    return engine
 
 
 def figures_of(trace: Trace, engine: Engine) -> Figures:
@@ -235,4 +290,7 @@ def figures_of(trace: Trace, engine: Engine) -> Figures:
         figures.insert(0, (f"{unit} until {name}, the oldest, has ended", value))
     if is_timed:
         figures.insert(1, ("time until all have ended", f"{engine.clock:.1f}"))
+    if engine.plan_cost:
+        figures.insert(0, ("time in which the device is idle", f"{engine.idle_time:.1f}"))
+        figures.insert(1, ("wasted tokens", f"{engine.num_wasted}"))
     return figures

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.core.block_pool import InvariantError
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.features.data_parallel.lock_step import LOCK_STEP, LockStep
 from nanovllm.features.data_parallel.router import EngineRouter, load_score
 from nanovllm.features.data_parallel.waves import Waves
 from nanovllm.lab.site.labs.engines import MAX_STEPS, Engine, Figures, create_engine, requests_of
+from nanovllm.lab.site.labs.lanes import Piece, lanes_of, piece
 from nanovllm.lab.viz.metrics import request_metrics
 from nanovllm.lab.viz.simulate import SimulatedRequest
 
@@ -63,12 +67,15 @@ def fleet(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
 
 def send(source: SimulatedRequest, engines: Sequence[Engine], router: EngineRouter) -> None:
     """Let the router choose, and give the request to the chosen engine."""
-    assert source.request_id is not None and not isinstance(source.prompt, int)
+    assert source.request_id is not None
+    prompt = source.prompt
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    params = SamplingParams(max_tokens=source.output_len)
     loads = [
         load_score(len(each.scheduler.queues.waiting), len(each.scheduler.queues.running))
         for each in engines
     ]
-    request = EngineRequest(source.request_id, list(source.prompt), SamplingParams())
+    request = EngineRequest(source.request_id, tokens, params)
     engine = engines[router.choose(request, loads)]
     engine.clock = float(source.arrival_step)
     engine.add(source.request_id, source)
@@ -110,75 +117,98 @@ def first_tokens(engines: Sequence[Engine]) -> list[float]:
 
 
 def waves(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
-    """Run engines in lock-step, as those that share experts. The coordinator's command to start a
-    wave reaches each engine after a delay, and the answer whether any has requests comes one step
-    later."""
-    engines = [create_engine(lab["engine"]) for _ in lab["delays"]]
-    run = _LockStep(engines, [Waves() for _ in engines], lab["delays"])
-    arrivals = deque(
-        (at, rank, name, SimulatedRequest(at, prompt, output, request_id=name))
-        for name, at, prompt, output, rank in lab["requests"]
-    )
+    """Run engines in lock-step, as those that share experts, with a router in front of them.
+
+    The coordinator's command to start a wave reaches each engine after a delay. A step is over when
+    the engine with the most tokens has computed them: the others wait for it in each layer."""
+    run = _LockStepFleet(lab, {**lab["engine"], **options})
+    arrivals = deque(requests_of(lab["requests"]))
     scene: Scene = {}
     try:
         while arrivals or run.is_active:
-            while arrivals and arrivals[0][0] <= run.step_number:
-                _, rank, name, source = arrivals.popleft()
-                engines[rank].add(name, source)
+            while arrivals and arrivals[0].arrival_step <= run.step_number:
+                send(arrivals.popleft(), run.engines, run.router)
             run.tick()
     except Exception as error:
         scene |= {"error": error, "step": run.step_number}
-    cells = [each for row in run.rows for each in row]
-    count = Counter(each["kind"] for each in cells)
-    scene["picture"] = {
-        "columns": run.step_number,
-        "rows": [{"name": f"engine {i}", "cells": row} for i, row in enumerate(run.rows)],
-        "legend": {
-            "prefill": "tokens of requests",
-            "padding": "one token of padding, for the collectives",
-            "waits": "waits in a collective for an engine that has not begun",
-        },
-    }
+    names = [f"engine {i}" for i in range(len(run.rows))]
+    scene["lanes"] = lanes_of(dict(zip(names, run.rows, strict=True)), "time")
+    firsts = first_tokens(run.engines)
     scene["figures"] = [
-        ("steps of engines with requests", f"{count['prefill']}"),
-        ("steps of engines without, that compute padding", f"{count['padding']}"),
-        ("steps in which an engine waits", f"{count['waits']}"),
-        ("waves", f"{max(each.ended for each in run.waves)}"),
+        ("time in which engines wait for others", f"{run.stalled:.1f}"),
+        ("steps of padding only", f"{run.num_paddings}"),
+        ("time until all have ended", f"{run.clock:.1f}"),
+        ("tokens of requests", f"{run.num_tokens}"),
+        ("tokens if all pad to the largest step", f"{run.num_padded}"),
+        ("steps to the first token, mean", f"{sum(firsts) / max(1, len(firsts)):.1f}"),
+        ("requests of each engine", " ".join(f"{each.num_added}" for each in run.engines)),
+        ("waves", f"{max(each.waves.ended for each in run.locks)}"),
     ]
     return scene
 
 
-class _LockStep:
+@dataclass
+class _Result:
+    """The result of a plan, which an engine takes in the tick `due`: `anyone` has requests."""
+
+    due: int
+    plan: SchedulerOutput
+    anyone: bool
+
+
+class _LockStepFleet:
     """Engines whose steps need one another.
 
     Attributes:
-        rows: the cells of each engine.
-        step_number: the newest step.
+        locks: the engine's own rule for each of them.
+        rows: what each engine does when.
+        stalled: time in which engines wait for others, of all engines.
+        num_padded: tokens if every engine computed as many as the one with the most.
     """
 
     LONGEST_WAIT = 12  # steps
 
-    def __init__(self, engines: list[Engine], waves: list[Waves], delays: list[int]) -> None:
-        self.engines = engines
-        self.waves = waves
-        self.delays = delays
+    def __init__(self, lab: Lab, options: Mapping[str, Any]) -> None:
+        self.engines = [create_engine(options) for _ in lab["delays"]]
+        self.delays = lab["delays"]
+        self.locks = [LockStep(each.scheduler.queues) for each in self.engines]
+        self.router = EngineRouter(len(self.engines), options["block_size"], capacity=0)
         self.coordinator = Waves()
-        self.rows: list[list[Scene]] = [[] for _ in engines]
+        self.rows: list[list[Piece]] = [[] for _ in self.engines]
         self.step_number = 0
+        self.clock = self.stalled = 0.0
+        self.num_tokens = self.num_padded = self.num_paddings = 0
         self._commands: list[tuple[int, int, int]] = []  # when, to which engine, which wave
-        self._answers: deque[tuple[int, int, bool]] = deque()  # when, of which wave, anyone?
+        self.lags = lab["lags"]
+        # Steps in flight: the plans of all engines, and whether any of them has requests.
+        self._in_flight: deque[tuple[list[SchedulerOutput], bool]] = deque()
+        # By engine, the results that it has not taken yet, and when it takes them.
+        self._results: list[deque[_Result]] = [deque() for _ in self.engines]
         self._num_waits = 0
+        self._num_idle_steps = 0
 
     @property
     def is_active(self) -> bool:
         """True while an engine has requests, or runs."""
-        return any(each.scheduler.has_unfinished for each in self.engines) or any(
-            each.running for each in self.waves
-        )
+        unfinished = any(each.scheduler.has_unfinished for each in self.engines)
+        return unfinished or any(each.waves.running for each in self.locks)
+
+    def _have_work(self) -> list[bool]:
+        """Return which engines launch a step: not those that are late with the last result."""
+        parts = zip(self.locks, self.engines, self._results, strict=True)
+        return [
+            lock.has_work(engine.scheduler.has_unfinished) and not results
+            for lock, engine, results in parts
+        ]
 
     def tick(self) -> None:
         """Let the coordinator and all engines do one step."""
         now = self.step_number
+        for lock, results in zip(self.locks, self._results, strict=True):
+            while results and results[0].due <= now:
+                result = results.popleft()
+                lock.arrived(result.plan, ModelRunnerOutput(extras={LOCK_STEP: result.anyone}))
+        self.coordinator.ended = max(each.waves.ended for each in self.locks)
         unfinished = any(each.scheduler.has_unfinished for each in self.engines)
         if unfinished and not self.coordinator.running:
             wave = self.coordinator.ended
@@ -186,40 +216,77 @@ class _LockStep:
             self._commands += [(now + delay, i, wave) for i, delay in enumerate(self.delays)]
         for when, rank, wave in self._commands:
             if when == now:
-                self.waves[rank].start(wave)
-        while self._answers and self._answers[0][0] <= now:
-            _, wave, anyone = self._answers.popleft()
-            if not anyone:
-                for each in (*self.waves, self.coordinator):
-                    each.end(wave)
-        running = [each.running for each in self.waves]
-        if all(running):
+                self.locks[rank].waves.start(wave)
+        work = self._have_work()
+        if all(work):
             self._compute(now)
         else:
-            self._wait(running, now)
+            self._wait(work)
+            if self._in_flight:
+                self._send_result(now)
         self.step_number += 1
 
     def _compute(self, now: int) -> None:
+        """Run a step of all engines; the result of the step before it arrives."""
         self._num_waits = 0
-        for engine, row in zip(self.engines, self.rows, strict=True):
+        plans = []
+        counts = []
+        for engine, lock in zip(self.engines, self.locks, strict=True):
+            plan = SchedulerOutput()
+            lock.launching(plan)
+            plans.append(plan)
             if engine.scheduler.has_unfinished:
                 engine.step(now)
-                tokens = engine.recorder.trace.steps[-1].num_tokens
-                row.append(cell(now, f"{tokens}", "prefill", f"{tokens} tokens"))
+                counts.append(engine.recorder.trace.steps[-1].num_tokens)
             else:
-                row.append(cell(now, "1", "padding", "one token of padding"))
-        unfinished = any(each.scheduler.has_unfinished for each in self.engines)
-        self._answers.append((now + 2, self.waves[0].ended, unfinished))
-
-    def _wait(self, running: list[bool], now: int) -> None:
-        for runs, row in zip(running, self.rows, strict=True):
-            if runs:
-                row.append(cell(now, "…", "waits", "waits in a collective"))
-        self._num_waits = self._num_waits + 1 if any(running) or self.is_active else 0
-        if self._num_waits > self.LONGEST_WAIT:
-            if not any(running):
-                raise InvariantError("an engine has requests, and no wave runs")
+                counts.append(0)
+        self._in_flight.append((plans, any(plan.extras[LOCK_STEP] for plan in plans)))
+        self._draw(counts, now)
+        if len(self._in_flight) > 1:
+            self._send_result(now)
+        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
+        if self._num_idle_steps > self.LONGEST_WAIT:
             raise InvariantError(
-                f"engine {running.index(True)} waits in a collective that engine "
-                f"{running.index(False)} never joins: the fleet hangs"
+                f"no engine has had a request for {self.LONGEST_WAIT} steps, and the wave does not "
+                "end: all of them compute padding"
+            )
+
+    def _draw(self, counts: list[int], now: int) -> None:
+        engine = self.engines[0]
+        times = [engine.step_cost + engine.token_cost * max(1, count) for count in counts]
+        end = self.clock + max(times)
+        for row, count, time in zip(self.rows, counts, times, strict=True):
+            kind = ("prefill" if count > 3 else "decode") if count else "padding"
+            words = f"step {now}: {count} tokens" if count else f"step {now}: one token of padding"
+            row.append(piece(self.clock, self.clock + time, kind, f"{count or 1}", words))
+            if self.clock + time < end:
+                words = f"step {now}: waits in each layer for the engine with {max(counts)} tokens"
+                row.append(piece(self.clock + time, end, "stalled", "", words))
+                self.stalled += end - self.clock - time
+        self.clock = end
+        self.num_tokens += sum(counts)
+        self.num_padded += max(1, *counts) * len(counts)
+        self.num_paddings += counts.count(0)
+
+    def _send_result(self, now: int) -> None:
+        """Send the oldest step's result to all engines. Some are late with the end of a wave."""
+        plans, anyone = self._in_flight.popleft()
+        for results, plan, lag in zip(self._results, plans, self.lags, strict=True):
+            results.append(_Result(now + 1 + (0 if anyone else lag), plan, anyone))
+
+    def _wait(self, work: list[bool]) -> None:
+        end = self.clock + 1
+        for has_work, row in zip(work, self.rows, strict=True):
+            if has_work:
+                words = "waits in a collective for an engine that has not begun"
+                row.append(piece(self.clock, end, "stalled", "", words))
+                self.stalled += 1
+        self.clock = end
+        self._num_waits = self._num_waits + 1 if self.is_active else 0
+        if self._num_waits > self.LONGEST_WAIT:
+            if not any(work):
+                raise InvariantError("an engine has requests, and no wave runs: it waits forever")
+            raise InvariantError(
+                f"engine {work.index(True)} waits in a collective that engine "
+                f"{work.index(False)} never joins: the fleet hangs"
             )

@@ -31,6 +31,8 @@ LOADED = (
     "nanovllm.features.batching_policies",
     "nanovllm.features.decodes_first",
     "nanovllm.features.speculation.verification:keep_accepted",
+    "nanovllm.features.data_parallel.lock_step:LockStep",
+    "nanovllm.features.data_parallel.lock_step:LOCK_STEP",
     "nanovllm.simulate.simulation",
     "nanovllm.checkpoint.files",
     "nanovllm.models.config",

@@ -38,6 +38,9 @@ def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
         scene["figures"] = figures_of(trace, simulation)
     if lab.get("lanes") == "requests":
         scene["lanes"] = lanes_of(request_lanes(trace), "step")
+    elif lab.get("lanes") == "devices":
+        rows = {"host": simulation.host, "device": simulation.device, **simulation.rows}
+        scene["lanes"] = lanes_of(rows, "time")
     return scene
 
 

@@ -17,6 +17,7 @@ export class Lab extends Page {
     this.mounted = null; // the player
     this.place = null; // where the reader's code has failed
     this.usual = this.data.scene; // of the engine's own code, with the controls of the newest run
+    this.rule = this.data.lab.rule ?? "vLLM's rule";
     this.before = null; // the figures of the reader's run before
     this.buttons = ["run", "check", "score"].map(find).filter(Boolean);
     this._build();
@@ -140,19 +141,32 @@ export class Lab extends Page {
       const { player } = this.mounted;
       if (scene.error) player.seek(Math.min(scene.error.step ?? Infinity, player.history.length - 1));
     }
-    if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, ["The engine's code: vLLM's rule", "Your code"]);
+    if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, [`The engine's own code: ${this.rule}`, "Your code"]);
     if (scene.picture) showPicture(find("picture"), scene.picture);
     const before = isOwn ? this.before : null;
     this._showMeasures(scene.figures, before, isOwn);
     this.showFigures(scene.figures, this.usual.figures, before);
     if (isOwn) this.before = scene.figures;
+    this._showGoal(scene, isOwn);
+  }
+
+  /** Say whether the reader's code reaches the goal of the hard task. */
+  _showGoal({ figures, error }, isOwn) {
+    const { goal } = this.data.lab;
+    find("goal").hidden = !goal || !isOwn;
+    if (!goal) return;
+    const value = Number(Object.fromEntries(figures)[goal.figure]);
+    const isReached = !error && value <= goal.most;
+    find("goal").classList.toggle("reached", isReached);
+    const words = error ? "not reached, since the run has failed" : isReached ? "reached" : "not reached yet";
+    find("goal").textContent = `Goal of the hard task, ${goal.figure} at most ${goal.most}: ${words}.`;
   }
 
   /** The figures that the lab is about: of the engine's code, and of the reader's last two runs. */
   _showMeasures(figures, before, isOwn) {
     const [now, last, usual] = [figures, before ?? [], this.usual.figures].map(Object.fromEntries);
     const cards = (this.data.lab.measures ?? []).map((name) => {
-      const values = [["vLLM's rule", usual[name]], ["your last run", last[name]], ["your code", isOwn ? now[name] : undefined]];
+      const values = [[this.rule, usual[name]], ["your last run", last[name]], ["your code", isOwn ? now[name] : undefined]];
       const shown = values.filter(([, value]) => value !== undefined);
       const parts = shown.map(([words, value]) => make("span", {}, make("b", {}, value), words));
       const card = make("div", { class: "measure" }, make("h3", {}, name), ...parts);
