@@ -69,8 +69,9 @@ STAND_INS = set(
 # 1,000 in the lab for labs in the browser: what collects the archive 140, what runs the reader's
 # code 120 and tests 75, engines, scenes and scores 480, pages and packages 180; 250 in the lab for
 # the site's other pages, and 170 for the traces and predictions that lectures store, and that pages
-# play and ask; 30 for `nanovllm docs`; 8 for checks of plans in flight. A new feature brings its
-# own number.
+# play and ask; 180 for what labs draw and measure beside the engine's rule: lanes, host and device,
+# and the engine's own lock-step; 34 for `nanovllm docs`; 8 for checks of plans in flight. A new
+# feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -86,8 +87,8 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_608,
-    "statements, engine": 25_798,
-    "statements, lab": 10_920,
+    "statements, engine": 25_802,
+    "statements, lab": 11_100,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,
