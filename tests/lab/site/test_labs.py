@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import nanovllm
 from nanovllm.lab.site.labs import links, pages
 from nanovllm.lab.site.labs.archive import ArchiveError, write_archive
 from nanovllm.lab.site.labs.contest import CONTESTS
@@ -19,6 +20,7 @@ from nanovllm.lab.site.labs.driver import answer
 from nanovllm.lab.site.labs.pages import source_of
 from tests.lab.site.mistakes import MISTAKES, Mistake
 
+ROOT = Path(nanovllm.__file__).parents[1]
 LABS = {lab["name"]: lab for lab in pages.read_labs()}
 EDITED = [name for name, lab in LABS.items() if lab["kind"] == "edit"]
 
@@ -260,15 +262,28 @@ def test_fleets_are_simulated_in_the_archive(ask: Ask) -> None:
 # ---------------------------------------------------------------- links from lectures
 
 
-def test_a_lecture_links_to_its_labs_behind_the_section_that_builds_them() -> None:
-    body = '<section id="the-build">\n<h2>4 · The build<a href="#the-build">#</a></h2><p>Text</p>'
-    context = {"body": body}
+@pytest.mark.parametrize("lab", LABS.values(), ids=list(LABS))
+def test_a_lecture_names_its_labs_below_the_heading_of_their_section(lab: dict[str, Any]) -> None:
+    lecture = json.loads((ROOT / "notebooks" / f"{lab['lecture']}.ipynb").read_text("utf-8"))
+    texts = ["".join(c["source"]) for c in lecture["cells"] if c["cell_type"] == "markdown"]
+    (text,) = (each for each in texts if f"## {lab['section']}\n" in each)
+    below = text.partition(f"## {lab['section']}\n")[2]
+    assert links.line_of(lab) in below.partition("\n#")[0].splitlines()
+
+
+def test_on_the_site_a_lecture_links_to_its_labs() -> None:
+    command = "<code><span>nanovllm</span> <span>docs</span> <span>labs/blocks.html</span></code>"
+    line = f"<p><strong>Try it in the browser:</strong> {command}\nopens the lab.</p>"
+    context = {"body": f"<h2>Build</h2>\n{line}\n<p>Text</p>"}
     links.add_links(None, "notebooks/11_paged_memory", "page.html", context, None)
-    heading, _, rest = context["body"].partition("</h2>")
-    assert rest.startswith('<p class="try-it">') and '"../labs/blocks.html"' in rest
-    assert heading in body and rest.endswith("<p>Text</p>")
+    assert context["body"] == (
+        '<h2>Build</h2>\n<p class="try-it">Try it in the browser: <a href="../labs/blocks.html">'
+        "A free block remembers</a></p>\n<p>Text</p>"
+    )
     context = {"body": "<h2>Other</h2>"}
     links.add_links(None, "notebooks/16_sampling", "page.html", context, None)
     assert context["body"] == "<h2>Other</h2>"
-    with pytest.raises(ValueError, match=r"lab blocks: notebooks/11_paged_memory has no section"):
+    with pytest.raises(ValueError, match=r"lab blocks: notebooks/11_paged_memory has no line"):
         links.add_links(None, "notebooks/11_paged_memory", "page.html", context, None)
+    with pytest.raises(ValueError, match="names an unknown lab"):
+        links.add_links(None, "notebooks/12_block_tables", "page.html", {"body": line}, None)
