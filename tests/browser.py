@@ -103,3 +103,22 @@ def open_site(page: Any, body: str = "", head: str = "") -> None:
 
     page.route(f"{SITE}**", answer)
     page.goto(SITE)
+
+
+def settle(page: Any) -> None:
+    """Wait until what was asked for is drawn: a frame after the next."""
+    page.evaluate(
+        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )
+
+
+def position(page: Any) -> str:
+    """The player's words for the step that it shows."""
+    return page.locator(".nv-position").inner_text()
+
+
+def check_bundle(text: str) -> None:
+    """A bundle of modules has no name twice, and imports nothing."""
+    names = re.findall(r"^(?:async )?(?:class|function\*?|const|let) +(\w+)", text, re.MULTILINE)
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+    assert not re.search(r"^import\b", text, re.MULTILINE)

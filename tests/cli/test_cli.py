@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import dataclasses
 import errno
+import inspect
 import os
 import pathlib
 import pty
@@ -24,7 +27,7 @@ import pytest
 import torch
 
 import nanovllm
-from nanovllm.assembly.flags import flags_of
+from nanovllm.assembly.flags import add_flags, flags_of
 from nanovllm.checkpoint import course_model
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import converse
@@ -98,6 +101,30 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         text = capsys.readouterr().out
         for field in flags_of(EngineConfig):
             assert "--" + field.name.replace("_", "-") in text
+
+
+INDENTED = """Settings of a fan.
+
+    Attributes:
+        speed: turns per second,
+            at most 9.
+    """
+
+
+@pytest.mark.parametrize("text", [INDENTED, inspect.cleandoc(INDENTED)], ids=["3.12", "3.13"])
+def test_flags_are_found_in_a_docstring_with_its_indentation_and_without(text: str) -> None:
+    """Python 3.13 and later take the indentation of a docstring away."""
+
+    @dataclasses.dataclass
+    class Fan:
+        speed: int = 3
+        colour: str = "red"
+
+    Fan.__doc__ = text
+    assert [field.name for field in flags_of(Fan)] == ["speed"], "colour is not described"
+    parser = argparse.ArgumentParser()
+    add_flags(Fan, parser)
+    assert "turns per second, at most 9. (default: 3)" in " ".join(parser.format_help().split())
 
 
 @pytest.mark.parametrize(

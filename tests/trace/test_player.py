@@ -22,7 +22,7 @@ from nanovllm.lab.viz.player import VIEWS, WEB, Player, bundle, play, widget_mod
 from nanovllm.lab.viz.what_if import figures, what_if
 from nanovllm.trace.record import Arrival
 from nanovllm.trace.trace import Trace, TraceError
-from tests.browser import open_site
+from tests.browser import check_bundle, open_site, position, settle
 
 pytest_plugins = ["tests.browser"]
 
@@ -68,17 +68,6 @@ def start(page: Any, trace: Trace | None, read: int | None = None, **options: An
         START, {"text": text, "options": options} | ({"read": read} if read is not None else {})
     )
     settle(page)
-
-
-def settle(page: Any) -> None:
-    """Wait until what was asked for is drawn: a frame after the next."""
-    page.evaluate(
-        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-    )
-
-
-def position(page: Any) -> str:
-    return page.locator(".nv-position").inner_text()
 
 
 def wait_for_position(page: Any, text: str) -> None:
@@ -550,11 +539,9 @@ def test_an_unknown_view_is_refused(page: Any) -> None:
 
 def test_the_bundle_has_every_module_and_no_name_twice() -> None:
     text = bundle("film.js")
-    names = re.findall(r"^(?:async )?(?:class|function\*?|const|let) +(\w+)", text, re.MULTILINE)
-    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+    check_bundle(text)
     modules = re.findall(r"^// (\S+\.js)$", text, re.MULTILINE)
     assert sorted(modules) == sorted(path.name for path in WEB.glob("*.js"))
-    assert not re.search(r"^import\b", text, re.MULTILINE)
     assert not re.search(r"^export\b", text, re.MULTILINE)
     exports = re.findall(r"^export .*", widget_module(), re.MULTILINE)
     assert (

@@ -6,10 +6,11 @@ import functools
 import http.server
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
+from nanovllm.cli.docs import Quiet
 from nanovllm.lab.site.labs import pages
 from tests.lab.site.mistakes import MISTAKES, Mistake
 
@@ -20,28 +21,15 @@ READY = "body[data-python=ready]"
 TAKES = 120_000  # milliseconds in which Python is ready, on a busy machine
 
 
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves the files of a folder, without a log."""
-
-    extensions_map: ClassVar = {
-        **http.server.SimpleHTTPRequestHandler.extensions_map,
-        ".mjs": "text/javascript",
-        ".wasm": "application/wasm",
-    }
-
-    def log_message(self, *arguments: object) -> None:
-        """Log nothing."""
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the labs."""
+    """The address of the labs, served as `nanovllm docs` does."""
     out = tmp_path_factory.mktemp("site") / "labs"
     try:
         pages.build(out)
     except pages.BuildError as error:
         pytest.skip(f"the labs are NOT TESTED in a browser: {error}")
-    handler = functools.partial(Handler, directory=str(out))
+    handler = functools.partial(Quiet, directory=str(out))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -117,9 +105,13 @@ def test_a_wrong_victim_is_seen_and_mended(open_lab: Any) -> None:
     mistakes = [mistake for mistake in MISTAKES if mistake.lab == "preemption"]
     do_the_lab(page, mistakes[:1])
     put(page, mistakes[0])
+    page.fill("#reason", "The oldest always advances.")
     page.reload()
     page.wait_for_selector(READY, timeout=TAKES)
     assert mistakes[0].new in page.evaluate("nanovllmLab.lab.editor.text"), "the browser keeps it"
+    assert page.input_value("#reason") == "The oldest always advances."
+    assert page.inner_text("#caption").startswith("What the engine's own code does")
+    assert "press Run" in page.inner_text("#caption"), "the picture is not that of the code shown"
     # An endless loop ends by Stop, and Python is there again.
     page.click("#reset")
     loop = Mistake("", mistakes[0].target, "return running[-1]", "while True: pass")
@@ -167,15 +159,22 @@ def test_a_score_and_its_code_are_in_a_link(open_lab: Any) -> None:
     points = float(page.inner_text(".points strong"))
     assert points > 120, "short requests first"
     link = page.evaluate("nanovllmLab.lab.link()")
-    page.evaluate("localStorage.clear()")
-    page.goto("about:blank")
-    page.goto(link)
-    page.wait_for_selector(READY, timeout=TAKES)
-    page.evaluate("nanovllmLab.lab.opened")
-    assert new in page.evaluate("nanovllmLab.lab.editor.text")
-    assert str(points) in page.inner_text("#caption")
-    press(page, "score")
-    assert float(page.inner_text(".points strong")) == points
+    # Another reader, who has opened nothing here before.
+    context = page.context.browser.new_context()
+    other = context.new_page()
+    other.goto(link)
+    other.wait_for_selector(READY, timeout=TAKES)
+    other.evaluate("nanovllmLab.lab.opened")
+    assert new in other.evaluate("nanovllmLab.lab.editor.text")
+    assert str(points) in other.inner_text("#caption")
+    press(other, "score")
+    assert float(other.inner_text(".points strong")) == points
+    # A text of the reader's own is still there without the link.
+    other.goto(link.partition("#")[0])
+    other.wait_for_selector(READY, timeout=TAKES)
+    other.get_by_role("tab", name="Queues.add", exact=True).click()
+    assert new not in other.evaluate("nanovllmLab.lab.editor.text")
+    context.close()
 
 
 @pytest.mark.nightly

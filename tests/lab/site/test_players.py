@@ -13,7 +13,7 @@ import pytest
 from nanovllm.lab.site.players import lectures_module, players_module
 from nanovllm.lab.viz import SimulatedRequest, simulate
 from nanovllm.trace.trace import Trace
-from tests.browser import open_site
+from tests.browser import check_bundle, open_site, position, settle
 
 pytest_plugins = ["tests.browser"]
 
@@ -41,17 +41,6 @@ def mount(page: Any, root: str = '<div id="root"></div>', **options: Any) -> Non
     settle(page)
 
 
-def settle(page: Any) -> None:
-    """Wait until what was asked for is drawn: a frame after the next."""
-    page.evaluate(
-        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-    )
-
-
-def position(page: Any) -> str:
-    return page.locator(".nv-position").inner_text()
-
-
 @pytest.mark.parametrize(
     ("module", "exports"),
     [(players_module, ["export { mountPlayer };"]), (lectures_module, [])],
@@ -61,9 +50,7 @@ def test_a_module_has_no_name_twice_and_imports_nothing(
     module: Callable[[], str], exports: list[str]
 ) -> None:
     text = module()
-    names = re.findall(r"^(?:async )?(?:class|function\*?|const|let) +(\w+)", text, re.MULTILINE)
-    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
-    assert not re.search(r"^import\b", text, re.MULTILINE)
+    check_bundle(text)
     assert re.findall(r"^export .*", text, re.MULTILINE) == exports
 
 

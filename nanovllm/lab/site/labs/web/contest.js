@@ -22,7 +22,7 @@ export class Contest extends Lab {
     } catch {
       return this.complain({ message: "The link is damaged: it holds no code. Copy it again." });
     }
-    this.setText(number, text);
+    this.texts[number] = text; // not kept in the browser, which may have another text of the reader's
     this.select(number);
     const claim = Number(shared.get("score"));
     find("caption").textContent = `Code from a link, which says that it scores ${claim}. Press Score to see.`;
