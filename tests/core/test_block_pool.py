@@ -12,7 +12,8 @@ def test_freed_blocks_join_the_free_list_at_its_end() -> None:
     table = pool.get_new_blocks(3)
     pool.free_blocks(reversed(table))
     assert list(pool.free_block_queue) == [3, 2, 1, 0], (
-        "in the order in which they are passed, after those that are free"
+        "in the order in which they are passed: a sequence passes its last block first, which is "
+        "then reused first, so that its beginning, which others may share, stays longest"
     )
 
 

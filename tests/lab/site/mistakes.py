@@ -83,6 +83,13 @@ MISTAKES = [
         ),
     ),
     Mistake(
+        "blocks",
+        "nanovllm.core.block_pool:BlockPool.free_blocks",
+        "for block_id in block_ids",
+        "for block_id in sorted(block_ids)",
+        fails=("test_freed_blocks_join_the_free_list_at_its_end",),
+    ),
+    Mistake(
         "tables",
         "nanovllm.core.kv_cache_manager:KVCacheManager.allocate_slots",
         "self.pool.num_free - idle",

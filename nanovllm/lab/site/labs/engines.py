@@ -157,7 +157,7 @@ class Engine(Simulation):
         while self.in_flight and not self.scheduler.has_unfinished:
             self.take_result()
 
-    def standstill(self, plan: SchedulerOutput) -> RuntimeError:
+    def standstill(self, plan: SchedulerOutput) -> Exception:
         """Return an error that describes why nothing can be computed."""
         requests = self.scheduler.queues.requests.values()
         pending = [each.request_id for each in requests if each.num_pending_tokens]
@@ -176,10 +176,10 @@ class Engine(Simulation):
         start = max(self.clock, self.device[-1]["to"] if self.device else 0.0)
         end = start + self.step_cost + self.token_cost * plan.num_tokens
         kind = "prefill" if plan.num_prefill_tokens else "decode"
-        shares = " ".join(f"{each.request_id}:{each.num_tokens}" for each in plan.requests)
-        self.device.append(piece(start, end, kind, f"{step}", f"step {step}: {shares}"))
+        parts = " ".join(f"{each.request_id}:{each.num_tokens}" for each in plan.requests)
+        self.device.append(piece(start, end, kind, f"{step}", f"step {step}: {parts}"))
         record = self.recorder.begin(plan, step, start)
-        shares = {}
+        shares: dict[str, Piece] = {}
         for share in record.requests:
             name = share.request_id
             words = f"step {step}: {share.num_tokens} tokens of {name}"

@@ -39,7 +39,8 @@ def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     if lab.get("lanes") == "requests":
         scene["lanes"] = lanes_of(request_lanes(trace), "step")
     elif lab.get("lanes") == "devices":
-        rows = {"host": simulation.host, "device": simulation.device, **simulation.rows}
+        planned = {"host": simulation.host} if simulation.plan_cost else {}
+        rows = {**planned, "device": simulation.device, **simulation.rows}
         scene["lanes"] = lanes_of(rows, "time")
     return scene
 

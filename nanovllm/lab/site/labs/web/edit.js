@@ -4,7 +4,7 @@ import { Editor } from "./editor.js";
 import { find, make } from "./elements.js";
 import { showLanes } from "./lanes.js";
 import { Page } from "./page.js";
-import { showPicture } from "./picture.js";
+import { showPictures } from "./picture.js";
 
 export class Lab extends Page {
   film = "The pictures already show the engine's own run.";
@@ -141,8 +141,9 @@ export class Lab extends Page {
       const { player } = this.mounted;
       if (scene.error) player.seek(Math.min(scene.error.step ?? Infinity, player.history.length - 1));
     }
-    if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, [`The engine's own code: ${this.rule}`, "Your code"]);
-    if (scene.picture) showPicture(find("picture"), scene.picture);
+    const headings = [`The engine's own code: ${this.rule}`, "Your code"];
+    if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, headings);
+    if (scene.picture) showPictures(find("picture"), isOwn ? [this.usual.picture, scene.picture] : [scene.picture], headings);
     const before = isOwn ? this.before : null;
     this._showMeasures(scene.figures, before, isOwn);
     this.showFigures(scene.figures, this.usual.figures, before);
