@@ -98,12 +98,12 @@ export class Lab extends Page {
     const request = this.request("run");
     const { asked } = this;
     if (asked.length && Object.keys(this.controls).length) {
-      this.usual = await this.ask({ ...request, texts: {} });
-      if (this.isGone || !this.usual.figures) return;
+      const usual = await this.ask({ ...request, texts: {} });
+      if (this.isGone || !usual.figures) return;
+      this.usual = usual;
     }
     const answer = await this.ask(request);
-    this.asked = asked;
-    if (!answer.figures) return;
+    if (this.isGone || !answer.figures) return;
     if (!asked.length) this.usual = answer;
     const names = asked.map((number) => this.targets[number].split(":")[1]).join(", ");
     this.showScene(answer, asked.length ? `What your code does: ${names} edited` : "What the engine's own code does");
