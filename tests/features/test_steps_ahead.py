@@ -73,7 +73,7 @@ def share(scheduler: Scheduler, planned: int = 0, **request: Any) -> int:
 
 def test_a_request_gets_what_it_misses_and_the_budget_allows() -> None:
     scheduler = scheduler_of(10, max_num_seqs=4, max_num_batched_tokens=12)
-    assert share(scheduler) == 10
+    assert share(scheduler) == 10, "the whole prompt: the budget is 12, and nothing else needs it"
     assert share(scheduler, num_computed_tokens=7) == 3, "7 tokens are computed already"
     assert share(scheduler, planned=8, num_computed_tokens=0) == 4, "the rest of the budget"
 
@@ -88,8 +88,8 @@ def test_no_step_has_more_tokens_of_a_prompt_than_the_threshold() -> None:
 def test_without_chunks_a_prompt_is_computed_whole_or_not_at_all() -> None:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "enable_chunked_prefill": False}
     scheduler = scheduler_of(10, max_model_len=12, **sizes)
-    assert share(scheduler) == 10 and share(scheduler, planned=2) == 10
-    assert share(scheduler, planned=3) == 0
+    assert share(scheduler) == 10 and share(scheduler, planned=2) == 10, "the whole prompt fits"
+    assert share(scheduler, planned=3) == 0, "9 of 10 tokens fit, and they would be a chunk"
 
 
 def test_a_pending_token_may_be_computed_unless_it_is_the_last() -> None:

@@ -167,7 +167,12 @@ LAST = "self.num_tokens + pending >= self.max_num_tokens"
 ADD = "nanovllm.core.queues:Queues.add"
 CHOOSE = "nanovllm.features.data_parallel.router:EngineRouter.choose"
 SHORT_FIRST = "    request.order = (request.num_prompt_tokens, request.order[1])\n    insort"
+SHARE = "nanovllm.core.scheduler:Scheduler.share"
+PROMISE = """    if request.in_prefill:
+        share = min(share, max(0, 8 - plan.num_prefill_tokens))
+"""
 SOLUTIONS = {
+    "share": {SHARE: source_of(SHARE).replace("    for limit", f"{PROMISE}    for limit")},
     "priorities": {ADD: source_of(ADD).replace("    insort", SHORT_FIRST)},
     "router": {
         CHOOSE: source_of(CHOOSE).replace(
@@ -188,6 +193,10 @@ REPLACED = {
         "test_requests_are_admitted_in_order_until_one_has_to_wait",
         "test_no_request_overtakes_one_that_has_to_wait",
         "test_a_swapped_request_goes_before_later_ones_that_wait",
+    },
+    "share": {
+        "test_a_request_gets_what_it_misses_and_the_budget_allows",
+        "test_without_chunks_a_prompt_is_computed_whole_or_not_at_all",
     },
     "router": {"test_the_engine_with_the_longest_prefix_gets_the_prompt"},
 }
