@@ -231,17 +231,22 @@ class _LockStepFleet:
         self._num_waits = 0
         plans = []
         counts = []
+        kinds = []
         for engine, lock in zip(self.engines, self.locks, strict=True):
             plan = SchedulerOutput()
             lock.launching(plan)
             plans.append(plan)
             if engine.scheduler.has_unfinished:
                 engine.step(now)
-                counts.append(engine.recorder.trace.steps[-1].num_tokens)
+                record = engine.recorder.trace.steps[-1]
+                counts.append(record.num_tokens)
+                is_prefill = any(share.kind == "prefill" for share in record.requests)
+                kinds.append("prefill" if is_prefill else "decode")
             else:
                 counts.append(0)
+                kinds.append("padding")
         self._in_flight.append((plans, any(plan.extras[LOCK_STEP] for plan in plans)))
-        self._draw(counts, now)
+        self._draw(counts, kinds, now)
         if len(self._in_flight) > 1:
             self._send_result(now)
         self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
@@ -251,12 +256,11 @@ class _LockStepFleet:
                 "end: all of them compute padding"
             )
 
-    def _draw(self, counts: list[int], now: int) -> None:
+    def _draw(self, counts: list[int], kinds: list[str], now: int) -> None:
         engine = self.engines[0]
         times = [engine.step_cost + engine.token_cost * max(1, count) for count in counts]
         end = self.clock + max(times)
-        for row, count, time in zip(self.rows, counts, times, strict=True):
-            kind = ("prefill" if count > 3 else "decode") if count else "padding"
+        for row, count, kind, time in zip(self.rows, counts, kinds, times, strict=True):
             words = f"step {now}: {count} tokens" if count else f"step {now}: one token of padding"
             row.append(piece(self.clock, self.clock + time, kind, f"{count or 1}", words))
             if self.clock + time < end:
