@@ -18,7 +18,8 @@ export class Lab extends Page {
     this.place = null; // where the reader's code has failed
     this.usual = this.data.scene; // of the engine's own code, with the controls of the newest run
     this.rule = this.data.lab.rule ?? "vLLM's rule";
-    this.before = null; // the figures of the reader's run before
+    this.latest = null; // the figures of the reader's newest run
+    this.before = null; // those of the reader's newest run that differs from it
     this.buttons = ["run", "check", "score"].map(find).filter(Boolean);
     this._build();
     const edited = this.texts.some((text, i) => text !== this.data.sources[this.targets[i]]);
@@ -110,12 +111,16 @@ export class Lab extends Page {
   }
 
   async check() {
+    const { error } = this; // of the run, which the tests do not mend
     const { tests } = await this.ask(this.request("check"));
-    if (tests) this._showTests(tests);
+    if (!tests || this.isGone) return;
+    this._showTests(tests);
+    if (error) this.complain(error);
   }
 
   complain(error) {
     super.complain(error);
+    this.error = error;
     this.place = null;
     if (error?.place) this._point(error);
     this._mark();
@@ -141,13 +146,16 @@ export class Lab extends Page {
       const { player } = this.mounted;
       if (scene.error) player.seek(Math.min(scene.error.step ?? Infinity, player.history.length - 1));
     }
-    const headings = [`The engine's own code: ${this.rule}`, "Your code"];
+    const headings = [`The engine's own code${this.data.lab.rule ? "" : ", which is vLLM's rule"}`, "Your code"];
     if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, headings);
     if (scene.picture) showPictures(find("picture"), isOwn ? [this.usual.picture, scene.picture] : [scene.picture], headings);
+    if (isOwn && JSON.stringify(scene.figures) !== JSON.stringify(this.latest)) {
+      this.before = this.latest;
+      this.latest = scene.figures;
+    }
     const before = isOwn ? this.before : null;
     this._showMeasures(scene.figures, before, isOwn);
     this.showFigures(scene.figures, this.usual.figures, before);
-    if (isOwn) this.before = scene.figures;
     this._showGoal(scene, isOwn);
   }
 
@@ -175,6 +183,7 @@ export class Lab extends Page {
       return card;
     });
     find("measures").replaceChildren(...cards);
+    find("all").open ||= !cards.length;
   }
 
   _showTests(tests) {

@@ -46,8 +46,13 @@ export function showLanes(element, usual, own, headings) {
   const legend = Object.assign({}, ...pictures.map((each) => each.legend));
   const marks = Object.entries(legend).map(([kind, words]) =>
     make("li", {}, make("span", { class: `swatch swatch-${kind}`, "aria-hidden": "true" }), words));
+  const parts = pictures.flatMap((each, number) => {
+    const scroller = make("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": headings[number] });
+    scroller.append(drawLanes(each, end, headings[number]));
+    return [make("h3", {}, headings[number]), scroller];
+  });
   element.replaceChildren(
-    ...pictures.flatMap((each, number) => [make("h3", {}, headings[number]), drawLanes(each, end, headings[number])]),
+    ...parts,
     make("ul", { class: "legend" }, ...marks),
   );
 }
