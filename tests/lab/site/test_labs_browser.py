@@ -91,6 +91,7 @@ def do_the_lab(page: Any, mistakes: list[Mistake]) -> None:
             assert page.locator(".cm-fault").count() == 1
         assert shown(page) != before
         press(page, "check")
+        assert mistake.says in page.inner_text("#message"), "what the run said is still there"
         failed = page.locator(".tests .failed").all_inner_texts()
         assert len(failed) == len(mistake.fails)
         for name, text in zip(mistake.fails, failed, strict=True):

@@ -76,7 +76,7 @@ export class Lab extends Page {
 
   _changed(text) {
     this.setText(this.number, text);
-    if (this.place) this.complain(null);
+    if (this.error) this.complain(null);
   }
 
   reset() {
