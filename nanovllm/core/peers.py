@@ -31,7 +31,7 @@ class Peers:
     sources: Sequence[object] = ()
 
     def has_work(self, has_unfinished: bool) -> bool:
-        """Whether there is a step to run.
+        """Return whether there is a step to run.
 
         Args:
             has_unfinished: this engine has requests.
@@ -64,17 +64,17 @@ class Peers:
         return []
 
     def must_run(self, plan: SchedulerOutput) -> bool:
-        """Whether an empty plan has something to do for others."""
+        """Return whether an empty plan has something to do for others."""
         return False
 
     def launching(self, plan: SchedulerOutput) -> None:
-        """A step is about to be launched. The hook may add what others have to know."""
+        """Add to a plan, which is about to be launched, what others have to know."""
 
     def wait(self) -> None:
-        """Nothing can be computed before others have done something: wait for a moment."""
+        """Wait for a moment, since nothing can be computed before others have done something."""
 
     def rest(self) -> None:
-        """The engine has no work."""
+        """Take note that the engine has no work."""
 
     # ---------------------------------------------------------------- the end
 

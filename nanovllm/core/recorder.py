@@ -25,16 +25,16 @@ class Recorder:
     is_on = False
 
     def arrived(self, request: Request, time: float) -> None:
-        """A request was queued, at a time in seconds since the engine started."""
+        """Note a request that was queued, at a time in seconds since the engine started."""
 
     def ended(self, request_id: str, reason: str) -> None:
-        """A request has ended between two steps."""
+        """Note a request that has ended between two steps."""
 
     def transfers_ended(self, ended: EndedTransfers) -> None:
-        """KV transfers have ended between two steps."""
+        """Note KV transfers that have ended between two steps."""
 
     def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord | None:
-        """A step is about to be launched. Returns its record."""
+        """Return a record of a step that is about to be launched."""
         return None
 
     def finish(
@@ -44,16 +44,16 @@ class Recorder:
         result: ModelRunnerOutput,
         outputs: Sequence[EngineOutput],
     ) -> None:
-        """A step has ended, after `duration` seconds."""
+        """Complete the record of a step, which took `duration` seconds."""
 
     def start_over(self, lost: list[str]) -> None:
-        """The steps in flight have failed, and these requests have ended."""
+        """Drop the records of the steps in flight, which have failed; these requests have ended."""
 
     def flush(self, step: int, start: float, is_idle: bool = True) -> None:
-        """There may be no next step: record what no record contains yet."""
+        """Record what no record contains yet, since there may be no next step."""
 
     def cache_reset(self) -> None:
-        """All cached prefixes were forgotten between two steps."""
+        """Note that all cached prefixes were forgotten between two steps."""
 
     def watch(self, sink: RecordSink) -> None:
         """Pass all further records to a reader."""

@@ -66,7 +66,7 @@ class ExpertPlacement:
 
     @property
     def replicas(self) -> list[list[int]]:
-        """For each logical expert, its physical experts in order."""
+        """The physical experts of each logical expert, in order."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, slots in enumerate(self.slots):
             for slot, expert in enumerate(slots):

@@ -62,8 +62,8 @@ class SharedCollectives:
         self._sums = {dtype: index for index, dtype in enumerate(_DTYPES[: library.num_sums()])}
 
     def can_sum(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be summed here; the same on all ranks, which have the
-        same library."""
+        """Return whether tensors of this dtype can be summed here; the same on all ranks, which
+        have the same library."""
         return dtype in self._sums
 
     def all_reduce(self, x: Tensor) -> None:
@@ -110,7 +110,7 @@ class SharedCollectives:
                 raise CollectiveError(problem)
 
     def _problem(self, operation: str, done: int, deadline: float) -> str:
-        """Why the collective cannot finish; empty while it can."""
+        """Return why the collective cannot finish; empty while it can."""
         number = self.segment.count(self.segment.member)
         what = f"{operation} of group {self.name}, rank {self.ranks[self.segment.member]}"
         if done < 0:
@@ -127,7 +127,7 @@ class SharedCollectives:
         return ""
 
     def lost(self, members: Sequence[int]) -> list[str]:
-        """Which of these members have died or left, and why."""
+        """Name those of these members that have died or left, each with the reason."""
         return [
             f"rank {self.ranks[each]}: {why}"
             for each in members

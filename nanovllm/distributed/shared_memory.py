@@ -96,7 +96,7 @@ class Segment:
 
     @classmethod
     def create(cls, num_members: int, payload_bytes: int, is_lazy: bool = False) -> Segment:
-        """A new segment of zeros; its creator is member 0.
+        """Create a segment of zeros; its creator is member 0.
 
         Raises:
             OSError: there is not enough memory.
@@ -122,14 +122,14 @@ class Segment:
         return self._words[member * _WORDS + _COUNT]
 
     def ahead(self, member: int) -> int:
-        """How far a member's counter is ahead of this member's."""
+        """Return how far a member's counter is ahead of this member's."""
         return (self.count(member) - self.count(self.member) + 2**31) % 2**32 - 2**31
 
     def why_lost(self, member: int) -> str:
-        """Why a member is gone: "it has left" if its word _LEFT is set (see `close`), "process 77
-        has died" if the process whose id is in its word _PROCESS does not exist any more or is a
-        zombie. Empty while it is there, or has not joined yet (its word is 0). This very process is
-        alive, of course."""
+        """Return why a member is gone: "it has left" if its word _LEFT is set (see `close`),
+        "process 77 has died" if the process whose id is in its word _PROCESS does not exist any
+        more or is a zombie. Empty while it is there, or has not joined yet (its word is 0). This
+        very process is alive, of course."""
         if self._words[member * _WORDS + _LEFT]:
             return "it has left"
         process = self._words[member * _WORDS + _PROCESS]
@@ -170,7 +170,7 @@ class Segment:
 
 @cache
 def load_shared_memory_library() -> ctypes.CDLL:
-    """The functions of shared_memory.cpp.
+    """Return the functions of shared_memory.cpp.
 
     Raises:
         OSError: they cannot be compiled.

@@ -117,7 +117,7 @@ class DataParallelCore:
 
     @property
     def limits(self) -> EngineLimits:
-        """What every engine can take."""
+        """The limits that hold for every engine."""
         limits = [rank.limits for rank in self.ranks]
         least = min(limits, key=lambda each: each.max_request_tokens)
         kv_transfer = [information for each in limits for information in each.kv_transfer]
@@ -138,7 +138,7 @@ class DataParallelCore:
 
     @property
     def sources(self) -> Sequence[int | zmq.Socket[bytes]]:
-        """What becomes readable when an engine has sent something, for `step` to take in."""
+        """File descriptors and sockets that become readable when an engine has sent something."""
         return [source for rank in self.ranks for source in rank.sources]
 
     def add_request(self, source: EngineRequest) -> None:

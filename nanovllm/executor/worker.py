@@ -108,5 +108,5 @@ def main() -> None:
     logging.basicConfig(
         level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s"
     )
-    # At once: groups that other ranks have left would wait for them.
+    # An orderly exit would wait in groups that other ranks have left.
     os._exit(0 if run_worker(setup, connection) else 1)

@@ -125,7 +125,7 @@ class Experts(Packable):
         return pairs.view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
 
     def place(self, slot: int, matrix: str) -> Place:
-        """Where the "gate", "up" or "down" matrix of the expert in a slot belongs."""
+        """The place of the "gate", "up" or "down" matrix of the expert in a slot."""
         if matrix == "down":
             hidden = self.w2.shape[1]
             return Place(
@@ -249,8 +249,8 @@ class MoE(Layer):
         ]
 
     def place(self, matrix: str, expert: int = 0) -> Place:
-        """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it
-        is on another rank."""
+        """The place of the "gate", "up" or "down" matrix of a logical expert; an empty one if the
+        expert is on another rank."""
         if self.dispatcher is None:
             return self.experts.place(expert, matrix)
         slots = self.dispatcher.placement.slots[self.dispatcher.group.rank_in_group]

@@ -25,8 +25,8 @@ from nanovllm.text.detokenizer import FormFinder, IncrementalDetokenizer, StopCh
 from nanovllm.text.prompts import logprob_dictionary
 from nanovllm.text.tokenizer import Tokenizer
 
-# The latest ids that are remembered. A step in flight computes a sequence that ended only a few
-# sequences ago.
+# The most ids of ended sequences that are remembered, the latest ones: a step in flight may still
+# compute one of the last few.
 MAX_KNOWN_IDS = 2**16
 
 

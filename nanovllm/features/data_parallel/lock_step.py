@@ -47,7 +47,7 @@ class LockStep(SchedulerHooks, Peers):
         self._launched: deque[int] = deque()  # the waves of the steps in flight
 
     def has_work(self, has_unfinished: bool) -> bool:
-        """Whether a wave runs."""
+        """Return whether a wave runs."""
         return self.waves.running
 
     def launching(self, plan: SchedulerOutput) -> None:
