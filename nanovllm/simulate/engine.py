@@ -11,9 +11,11 @@ import msgspec
 
 from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.core.block_pool import InvariantError
+from nanovllm.core.recorder import Recorder
 from nanovllm.core.request import RequestStatus
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
+from nanovllm.data.request import EngineOutput
 from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.decoding import DecodingQueues, Shares
@@ -25,6 +27,7 @@ from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.connector import KVConnectorScheduler
+    from nanovllm.trace.record import StepRecord
 
 TOKEN = SampledToken(0)
 
@@ -35,11 +38,27 @@ class StepInFlight(msgspec.Struct, gc=False):
     Attributes:
         start: when it was planned, or when the step before it ended, if that was later.
         end: when its result arrives.
+        record: see `Recorder.begin`.
     """
 
     plan: SchedulerOutput
     start: int
     end: int
+    record: StepRecord | None = None
+
+
+class SimulatedRunner:
+    """What a step gives and takes besides `StepCost`. This base class samples a token for each
+    request that samples."""
+
+    def time_after(self, plan: SchedulerOutput) -> int:
+        """Return by how much the result arrives later."""
+        return 0
+
+    def sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Return the result of a step."""
+        names = [share.request_id for share in plan.requests if share.samples]
+        return ModelRunnerOutput({name: [TOKEN] for name in names})
 
 
 class SimulatedEngine:
@@ -52,6 +71,7 @@ class SimulatedEngine:
         steps_ahead: the most steps in flight while the next one is planned; see `EngineSettings`.
         num_stages: stages of the pipeline, each of which takes an equal part of a step's time.
         gaps: counts the times between tokens; engines may share one.
+        runner: takes the place of the ranks. With `group`, it is a plain `SimulatedRunner`.
 
     Attributes:
         group: the scheduler's queues, if they advance decoding requests as a group. Then steps in
@@ -59,6 +79,7 @@ class SimulatedEngine:
         is_watched: a router looks at the block pool between two calls. So a step that takes blocks
             is not made in one call with others.
         end: when the next result arrives; None: the engine is idle.
+        recorder: records the steps, if they are made one by one.
         counters: its totals so far.
     """
 
@@ -70,11 +91,14 @@ class SimulatedEngine:
         steps_ahead: int = 0,
         num_stages: int = 1,
         gaps: TokenGaps | None = None,
+        runner: SimulatedRunner | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.steps_ahead = steps_ahead
         self.gaps = gaps or TokenGaps()
+        self.runner = runner or SimulatedRunner()
+        self.recorder = Recorder()
         queues = scheduler.queues
         self.group = queues if isinstance(queues, DecodingQueues) else None
         self.is_watched = False
@@ -120,6 +144,7 @@ class SimulatedEngine:
         Raises:
             ValueError: the request could never run here; see `Scheduler.add_request`.
         """
+        self.recorder.arrived(request, now / SECOND)
         self.scheduler.add_request(request)
         self._totals.num_requests += 1
         if self.end is None:
@@ -152,6 +177,7 @@ class SimulatedEngine:
         found = [requests[name] for name in dict.fromkeys(self._aborts) if name in requests]
         for request in found:
             self.scheduler.abort_request(request.request_id)
+            self.recorder.ended(request.request_id, "abort")
         self._aborts.clear()
         return found  # type: ignore[return-value]
 
@@ -202,6 +228,7 @@ class SimulatedEngine:
         start = end = max(now, stages[0])
         if start > stages[-1]:
             seconds += self.cost.after_idle(start - stages[-1])
+        record = self.recorder.begin(plan, self._totals.num_steps, start / SECOND)
         pool = self.scheduler.manager.pool
         held = pool.num_blocks - pool.num_free
         self._count(1, work.num_decodes, work.decode_context, seconds, held)
@@ -213,6 +240,7 @@ class SimulatedEngine:
             # The last stage gets the rest, so that the parts add up.
             part = seconds * (i + 1) // num_stages - seconds * i // num_stages
             end = stages[i] = max(end, stages[i]) + part
+        end = stages[-1] = end + self.runner.time_after(plan)
         for name in plan.admitted:
             request = self.scheduler.queues.requests[name]
             assert isinstance(request, SimulatedRequest)
@@ -221,7 +249,7 @@ class SimulatedEngine:
         if self.group is not None:
             self.group.ahead = len(self._in_flight)
             self.group.planned += 1
-        self._in_flight.append(StepInFlight(plan, start, end))
+        self._in_flight.append(StepInFlight(plan, start, end, record))
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:
         """Take a step's result. Returns the requests that have ended."""
@@ -234,17 +262,22 @@ class SimulatedEngine:
             self._count_silent(plan, now, group)
             return ended
         scheduler = self.scheduler
+        result = self.runner.sample(plan)
         requests = scheduler.queues.requests
-        sampled = {share.request_id: [TOKEN] for share in plan.requests if share.samples}
-        sampling = [requests[name] for name in sampled if name in requests]  # not aborted
-        scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
+        # Those that are not aborted, and their tokens.
+        known = {name: requests[name].num_tokens for name in result.sampled if name in requests}
+        sampling = [requests[name] for name in known]
+        scheduler.update_from_output(plan, result)
         scheduler.took(plan, (now - step.start) / SECOND)
         ended = []
         for request in sampling:
             assert isinstance(request, SimulatedRequest)
-            self._count_token(request, now)
+            for _ in range(request.num_tokens - known[request.request_id]):
+                self._count_token(request, now)
             if request.finish_reason is not None:
                 ended.append(request)
+        outputs = [EngineOutput(r.request_id, finish_reason=r.finish_reason) for r in ended]
+        self.recorder.finish(step.record, (now - step.start) / SECOND, result, outputs)
         return ended
 
     def _append_tokens(
@@ -427,6 +460,7 @@ def create_engine(
     cost: StepCost,
     *,
     connector: KVConnectorScheduler | None = None,
+    runner: SimulatedRunner | None = None,
     fast: bool = True,
 ) -> EngineT:
     """Create an engine with these settings.
@@ -434,6 +468,7 @@ def create_engine(
     Args:
         kind: its class.
         connector: see `create_scheduler`.
+        runner: see `SimulatedEngine`.
         fast: make steps in one call in which requests only decode, with equal results. Settings
             with which more happens, such as drafts, are simulated step by step. Between two calls,
             `manager.pool` does not show the blocks that such steps take, unless the engine is
@@ -457,6 +492,7 @@ def create_engine(
         cost,
         steps_ahead=given.pipeline_parallel_size - 1 or int(config.async_scheduling),
         num_stages=given.pipeline_parallel_size,
+        runner=runner,
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanovllm.router.policies import random_bits
-from nanovllm.simulate.drafts import DraftingEngine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.requests import SimulatedRequest
 
 
-class LockStepEngine(DraftingEngine):
+class LockStepEngine(SimulatedEngine):
     """An engine whose steps end when the slowest engine of its group has computed.
 
     To its caller, a group is like one engine: the step that the first of them begins is the step of
@@ -56,7 +56,7 @@ class LockStepGroup:
     that arrives during a step waits for the next one, even if its own engine computes nothing.
 
     Args:
-        engines: without steps ahead.
+        engines: without steps ahead, and made with `fast=False`.
         imbalance: the largest share by which a step is longer.
         seed: of these shares.
     """
@@ -69,6 +69,7 @@ class LockStepGroup:
         self.seed = seed
         self._num_draws = 0
         for engine in engines:
+            assert engine.group is None, "each step of one engine is a step of all"
             engine.group_in_step = self
 
     def begin(self, now: int) -> bool:

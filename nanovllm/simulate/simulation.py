@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,15 +26,15 @@ from nanovllm.simulate.disaggregated import (
     TieredDecodeConnector,
     TieredPrefillConnector,
 )
-from nanovllm.simulate.drafts import DraftingEngine
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.drafts import DraftingRunner
+from nanovllm.simulate.engine import SimulatedEngine, SimulatedRunner, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.machines import GIB, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.outages import UnreliableFleet, parse_outages
-from nanovllm.simulate.perfetto import RecordedEngine, write_events
+from nanovllm.simulate.perfetto import record_steps, write_events
 from nanovllm.simulate.report import Summary, parse_goodput, summarize
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import ReplicaCounters
@@ -76,11 +75,12 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     plan = plan_fleet(config, create(EngineConfig, engine))
     block_size = plan.resolved.given.block_size
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
-    fleet = plan.create_fleet(workload, is_recorded=perfetto is not None)
+    fleet = plan.create_fleet(workload, fast=perfetto is None)
     tiers = plan.create_tiers(fleet)
+    traces = [] if perfetto is None else record_steps(fleet.engines)
     result = fleet.run(workload)
     if perfetto is not None:
-        write_events(perfetto, fleet.engines)
+        write_events(perfetto, traces)
     summary = summarize(
         result,
         goodput=goodput,
@@ -161,19 +161,18 @@ class FleetPlan:
             f"{blocks}; router: {config.routing_policy}"
         )
 
-    def create_fleet(self, workload: Workload, is_recorded: bool = False) -> Fleet:
+    def create_fleet(self, workload: Workload, fast: bool = True) -> Fleet:
         """Create engines, put them in lock-step, and create their routers.
 
         Args:
-            is_recorded: for `perfetto.write_events`.
+            fast: see `create_engine`.
         """
         config = self.config
-        create = self._engine_class(is_recorded, config.acceptance)
         outages = parse_outages(config.failures, config.cold_start, config.num_engines)
         by_priority = self.resolved.given.scheduling_policy == "priority"
         group_size = config.data_parallel_size
         if not config.prefill:
-            engines = self._create_engines(config.replicas, create)
+            engines = self._create_engines(config.replicas, fast)
             router = self._create_router(engines, workload)
             if not outages:
                 return Fleet(engines, router, by_priority, group_size)
@@ -185,9 +184,8 @@ class FleetPlan:
                 by_priority=by_priority,
                 group_size=group_size,
             )
-        create_prefill = self._engine_class(is_recorded, [])
-        prefill = self._create_engines(config.prefill, create_prefill, PrefillConnector)
-        decode = self._create_engines(config.decode, create, DecodeConnector)
+        prefill = self._create_engines(config.prefill, fast, PrefillConnector)
+        decode = self._create_engines(config.decode, fast, DecodeConnector)
         assert isinstance(self.cost, Roofline)
         layout = self.cost.layout
         link = self.cost.machine.between
@@ -205,19 +203,6 @@ class FleetPlan:
             by_priority=by_priority,
             group_size=group_size,
         )
-
-    def _engine_class(
-        self, is_recorded: bool, acceptance: Sequence[float]
-    ) -> Callable[..., SimulatedEngine]:
-        """Return what creates engines: only those that do nothing special make
-        several steps in one call."""
-        kind = LockStepEngine if self.config.data_parallel_size > 1 else DraftingEngine
-        if is_recorded:
-            kind = RecordedEngine
-        elif kind is DraftingEngine and not acceptance:
-            return SimulatedEngine
-        draft_time = round(self.config.draft_time * SECOND / 1000)
-        return functools.partial(kind, acceptance=acceptance, draft_time=draft_time)
 
     def create_tiers(self, fleet: Fleet) -> Tiers | None:
         """Connect the engines to host memory and the store; None if they have none."""
@@ -250,27 +235,30 @@ class FleetPlan:
         return kind(config, {}, ()) if kind is not KVConnectorScheduler else None
 
     def _create_engines(
-        self,
-        count: int,
-        kind: Callable[..., SimulatedEngine],
-        connector: type[KVConnectorScheduler] = KVConnectorScheduler,
+        self, count: int, fast: bool, connector: type[KVConnectorScheduler] = KVConnectorScheduler
     ) -> list[SimulatedEngine]:
+        group_size = self.config.data_parallel_size
         engines = [
             create_engine(
-                kind,
+                LockStepEngine if group_size > 1 else SimulatedEngine,
                 self.resolved,
                 self.cost,
                 connector=self._create_connector(connector),
-                # Engines of other kinds do something in each step.
-                fast=kind is SimulatedEngine,
+                runner=self._create_runner(),
+                fast=fast and group_size == 1,
             )
             for _ in range(count)
         ]
-        if self.config.data_parallel_size > 1:
-            members = [engine for engine in engines if isinstance(engine, LockStepEngine)]
-            imbalance = self.config.expert_imbalance
-            put_in_lock_step(members, self.config.data_parallel_size, imbalance)
+        members = [engine for engine in engines if isinstance(engine, LockStepEngine)]
+        put_in_lock_step(members, group_size, self.config.expert_imbalance)
         return engines
+
+    def _create_runner(self) -> SimulatedRunner:
+        """Create what takes the place of an engine's ranks. Those of prefill engines never draft,
+        since their requests end with their first token."""
+        draft_time = round(self.config.draft_time * SECOND / 1000)
+        acceptance = self.config.acceptance
+        return DraftingRunner(acceptance, draft_time) if acceptance else SimulatedRunner()
 
     def _create_router(
         self, engines: Sequence[SimulatedEngine], workload: Workload

@@ -21,6 +21,7 @@ from nanovllm.simulate.disaggregated import (
     TieredDecodeConnector,
     TieredPrefillConnector,
 )
+from nanovllm.simulate.drafts import DraftingRunner
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet, RoundRobin
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
@@ -92,9 +93,14 @@ class Setup:
                 connector = kind(config.given, self.num_host, store)
             elif self.prefill:
                 connector = kinds[0](config.given, {}, ())
-            engine = create_engine(LockStepEngine, config, AffineCost(), connector=connector)
-            engine.acceptance = () if is_prefill else self.acceptance
-            return engine
+            return create_engine(
+                LockStepEngine,
+                config,
+                AffineCost(),
+                connector=connector,
+                runner=DraftingRunner(self.acceptance) if self.acceptance else None,
+                fast=False,
+            )
 
         engines = [create(i < self.prefill) for i in range(self.engines)]
         if self.group_size > 1:

@@ -13,14 +13,15 @@ from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import resolve
 from nanovllm.features.speculation.scheduling import Speculation
-from nanovllm.simulate.drafts import DraftingEngine
+from nanovllm.simulate.drafts import DraftingRunner
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from tests.simulate.engines import AffineCost, request_of, workload_of
 
 
 def engine_of(
     acceptance: Sequence[float], draft_time: int = 0, num_blocks: int = 200, seed: int = 0
-) -> DraftingEngine:
+) -> SimulatedEngine:
     """An engine that always makes as many drafts as there are acceptances."""
     number = len(acceptance)
     speculative = {
@@ -36,12 +37,11 @@ def engine_of(
     )
     resolved = resolve(config, model_max_len=4096, num_kv_blocks=num_blocks, num_host_blocks=0)
     scheduler = create_scheduler(resolved, create_manager(resolved))
-    return DraftingEngine(
-        scheduler, AffineCost(), acceptance=acceptance, draft_time=draft_time, seed=seed
-    )
+    runner = DraftingRunner(acceptance, draft_time, seed)
+    return SimulatedEngine(scheduler, AffineCost(), runner=runner)
 
 
-def speculation_of(engine: DraftingEngine) -> Speculation:
+def speculation_of(engine: SimulatedEngine) -> Speculation:
     (feature,) = [f for f in engine.scheduler.features if isinstance(f, Speculation)]
     return feature
 
