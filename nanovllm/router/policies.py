@@ -19,7 +19,7 @@ all blocks before it.
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,12 +58,15 @@ class PrefixIndex:
         """Record that a server has a block."""
         self.where[name] = self.where.get(name, 0) | 1 << server
 
-    def remove(self, server: int, name: Hashable) -> None:
-        """Record that a server no longer has a block."""
-        if left := self.where[name] & ~(1 << server):
-            self.where[name] = left
-        else:
-            del self.where[name]
+    def remove(self, server: int, names: Iterable[Hashable]) -> None:
+        """Record that a server no longer has these blocks, all of which it had."""
+        where = self.where
+        bit = 1 << server
+        for name in names:
+            if left := where[name] ^ bit:
+                where[name] = left
+            else:
+                del where[name]
 
     def longest(self, names: Iterable[Hashable], servers: int) -> int:
         """Return those of the servers that have the most leading blocks."""
@@ -99,72 +102,27 @@ class SentPrefixes(PrefixIndex):
     def __init__(self, num_servers: int, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
-        # Of each server: its blocks, with the number of the last prompt that has them; and its
-        # prompts, oldest first, with their numbers.
-        self._sent: list[dict[Hashable, int]] = [{} for _ in range(num_servers)]
-        self._prompts: list[deque[tuple[int, list[Hashable]]]] = [
-            deque() for _ in range(num_servers)
-        ]
-        self._lengths = [0] * num_servers  # of all these prompts, in blocks
-        self._num_prompts = 0
+        # Of each server: its blocks, in the order in which they will be forgotten.
+        self._sent: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(num_servers)]
 
     def remember(self, server: int, names: Sequence[Hashable]) -> None:
-        """Record that a prompt, whose names are different, was sent to a server."""
-        if not names:
-            return
+        """Record that a prompt was sent to a server."""
         sent = self._sent[server]
         where = self.where
-        self._num_prompts += 1
-        new = dict.fromkeys(names, self._num_prompts)
-        self._prompts[server].append((self._num_prompts, list(new)))
-        self._lengths[server] += len(new)
         bit = 1 << server
-        for name in new:
-            if name not in sent:
+        for name in reversed(names):  # the last block is forgotten first
+            if name in sent:
+                sent.move_to_end(name)
+            else:
+                sent[name] = None
                 where[name] = where.get(name, 0) | bit
-        sent.update(new)
-        self._forget_oldest(server)
-
-    def _forget_oldest(self, server: int) -> None:
-        """Forget blocks beyond the capacity: of the oldest prompt, the last block first. Later
-        prompts keep the blocks that they have, too."""
-        sent = self._sent[server]
-        prompts = self._prompts[server]
-        where = self.where
-        bit = 1 << server
         num_extra = len(sent) - self.capacity
-        while num_extra > 0:
-            number, names = prompts[0]
-            length = len(names)
-            while names and num_extra > 0:
-                name = names.pop()
-                if sent[name] == number:
-                    del sent[name]
-                    num_extra -= 1
-                    others = where[name] ^ bit
-                    if others:
-                        where[name] = others
-                    else:
-                        del where[name]
-            self._lengths[server] -= length - len(names)
-            if not names:
-                prompts.popleft()
-        if self._lengths[server] > 2 * self.capacity + ROUTED_BLOCKS:
-            # Many prompts have the same blocks.
-            self._prompts[server] = deque(
-                (number, left)
-                for number, names in prompts
-                if (left := [name for name in names if sent[name] == number])
-            )
-            self._lengths[server] = len(sent)
+        self.remove(server, (sent.popitem(last=False)[0] for _ in range(num_extra)))
 
     def forget(self, server: int) -> None:
         """Forget what was sent to a server, since its cache was emptied."""
-        for name in self._sent[server]:
-            self.remove(server, name)
+        self.remove(server, self._sent[server])
         self._sent[server].clear()
-        self._prompts[server].clear()
-        self._lengths[server] = 0
 
 
 class RouterState:

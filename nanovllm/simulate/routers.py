@@ -30,7 +30,7 @@ class ReportedBlocks(dict[Hashable, int]):
 
     def __delitem__(self, name: Hashable) -> None:
         super().__delitem__(name)
-        self._index.remove(self._replica, name)
+        self._index.remove(self._replica, (name,))
 
 
 class PolicyRouter:

@@ -95,10 +95,14 @@ def test_an_index_finds_the_longest_prefixes(
     index = RouterState(6).cached
     kept = set()
     for block in blocks:
-        (index.remove if block in kept else index.add)(*block)
+        server, name = block
+        if block in kept:
+            index.remove(server, [name])
+        else:
+            index.add(server, name)
         kept ^= {block}
-    for name in range(7):
-        assert index.where.get(name, 0) == sum(first(s) for s, there in kept if there == name)
+    for each in range(7):
+        assert index.where.get(each, 0) == sum(first(s) for s, there in kept if there == each)
 
     def length(server: int) -> int:
         return next((i for i, name in enumerate(names) if (server, name) not in kept), len(names))
