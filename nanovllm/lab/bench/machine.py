@@ -141,12 +141,12 @@ class NoiseMeter:
     """Measures noise between its making and `read`.
 
     Args:
-        pid: root of the running processes that belong to the run, beside this one; None if they are
-            children that come and go, and that have been waited for when the meter is read.
+        pid: root of the processes that belong to the run, beside this one; None: all that descend
+            from this one. Those that have ended count if they have been waited for.
     """
 
     def __init__(self, pid: int | None = None) -> None:
-        self._pid = pid
+        self._pid = os.getpid() if pid is None else pid
         self._start = time.perf_counter()
         self._before = self._times()
 
@@ -168,12 +168,13 @@ class NoiseMeter:
         waiting = now["idle"] + now.get("iowait", 0.0)
         # Guests' time is counted in user and nice already.
         total = sum(now.values()) - now.get("guest", 0.0) - now.get("guest_nice", 0.0)
+        # A process's own time, and that of the children that it has waited for: the server that
+        # forks the ranks of `run_ranks` has waited for them.
         own = sum(os.times()[:4])
-        if self._pid is not None:
-            own = 0.0
-            for process in {psutil.Process(), *process_tree(self._pid)}:
+        for process in process_tree(self._pid):
+            if process.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    own += sum(process.cpu_times()[:2])
+                    own += sum(process.cpu_times()[:4])
         return _CoreSeconds(total, busy=total - waiting - steal, steal=steal, own=own)
 
 

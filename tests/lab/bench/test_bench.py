@@ -11,12 +11,14 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
+from nanovllm.distributed.groups import Grid
 from nanovllm.lab.bench import client, machine, report
 from nanovllm.lab.bench.client import ServerError
 from nanovllm.lab.bench.engines import EngineFailed, EngineSettings, OfflineEngine, Server
@@ -26,6 +28,7 @@ from nanovllm.lab.bench.report import Report, goal
 from nanovllm.lab.bench.roofline import ModelCost, Work, least_work, roofline_share, workload_work
 from nanovllm.lab.bench.suite import Run, Started, Suite
 from nanovllm.lab.bench.workloads import NAMED, BenchRequest, custom_workload
+from nanovllm.lab.processes import run_ranks
 from nanovllm.lab.viz import roofline
 from nanovllm.models.config import ModelConfig
 from tests.lab.bench.conftest import set_limits
@@ -308,6 +311,21 @@ def test_a_process_and_its_children_are_watched() -> None:
     # Shares of clock ticks.
     assert 0 <= found.steal <= 1.001 and 0 <= found.others <= 1.001 and found.cores >= 0
     assert process_tree(process.pid) == []
+
+
+def compute(seconds: float) -> None:
+    """Use the processor for this time."""
+    while time.process_time() < seconds:
+        pass
+
+
+def test_ranks_that_have_ended_belong_to_the_run() -> None:
+    """A server that descends from this process forks the ranks, and waits for them."""
+    begin = time.perf_counter()
+    meter = NoiseMeter()
+    run_ranks(compute, Grid(), 0.5)
+    found = meter.read()
+    assert found.cores * (time.perf_counter() - begin) > 0.4
 
 
 def test_measured_limits_have_the_dtype() -> None:
