@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -127,6 +129,8 @@ def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> N
     """Simulate, or find the highest load, and print the summary."""
     from nanovllm.simulate.simulation import find_load, simulate
 
+    # The last garbage collection, while the process ends, would look at all requests.
+    atexit.register(gc.freeze)
     if not arguments.find_load:
         summary = simulate(settings, arguments.perfetto)
     elif arguments.perfetto is None:
