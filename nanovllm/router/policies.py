@@ -39,9 +39,9 @@ class Weights(NamedTuple):
     (0) and the lowest (1) of all servers (`queue`).
     """
 
-    prefix: int
-    kv: int
-    queue: int
+    prefix: float = 0
+    kv: float = 0
+    queue: float = 0
 
 
 class PrefixIndex:

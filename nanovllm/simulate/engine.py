@@ -48,8 +48,8 @@ class StepInFlight(msgspec.Struct, gc=False):
 
 
 class SimulatedRunner:
-    """What a step gives and takes besides `StepCost`. This base class samples a token for each
-    request that samples."""
+    """Takes the place of the ranks of an engine. This base class samples a token for each request
+    that samples, and adds nothing to the time that `StepCost` predicts."""
 
     def time_after(self, plan: SchedulerOutput) -> int:
         """Return by how much the result arrives later."""

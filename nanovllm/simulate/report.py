@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from nanovllm.data.errors import UsageError
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.workload import SECOND
 
@@ -25,27 +24,6 @@ def time_per_token(served: ServedRequest) -> float | None:
     if served.first_token is None or served.last_token is None or served.num_output_tokens < 2:
         return None
     return (served.last_token - served.first_token) / (served.num_output_tokens - 1)
-
-
-def parse_goodput(words: str | Sequence[str] | None) -> dict[str, float]:
-    """Read objectives, one or several, such as "ttft:200", in milliseconds.
-
-    Raises:
-        UsageError: something else; lists the names.
-    """
-    objectives = {}
-    for word in [words] if isinstance(words, str) else words or []:
-        name, _, limit = word.partition(":")
-        try:
-            objectives[name] = float(limit)
-        except ValueError:
-            objectives[name] = 0.0
-        if name not in TIMES or not 0 < objectives[name] < float("inf"):
-            raise UsageError(
-                f"--goodput must be a name of {', '.join(TIMES)} and a time in ms, such as "
-                f"ttft:200, got {word!r}"
-            )
-    return objectives
 
 
 def summarize(

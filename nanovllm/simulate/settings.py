@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -55,7 +55,7 @@ FLEET_GROUPS = {
         "kv_store_bandwidth",
         "kv_store_latency",
     ),
-    "router": ("routing_policy", "metrics_interval"),
+    "router": ("routing_policy", "routing_weights", "metrics_interval"),
     "failures": ("failures", "cold_start", "retry_failed"),
     "speculative decoding": ("spec_acceptance", "draft_time"),
     "objectives and price": ("goodput", "slo_attainment", "price_per_hour"),
@@ -82,6 +82,9 @@ class FleetConfig(Keywords):
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
             one), estimated (the one that was already sent the prompt's prefix), or precise (the one
             that has it cached)
+        routing_weights: with the policy load, estimated or precise, weights of llm-d's scorers,
+            such as prefix:3 kv:2 queue:2, for an engine's share of the prompt's blocks, its free KV
+            memory, and its queue; the engine with the highest sum is chosen
         metrics_interval: seconds between two looks of the router at the loads of the engines (0: it
             always knows them)
         failures: engines that fail, and when in seconds, such as 0@60 3@120; at 0, they start late
@@ -116,6 +119,7 @@ class FleetConfig(Keywords):
     decode: Annotated[int, Meta(ge=0, le=100_000)] = 0
     machine: str = "H100"
     routing_policy: Literal["random", "round_robin", "load", "estimated", "precise"] = "estimated"
+    routing_weights: str | Sequence[str] | None = None
     metrics_interval: Amount = 0.0
     failures: str | Sequence[str] | None = None
     cold_start: Amount | None = None
@@ -136,6 +140,11 @@ class FleetConfig(Keywords):
         super().__post_init__()
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("--prefill and --decode need each other: set both, or none")
+        if self.routing_weights and self.routing_policy in ("random", "round_robin"):
+            raise ValueError(
+                "--routing-weights needs --routing-policy load, estimated or precise, got "
+                f"{self.routing_policy}"
+            )
         counts = {"--replicas": self.replicas}
         if self.prefill:
             counts = {"--prefill": self.prefill, "--decode": self.decode}
@@ -169,6 +178,31 @@ class FleetConfig(Keywords):
                 f"0.8,0.6,0.4, got {self.spec_acceptance!r}"
             )
         return shares
+
+
+def parse_numbers(
+    flag: str, words: str | Sequence[str] | None, names: Iterable[str], kind: str
+) -> dict[str, float]:
+    """Read positive numbers with names, one or several, such as "ttft:200".
+
+    Args:
+        kind: of number, with an example, for the message.
+
+    Raises:
+        UsageError: something else; lists the names.
+    """
+    numbers = {}
+    for word in [words] if isinstance(words, str) else words or []:
+        name, _, number = word.partition(":")
+        try:
+            numbers[name] = float(number)
+        except ValueError:
+            numbers[name] = 0.0
+        if name not in names or not 0 < numbers[name] < float("inf"):
+            raise UsageError(
+                f"{flag} must be a name of {', '.join(names)} and {kind}, got {word!r}"
+            )
+    return numbers
 
 
 def known_settings() -> dict[str, type]:

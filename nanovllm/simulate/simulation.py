@@ -16,7 +16,7 @@ from nanovllm.data.resolved_config import ResolvedConfig, resolve
 from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.store import HostKeys
-from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState
+from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState, Weights
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.disaggregated import (
@@ -35,12 +35,18 @@ from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.outages import UnreliableFleet, parse_outages
 from nanovllm.simulate.perfetto import record_steps, write_events
-from nanovllm.simulate.report import Summary, parse_goodput, summarize
+from nanovllm.simulate.report import TIMES, Summary, summarize
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import ReplicaCounters
 from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
 from nanovllm.simulate.routers import PolicyRouter
-from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
+from nanovllm.simulate.settings import (
+    DEFAULT_MODEL,
+    FleetConfig,
+    create,
+    known_settings,
+    parse_numbers,
+)
 from nanovllm.simulate.sweep import highest_load
 from nanovllm.simulate.tiers import TierConnector, Tiers
 from nanovllm.simulate.traces import read_workload
@@ -62,7 +68,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if unknown := [name for name in settings if name not in known]:
         raise UsageError(f"there is no setting {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     config = create(FleetConfig, settings)
-    goodput = parse_goodput(config.goodput)
+    goodput = parse_numbers("--goodput", config.goodput, TIMES, "a time in ms, such as ttft:200")
     engine = {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1}
     if config.data_parallel_size > 1 and not settings.get("async_scheduling"):
         engine["async_scheduling"] = False
@@ -263,16 +269,24 @@ class FleetPlan:
     def _create_router(
         self, engines: Sequence[SimulatedEngine], workload: Workload
     ) -> PolicyRouter:
-        policy = self.config.routing_policy
+        config = self.config
+        weights = parse_numbers(
+            "--routing-weights", config.routing_weights, Weights._fields, "a number, such as kv:2"
+        )
+        state = RouterState(
+            len(engines),
+            self.resolved.num_kv_blocks,
+            weights=Weights(**weights) if weights else None,
+        )
         block_size = self.resolved.given.block_size
         maker = RequestMaker(block_size, workload.prefix_block_size)
         num_compared = ROUTED_BLOCKS * block_size
         router = PolicyRouter(
-            Router(policy, RouterState(len(engines), self.resolved.num_kv_blocks)),
+            Router(config.routing_policy, state),
             lambda source: maker.prompt_names(
                 source.prefix_ids, min(source.num_prompt_tokens, num_compared)
             ),
-            refresh=round(self.config.metrics_interval * SECOND),
+            refresh=round(config.metrics_interval * SECOND),
         )
         router.watch(engines)
         return router

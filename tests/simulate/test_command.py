@@ -182,6 +182,10 @@ MISTAKES = {
     "request_rate must be": ["--request-rate", "-1"],
     "replicas must be an integer of at least 1": ["--replicas", "0"],
     "--goodput must be a name of ttft": ["--goodput", "itl:1"],
+    "--routing-weights must be a name of prefix, kv, queue": ["--routing-weights", "kv"],
+    "--routing-weights needs --routing-policy load, estimated": [
+        *("--routing-weights", "kv:1", "--routing-policy", "random")
+    ],
     "--find-load needs --goodput": ["--find-load"],
     "no setting 'replica'; did you mean replicas": ["--sweep", "replica=1,2"],
     "--sweep must be a list such as replicas=1,2,4, got 'replicas'": ["--sweep", "replicas"],

@@ -39,6 +39,27 @@ def test_a_router_with_stale_metrics_is_slower() -> None:
     assert number(sharp, "mean_e2el_ms") < number(stale, "mean_e2el_ms")
 
 
+def test_weights_keep_prefixes_and_balance_load() -> None:
+    settings = {
+        "replicas": 4,
+        "num_kv_blocks": 2401,
+        "block_size": 128,
+        "num_prompts": 300,
+        "request_rate": 45.0,
+        "num_prefixes": 60,
+        "random_prefix_len": 6016,
+        "random_output_len": 400,
+        "routing_policy": "precise",
+    }
+    plain = run(**settings)
+    weighted = run(**settings, routing_weights=["prefix:3", "kv:2", "queue:2"])
+    blind = run(**settings, routing_weights="queue:1")
+    assert number(weighted, "mean_ttft_ms") < 0.8 * number(plain, "mean_ttft_ms")
+    assert number(weighted, "mean_ttft_ms") < 0.5 * number(blind, "mean_ttft_ms")
+    hit_rates = [number(each, "prefix_cache_hit_rate") for each in (weighted, plain, blind)]
+    assert hit_rates == sorted(hit_rates, reverse=True)
+
+
 def test_lock_step_and_uneven_experts() -> None:
     settings = {
         "model": "deepseek-v3",

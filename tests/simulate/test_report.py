@@ -10,8 +10,9 @@ from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
-from nanovllm.simulate.report import parse_goodput, percentile, summarize
+from nanovllm.simulate.report import TIMES, percentile, summarize
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest, TokenGaps
+from nanovllm.simulate.settings import parse_numbers
 from nanovllm.simulate.workload import SECOND
 from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
 
@@ -89,7 +90,7 @@ def test_goodput_counts_requests_that_meet_all_objectives() -> None:
         served(100, 999, 1),  # no second token
         served(1, 1, 1, "abort"),
     ]
-    goodput = parse_goodput(["ttft:200", "tpot:50"])
+    goodput = parse_numbers("--goodput", ["ttft:200", "tpot:50"], TIMES, "a time")
     summary = summarize(result_of(*requests), goodput=goodput)
     assert summary["request_goodput"] == 1.0
     assert summary["slo_attainment"] == 0.4
@@ -101,7 +102,7 @@ def test_goodput_counts_requests_that_meet_all_objectives() -> None:
 )
 def test_a_wrong_objective_is_named(word: str) -> None:
     with pytest.raises(UsageError, match=f"a name of ttft, tpot, e2el .* got '{word}'"):
-        parse_goodput([word])
+        parse_numbers("--goodput", [word], TIMES, "a time")
 
 
 def test_prices_are_per_million_tokens() -> None:
