@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import Grid
 from nanovllm.engine.llm import LLMEngine
-from nanovllm.lab.bench.metrics import alternate, percentile
+from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.processes import run_ranks
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.calibrate import StepTimer
 from nanovllm.simulate.measured import MeasuredCost, write_cost
+from nanovllm.simulate.report import summarize
+from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import FleetPlan, plan_fleet
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
@@ -64,39 +65,12 @@ LOADS = [
 ]
 
 
-class Times(NamedTuple):
-    """When a request arrived, and its first and last token, in seconds since the load began."""
-
-    arrival: float
-    first_token: float
-    last_token: float
-    num_output_tokens: int
-
-
-@dataclass(frozen=True)
-class Served:
-    """How a load was served.
-
-    Attributes:
-        tpot, ttft, p99_ttft: in seconds; the means over requests, and the 99th percentile.
-        throughput: output tokens per second.
-        hit_rate: share of looked-up tokens that the prefix cache had.
-    """
-
-    tpot: float
-    throughput: float
-    ttft: float
-    p99_ttft: float
-    hit_rate: float
-    num_preemptions: float
-
-
-# Of `Served`: title, unit, factor, and the goal for the error in percent.
+# Of `summarize`: title, unit, and the goal for the error in percent.
 FIGURES = {
-    "tpot": ("mean TPOT", "ms", 1000, 3),
-    "throughput": ("output throughput", "tokens/s", 1, 3),
-    "ttft": ("mean TTFT", "ms", 1000, 5),
-    "p99_ttft": ("P99 TTFT", "ms", 1000, 10),
+    "mean_tpot_ms": ("mean TPOT", "ms", 3),
+    "output_throughput": ("output throughput", "tokens/s", 3),
+    "mean_ttft_ms": ("mean TTFT", "ms", 5),
+    "p99_ttft_ms": ("P99 TTFT", "ms", 10),
 }
 
 
@@ -108,7 +82,7 @@ def live(setting: Setting) -> Iterator[Row]:
         yield from compare(name, runs, simulated)
 
 
-def measure_loads(setting: Setting) -> list[tuple[str, list[Served], Served]]:
+def measure_loads(setting: Setting) -> list[tuple[str, list[FleetResult], FleetResult]]:
     """Serve each load live and simulated; returns for each its name, the live runs and the
     simulated one. A part of the calibration precedes each live run, so that a machine whose speed
     drifts is the same one for both."""
@@ -132,7 +106,7 @@ def measure_loads(setting: Setting) -> list[tuple[str, list[Served], Served]]:
         if load.num_kv_blocks not in engines:
             engines[load.num_kv_blocks] = LLMEngine(config)
 
-    def run(load: LiveLoad) -> Served:
+    def run(load: LiveLoad) -> FleetResult:
         timer.measure(seconds)
         engine = engines[load.num_kv_blocks]
         # It compiles at first, and has been idle since its last load.
@@ -167,7 +141,7 @@ def create_requests(
 
     probe = create(rate=1e6, count=100)
     mean_output = mean(each.num_output_tokens for each in probe)
-    most = simulate(fleet, probe).throughput / mean_output
+    most = figure(simulate(fleet, probe), "output_throughput") / mean_output
     return create(load.share * most, max(4, min(load.share, 1.0) * most * seconds))
 
 
@@ -176,18 +150,25 @@ def serve(
     requests: Sequence[WorkloadRequest],
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> Served:
+) -> FleetResult:
     """Serve requests live: each one arrives at its time, and is queued before the next step."""
     core = engine.core
     core.reset_prefix_cache()
     before = core.stats
     prompts = {each.request_id: draw_tokens(each, core.limits.vocab_size) for each in requests}
     waiting = deque(requests)
-    tokens: dict[str, list[float]] = {each.request_id: [] for each in requests}
+    served: dict[str, ServedRequest] = {}
     begin = clock()
+    now = 0
     while waiting or engine.has_unfinished:
-        while waiting and waiting[0].arrival / SECOND <= clock() - begin:
+        now = round((clock() - begin) * SECOND)
+        while waiting and waiting[0].arrival <= now:
             request = waiting.popleft()
+            served[request.request_id] = ServedRequest(
+                request_id=request.request_id,
+                arrival=request.arrival,
+                num_prompt_tokens=request.num_prompt_tokens,
+            )
             engine.add_request(
                 request.request_id,
                 {"prompt_token_ids": prompts[request.request_id]},
@@ -196,88 +177,55 @@ def serve(
                 ),
             )
         if not engine.has_unfinished:
-            sleep(max(0.0, waiting[0].arrival / SECOND - (clock() - begin)))
+            sleep((waiting[0].arrival - now) / SECOND)
             continue
         outputs = engine.step()
-        now = clock() - begin
+        now = round((clock() - begin) * SECOND)
         for output in outputs:
-            tokens[output.request_id].append(now)
+            each = served[output.request_id]
+            each.num_output_tokens += 1
+            each.first_token = each.first_token or now
+            each.last_token = now
     after = core.stats
-    queried = after.num_queried_tokens - before.num_queried_tokens
-    return figures(
-        [
-            Times(
-                each.arrival / SECOND,
-                tokens[each.request_id][0],
-                tokens[each.request_id][-1],
-                each.num_output_tokens,
-            )
-            for each in requests
-        ],
-        hit_rate=(after.num_hit_tokens - before.num_hit_tokens) / queried,
+    counters = ReplicaCounters(
+        num_queried_tokens=after.num_queried_tokens - before.num_queried_tokens,
+        num_hit_tokens=after.num_hit_tokens - before.num_hit_tokens,
         num_preemptions=after.num_preemptions - before.num_preemptions,
     )
+    return FleetResult(requests=list(served.values()), replicas=[counters], duration=now)
 
 
-def simulate(fleet: FleetPlan, requests: Sequence[WorkloadRequest]) -> Served:
+def simulate(fleet: FleetPlan, requests: Sequence[WorkloadRequest]) -> FleetResult:
     """Serve the same requests on a simulated engine."""
     workload = Workload("live", requests, BLOCK_SIZE)
-    result = fleet.create_fleet(workload).run(workload)
-    times = []
-    for each in result.requests:
-        assert each.first_token is not None and each.last_token is not None
-        times.append(
-            Times(
-                each.arrival / SECOND,
-                each.first_token / SECOND,
-                each.last_token / SECOND,
-                each.num_output_tokens,
-            )
-        )
-    (replica,) = result.replicas
-    return figures(
-        times,
-        hit_rate=replica.num_hit_tokens / replica.num_queried_tokens,
-        num_preemptions=replica.num_preemptions,
-    )
+    return fleet.create_fleet(workload).run(workload)
 
 
-def figures(times: Sequence[Times], hit_rate: float, num_preemptions: int) -> Served:
-    """Compute the figures of a run from the times of its requests."""
-    ttft = [each.first_token - each.arrival for each in times]
-    return Served(
-        tpot=mean(
-            (each.last_token - each.first_token) / (each.num_output_tokens - 1)
-            for each in times
-            if each.num_output_tokens > 1
-        ),
-        throughput=sum(each.num_output_tokens for each in times)
-        / max(each.last_token for each in times),
-        ttft=mean(ttft),
-        p99_ttft=percentile(ttft, 99),
-        hit_rate=hit_rate,
-        num_preemptions=num_preemptions,
-    )
+def figure(result: FleetResult, name: str) -> float:
+    """Return a number of the summary."""
+    value = summarize(result)[name]
+    assert isinstance(value, float | int)
+    return value
 
 
-def compare(name: str, runs: Sequence[Served], simulated: Served) -> Iterator[Row]:
+def compare(name: str, runs: Sequence[FleetResult], simulated: FleetResult) -> Iterator[Row]:
     """Compare a simulation with the mean of the live runs, and these with each other."""
-    for field, (title, unit, factor, allowed) in FIGURES.items():
-        values = [factor * getattr(run, field) for run in runs]
+    for field, (title, unit, allowed) in FIGURES.items():
+        values = [figure(run, field) for run in runs]
         difference = 100 * (max(values) - min(values)) / mean(values)
-        error = 100 * (factor * getattr(simulated, field) / mean(values) - 1)
+        error = 100 * (figure(simulated, field) / mean(values) - 1)
         yield {
             "table": "Live and simulated",
             "load": name,
             "figure": f"{title}, {unit}",
             "live": values,
             "difference of live runs %": difference,
-            "simulated": factor * getattr(simulated, field),
+            "simulated": figure(simulated, field),
             "error %": error,
-            "hit rate, live": mean(run.hit_rate for run in runs),
-            "hit rate, simulated": simulated.hit_rate,
-            "preemptions, live": mean(run.num_preemptions for run in runs),
-            "preemptions, simulated": simulated.num_preemptions,
+            "hit rate, live": mean(figure(run, "prefix_cache_hit_rate") for run in runs),
+            "hit rate, simulated": figure(simulated, "prefix_cache_hit_rate"),
+            "preemptions, live": mean(figure(run, "num_preemptions") for run in runs),
+            "preemptions, simulated": figure(simulated, "num_preemptions"),
         }
         yield goal(
             f"{name}: error of {title}", abs(error), "%", at_most=max(allowed, 2 * difference)

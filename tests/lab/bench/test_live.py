@@ -10,8 +10,10 @@ import pytest
 from nanovllm.data.config import EngineConfig
 from nanovllm.engine.llm import LLMEngine
 from nanovllm.executor import virtual_clock
-from nanovllm.lab.bench.live import LOADS, Served, compare, create_requests, plan, serve, simulate
+from nanovllm.lab.bench.live import LOADS, compare, create_requests, figure, plan, serve, simulate
 from nanovllm.simulate.calibrate import StepTimer, joining_load, loads
+from nanovllm.simulate.report import MILLISECOND
+from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.workload import SECOND
 
 # 10 ms per step and more, and no sleep: a virtual second passes in a nanosecond.
@@ -74,17 +76,32 @@ def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated
         requests = create_requests(load, fleet, 20.0, seed=1)
         live = serve(timer.engine, requests, clock.now, clock.sleep)
         simulated = simulate(fleet, requests)
-        assert simulated.tpot == pytest.approx(live.tpot, rel=0.03)
-        assert simulated.throughput == pytest.approx(live.throughput, rel=0.03)
-        assert simulated.ttft == pytest.approx(live.ttft, rel=0.05)
-        assert simulated.p99_ttft == pytest.approx(live.p99_ttft, rel=0.1)
-        assert simulated.hit_rate == pytest.approx(live.hit_rate, abs=0.05)
-    assert 0 < live.hit_rate < 1, "prefixes are found, and evicted"
+        allowed = {"mean_tpot_ms": 0.03, "output_throughput": 0.03}
+        allowed |= {"mean_ttft_ms": 0.05, "p99_ttft_ms": 0.1}
+        for name, error in allowed.items():
+            assert figure(simulated, name) == pytest.approx(figure(live, name), rel=error)
+        hit_rates = [figure(result, "prefix_cache_hit_rate") for result in (live, simulated)]
+        assert hit_rates[1] == pytest.approx(hit_rates[0], abs=0.05)
+    assert 0 < hit_rates[0] < 1, "prefixes are found, and evicted"
+
+
+def served(num_tokens: int, tpot_ms: int, ttft_ms: int) -> FleetResult:
+    """A run with one request."""
+    first = ttft_ms * MILLISECOND
+    last = first + (num_tokens - 1) * tpot_ms * MILLISECOND
+    request = ServedRequest(
+        request_id="r",
+        arrival=0,
+        num_prompt_tokens=1,
+        num_output_tokens=num_tokens,
+        first_token=first,
+        last_token=last,
+    )
+    return FleetResult(requests=[request], replicas=[ReplicaCounters()], duration=1000 * SECOND)
 
 
 def test_errors_are_compared_with_the_goal_and_with_the_difference_of_live_runs() -> None:
-    one = Served(0.010, 100.0, 0.10, 0.2, 0.0, 0)
-    two = Served(0.012, 100.0, 0.10, 0.2, 0.0, 0)
-    rows = list(compare("light", [one, two], replace(one, tpot=0.014, ttft=0.106)))
+    runs = [served(100, tpot_ms, 100) for tpot_ms in (10, 12)]
+    rows = list(compare("light", runs, served(100, 14, 106)))
     goals = [row for row in rows if "reached" in row]
     assert [row["reached"] for row in goals] == [True, True, False, True]
