@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
 from nanovllm.features.data_parallel.router import EngineRouter
 from nanovllm.lab.site.labs.engines import Engine, create_engine
-from nanovllm.lab.site.labs.fleets import send
+from nanovllm.lab.site.labs.fleets import fleet_picture, send
+from nanovllm.lab.site.labs.lanes import joined, lanes_of, request_lanes
 from nanovllm.lab.viz.metrics import request_metrics
 from nanovllm.lab.viz.simulate import SimulatedRequest
 
@@ -19,7 +21,7 @@ Waits = dict[str, float]  # by request
 
 
 class UnfairError(RuntimeError):
-    """A rule that gets no score, since a request waits too long."""
+    """A rule that gets no score: a request waits too long, or does not get what it asks for."""
 
 
 def mixed(count: int, gap: int, longest: int, seed: int) -> list[SimulatedRequest]:
@@ -92,18 +94,76 @@ CONTESTS: dict[str, tuple[str, Mapping[str, Sequence[SimulatedRequest]]]] = {
 
 def waits_of(contest: str, requests: Sequence[SimulatedRequest]) -> Waits:
     """Serve a workload with the rule that is in place; return what counts for each request."""
-    if contest == "EngineRouter.choose":
-        engines = [create_engine(FLEET) for _ in range(3)]
-        router = EngineRouter(3, FLEET["block_size"], capacity=FLEET["num_kv_blocks"])
-        serve_all(requests, engines, lambda each: send(each, engines, router))
-    else:
-        (engine,) = engines = [create_engine(ENGINE)]
-        serve_all(requests, engines, lambda each: engine.add(str(each.request_id), each))
+    engines = engines_of(contest)
+    serve(contest, requests, engines)
+    return counted(contest, engines)
+
+
+def counted(contest: str, engines: Sequence[Engine]) -> Waits:
+    """Return what counts for each request that has got so far."""
     key = "latency" if contest == "last_running" else "ttft"
     waits: Waits = {}
     for each in engines:
-        waits |= {n: m[key] for n, m in request_metrics(each.recorder.trace).items()}
+        metrics = request_metrics(each.recorder.trace).items()
+        waits |= {name: metric[key] for name, metric in metrics if metric[key] is not None}
     return waits
+
+
+def engines_of(contest: str) -> list[Engine]:
+    """Return the idle engines of a contest."""
+    if contest == "EngineRouter.choose":
+        return [create_engine(FLEET) for _ in range(3)]
+    return [create_engine(ENGINE)]
+
+
+def serve(contest: str, requests: Sequence[SimulatedRequest], engines: Sequence[Engine]) -> None:
+    """Serve a workload.
+
+    Raises:
+        Exception: of the rule, or of the engine; with a note that names the step.
+        UnfairError: a request did not get what it had asked for.
+    """
+    if contest == "EngineRouter.choose":
+        router = EngineRouter(len(engines), FLEET["block_size"], capacity=FLEET["num_kv_blocks"])
+        serve_all(requests, engines, lambda each: send(each, engines, router))
+    else:
+        serve_all(requests, engines, lambda each: add(each, engines[0]))
+    check_outputs(requests, engines)
+
+
+def add(source: SimulatedRequest, engine: Engine) -> None:
+    """Queue a request, and check that the queue leaves it as it is.
+
+    Raises:
+        UnfairError: the rule has changed more than the request's place in line.
+    """
+    name = str(source.request_id)
+    engine.add(name, source)
+    request = engine.scheduler.queues.requests[name]
+    limit = request.num_prompt_tokens + source.output_len
+    state = (request.num_tokens, request.max_num_tokens, request.num_computed_tokens)
+    if state != (source.prompt, limit, 0):
+        raise UnfairError(f"the rule changes more of {name} than its place in line")
+
+
+def check_outputs(requests: Sequence[SimulatedRequest], engines: Sequence[Engine]) -> None:
+    """Check that each request has all tokens that it asked for.
+
+    Raises:
+        UnfairError: one has not.
+    """
+    counts: Counter[str] = Counter()
+    for engine in engines:
+        for record in engine.recorder.trace:
+            for share in record.requests:
+                counts[share.request_id] += len(share.sampled)
+    for each in requests:
+        count = counts[str(each.request_id)]
+        if count != each.output_len:
+            raise UnfairError(
+                f"{each.request_id} asks for {each.output_len} tokens, and gets {count}: a rule "
+                "must not change what is computed"
+            )
 
 
 def serve_all(
@@ -114,20 +174,25 @@ def serve_all(
     """Run all engines step by step until every request has ended.
 
     Raises:
-        InvariantError: the rule has taken blocks that the step needs.
+        Exception: of the rule, or of the engine: such as an InvariantError, if the rule has taken
+            blocks that the step needs. A note names the step.
         RuntimeError: some requests have not ended after `MAX_STEPS`.
     """
     waiting = list(requests)
     for step in range(MAX_STEPS):
-        while waiting and waiting[0].arrival_step <= step:
-            send(waiting.pop(0))
-        busy = [each for each in engines if each.scheduler.has_unfinished]
-        if not busy and not waiting:
-            return
-        for each in busy:
-            each.step(step)
-            if each.scheduler.fault:
-                raise each.scheduler.fault
+        try:
+            while waiting and waiting[0].arrival_step <= step:
+                send(waiting.pop(0))
+            busy = [each for each in engines if each.scheduler.has_unfinished]
+            if not busy and not waiting:
+                return
+            for each in busy:
+                each.step(step)
+                if each.scheduler.fault:
+                    raise each.scheduler.fault
+        except Exception as error:
+            error.add_note(f"This is step {step} of the workload.")
+            raise
     raise RuntimeError(f"requests are unfinished after {MAX_STEPS} steps")
 
 
@@ -146,12 +211,17 @@ def score(
         usual: the waits under vLLM's rule.
 
     Raises:
-        UnfairError: a request waits too long.
+        UnfairError: a request waits too long, or does not get what it asks for.
+        Exception: see `serve`; with a note that names the workload.
     """
     unit, workloads = CONTESTS[contest]
     ratios = []
     for name, requests in workloads.items():
-        waits = waits_of(contest, requests)
+        try:
+            waits = waits_of(contest, requests)
+        except Exception as error:
+            error.add_note(f"The workload is: {name}.")
+            raise
         own = mean(waits)
         theirs = mean(usual[name])
         bound = LONGEST * max(usual[name].values())
@@ -163,6 +233,40 @@ def score(
         ratios.append(theirs / own)
         report({"workload": name, "yours": own, "usual": theirs, "unit": unit})
     return {"score": round(100 * math.prod(ratios) ** (1 / len(ratios)), 1)}
+
+
+def scene(
+    lab: Mapping[str, Any], options: Mapping[str, Any], report: Callable[[Any], None]
+) -> dict[str, Any]:
+    """Serve one workload of a contest, and draw what the score counts.
+
+    Args:
+        options: `rule`, the contest's name, by default the first; and `workload`, a number.
+    """
+    contest = options.get("rule", next(iter(CONTESTS)))
+    unit, workloads = CONTESTS[contest]
+    requests = list(workloads.values())[options.get("workload", 0)]
+    engines = engines_of(contest)
+    found: dict[str, Any] = {}
+    try:
+        serve(contest, requests, engines)
+    except Exception as error:
+        found["error"] = error
+        for each in engines:
+            each.draw_failure()
+    traces = [each.recorder.trace for each in engines]
+    waits = counted(contest, engines)
+    found["figures"] = [
+        (f"{unit}, mean", f"{sum(waits.values()) / max(1, len(waits)):.1f}"),
+        (f"{unit}, longest", f"{max(waits.values(), default=0):.0f}"),
+        ("preemptions", f"{sum(each.scheduler.num_preemptions for each in engines)}"),
+        ("tokens computed", f"{sum(r.num_tokens for trace in traces for r in trace)}"),
+    ]
+    if len(engines) > 1:
+        found["picture"] = fleet_picture(engines)
+    else:
+        found["lanes"] = lanes_of(joined(request_lanes(traces[0])), "step")
+    return found
 
 
 def mean(waits: Waits) -> float:

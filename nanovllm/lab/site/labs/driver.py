@@ -4,7 +4,9 @@ engine's."""
 from __future__ import annotations
 import __future__
 
+import contextlib
 import importlib
+import io
 import json
 import sys
 import traceback
@@ -19,6 +21,7 @@ from nanovllm.lab.site.labs.judge import check, explain
 
 Report = Callable[[str], None]
 MISSING = object()
+MOST_PRINTED = 4000  # characters
 FLAGS = __future__.annotations.compiler_flag
 
 
@@ -109,6 +112,7 @@ class Edits:
             "invariant": is_invariant,
             "place": place,
             "raised": self._place(error) is not None,
+            "note": " ".join(vars(error).get("__notes__", ())),
         }
 
     def _place(self, error: BaseException) -> tuple[int, int] | None:
@@ -160,16 +164,20 @@ def answer(request: str, report: Report) -> str:
     asked = json.loads(request)
     calls = {"run": _run, "check": _check, "score": _score}
     edits = Edits()
+    printed = io.StringIO()
     try:
         edits.put_all(asked["texts"])
         if edits.lines and asked["call"] != "score":  # which is to be quick
             sys.settrace(edits.watch)
-        found = calls[asked["call"]](asked, edits, lambda news: report(json.dumps(news)))
+        with contextlib.redirect_stdout(printed):
+            found = calls[asked["call"]](asked, edits, lambda news: report(json.dumps(news)))
     except Exception as error:
         found = {"error": edits.describe(error)}
     finally:
         sys.settrace(None)
         edits.restore()
+    if text := printed.getvalue():
+        found["printed"] = text[:MOST_PRINTED] + ("\n..." if len(text) > MOST_PRINTED else "")
     found["lines"] = {number: sorted(lines) for number, lines in edits.lines.items()}
     return json.dumps(found)
 
@@ -179,13 +187,15 @@ def _run(asked: dict[str, Any], edits: Edits, report: Callable[[Any], None]) -> 
     error = scene.pop("error", None)
     if error is not None:
         scene["error"] = edits.describe(error)
+        scene["error"]["continues"] = "note" in scene
         for name in scene.keys() & {"step", "note"}:
             scene["error"][name] = scene.pop(name)
     return scene
 
 
 def _check(asked: dict[str, Any], edits: Edits, report: Callable[[Any], None]) -> dict[str, Any]:
-    return {"tests": check(asked["lab"]["tests"], edits.describe)}
+    lab = asked["lab"]
+    return {"tests": check(lab["tests"], lab.get("choices", ()), edits.describe)}
 
 
 def _score(asked: dict[str, Any], edits: Edits, report: Callable[[Any], None]) -> dict[str, Any]:

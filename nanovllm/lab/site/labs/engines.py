@@ -35,9 +35,15 @@ class CarefulScheduler(Scheduler):
         fault: the first share of a request whose blocks the same step has taken. The run continues
             without this share, so that the reader sees what the rule costs; vLLM does the same if
             its policy is priority.
+        planned: the newest plan, until it is run: as far as it is complete, if planning fails.
     """
 
     fault: InvariantError | None = None
+    planned: SchedulerOutput | None = None
+
+    def note(self, plan: SchedulerOutput) -> None:
+        """Remember the plan that is being made; a hook `before_step`."""
+        self.planned = plan
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step.
@@ -47,6 +53,7 @@ class CarefulScheduler(Scheduler):
                 more tokens than its budget allows, or sample with a token that is not known.
         """
         plan = super().schedule()
+        self._check_once(plan)
         for share in [each for each in plan.requests if each.request_id in plan.preempted]:
             self._take_back(share, plan)
         for share in plan.requests:
@@ -57,6 +64,27 @@ class CarefulScheduler(Scheduler):
                 f"{self.settings.token_budget}"
             )
         return plan
+
+    def _check_once(self, plan: SchedulerOutput) -> None:
+        """Check that each request has one share at most, and that the next one in line has tokens
+        left to compute."""
+        names = [share.request_id for share in plan.requests]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvariantError(
+                    f"{name} has {names.count(name)} shares of this step: the second one needs the "
+                    "token that the first one samples, and no token is known before its step has "
+                    "ended"
+                )
+        request = self.queues.next_in_line
+        if request is None or plan.preempted:
+            return
+        found = len(self.manager.get_computed_blocks(request)) * self.manager.block_size
+        if found >= request.num_tokens:
+            raise InvariantError(
+                f"all {request.num_tokens} tokens of {request.request_id} are found in the prefix "
+                "cache: none is left to compute, so there are no logits to sample from"
+            )
 
     def _take_back(self, share: ScheduledRequest, plan: SchedulerOutput) -> None:
         """Take a share out of the plan whose request was preempted after it had got the share."""
@@ -103,6 +131,12 @@ class StepInFlight:
     computed: Piece
     shares: dict[str, Piece]
 
+    @property
+    def duration(self) -> float:
+        """Time in which the device computes it."""
+        duration: float = self.computed["to"] - self.computed["from"]
+        return duration
+
 
 class Engine(Simulation):
     """A simulation of a host and a device: the host may plan steps before the results of earlier
@@ -148,6 +182,7 @@ class Engine(Simulation):
         plan = self.scheduler.schedule()
         if self.scheduler.fault and self.fault_step < 0:
             self.fault_step = step
+        self.scheduler.planned = None
         if not plan.empty:
             self.launch(plan, step)
         elif not self.in_flight:
@@ -166,7 +201,32 @@ class Engine(Simulation):
                 f"no step is in flight, and the scheduler still waits for tokens of {pending[0]}: "
                 "they have all arrived, and it has not taken them off"
             )
-        return RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
+        names = ", ".join(each.request_id for each in self.scheduler.queues.running)
+        request = self.scheduler.queues.next_in_line
+        if names:
+            return RuntimeError(f"the step computes nothing: the share of {names} is 0")
+        if request is None:
+            return InvariantError("a request has not ended, and is in no queue")
+        settings = self.scheduler.settings
+        free = self.scheduler.manager.pool.num_free
+        reasons = {
+            "kv blocks": f"it needs more blocks than the {free} that are free, and no request runs "
+            "whose end could free some",
+            "max_num_batched_tokens": f"its share is 0, although the budget of "
+            f"{settings.token_budget} tokens is not used: it misses {request.num_missing_tokens}",
+        }
+        why = reasons.get(plan.blocked_by, plan.blocked_by or "`admit` has given no reason")
+        return RuntimeError(f"{request.request_id} waits forever: {why}")
+
+    def draw_failure(self) -> None:
+        """Record the step that has failed, as far as it was planned, so that it is drawn, too."""
+        plan = self.scheduler.planned
+        if plan is not None:
+            known = self.scheduler.queues.requests
+            plan.requests = [share for share in plan.requests if share.request_id in known]
+            self.launch(plan, self.number)
+        for step in self.in_flight:
+            self.recorder.finish(step.record, step.duration, ModelRunnerOutput(), [])
 
     def launch(self, plan: SchedulerOutput, step: int) -> None:
         """Let the device compute a step when it is free."""
@@ -192,7 +252,7 @@ class Engine(Simulation):
 
     def take_result(self) -> None:
         """Wait for the oldest step, and give its tokens to the scheduler."""
-        step = self.in_flight.pop(0)
+        step = self.in_flight[0]
         plan = step.plan
         self.clock = max(self.clock, step.computed["to"])
         for share in plan.requests:
@@ -207,8 +267,8 @@ class Engine(Simulation):
             }
         )
         outputs = self.scheduler.update_from_output(plan, result)
-        duration = step.computed["to"] - step.computed["from"]
-        self.recorder.finish(step.record, duration, result, outputs)
+        self.recorder.finish(step.record, step.duration, result, outputs)
+        del self.in_flight[0]
         self.scheduler.check_invariants()
 
     @property
@@ -257,6 +317,7 @@ def create_engine(options: Mapping[str, Any]) -> Engine:
     scheduler = create_scheduler(resolved, manager, scheduler_class=CarefulScheduler)
     if config.batching_policy == "chunked":
         scheduler.fill = continue_then_admit
+    scheduler.hooks.before_step = [*scheduler.hooks.before_step, scheduler.note]
     engine = Engine(resolved, scheduler, 1.0, token_cost, ahead=ahead, plan_cost=plan_cost)
     engine.looks_back = looks_back
     return engine

@@ -18,6 +18,7 @@ from nanovllm.lab.site.labs.engines import MAX_STEPS, Engine, Figures, create_en
 from nanovllm.lab.site.labs.lanes import Piece, lanes_of, piece
 from nanovllm.lab.viz.metrics import request_metrics
 from nanovllm.lab.viz.simulate import SimulatedRequest
+from nanovllm.trace.record import StepRecord
 
 Lab = Mapping[str, Any]
 Scene = dict[str, Any]
@@ -35,7 +36,6 @@ def fleet(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     engines = [create_engine(lab["engine"]) for _ in range(lab["servers"])]
     block_size = lab["engine"]["block_size"]
     router = EngineRouter(len(engines), block_size, capacity=lab["engine"]["num_kv_blocks"])
-    rows: list[list[Scene]] = [[] for _ in engines]
     arrivals = deque(sorted(requests_of(lab["requests"]), key=lambda each: each.arrival_step))
     scene: Scene = {}
     step = 0
@@ -45,24 +45,49 @@ def fleet(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
                 raise RuntimeError(f"requests are unfinished after {MAX_STEPS} steps")
             while arrivals and arrivals[0].arrival_step <= step:
                 send(arrivals.popleft(), engines, router)
-            for row, each in zip(rows, engines, strict=True):
+            for each in engines:
                 if each.scheduler.has_unfinished:
                     each.step(step)
-                    row.append(_cell_of(each, step))
             step += 1
     except Exception as error:
         scene |= {"error": error, "step": step}
-    scene["picture"] = {
-        "columns": step,
-        "rows": [{"name": f"engine {i}", "cells": row} for i, row in enumerate(rows)],
-        "legend": {
-            "prefill": "admits a request and computes its prompt",
-            "hit": "admits a request, most of whose prompt is cached here",
-            "decode": "decodes",
-        },
-    }
+        for each in engines:
+            each.draw_failure()
+    scene["picture"] = fleet_picture(engines)
     scene["figures"] = fleet_figures(engines)
     return scene
+
+
+def fleet_picture(engines: Sequence[Engine]) -> Scene:
+    """Draw what each engine does in each step, and which requests arrive."""
+    records = [record for each in engines for record in each.recorder.trace]
+    steps = 1 + max((record.step for record in records), default=-1)
+    arrivals: dict[int, list[str]] = {}
+    for record in records:
+        arrivals.setdefault(record.step, []).extend(record.arrived)
+    rows = [
+        {"name": "step", "cells": [cell(step, f"{step}", "axis") for step in range(steps)]},
+        {
+            "name": "arrive",
+            "cells": [
+                cell(step, " ".join(sorted(names)), "axis")
+                for step, names in arrivals.items()
+                if names
+            ],
+        },
+    ]
+    for number, each in enumerate(engines):
+        cells = [_cell_of(record) for record in each.recorder.trace]
+        rows.append({"name": f"engine {number}", "cells": cells})
+    return {
+        "columns": steps,
+        "rows": rows,
+        "legend": {
+            "prefill": "computes prompts; behind the bar, how many requests wait here",
+            "hit": "admits requests, most of whose prompts are cached here",
+            "decode": "decodes for so many requests",
+        },
+    }
 
 
 def send(source: SimulatedRequest, engines: Sequence[Engine], router: EngineRouter) -> None:
@@ -81,18 +106,20 @@ def send(source: SimulatedRequest, engines: Sequence[Engine], router: EngineRout
     engine.add(source.request_id, source)
 
 
-def _cell_of(engine: Engine, step: int) -> Scene:
-    record = engine.recorder.trace.steps[-1]
+def _cell_of(record: StepRecord) -> Scene:
     prompts = [each for each in record.requests if each.kind == "prefill"]
-    text = " ".join(each.request_id for each in prompts)
+    text = " ".join(each.request_id for each in prompts) or f"{len(record.requests)}"
     hits = sum(record.admitted.values())
     kind = "decode"
     if prompts:
         kind = "hit" if hits > sum(each.num_tokens for each in prompts) else "prefill"
-    title = f"{record.num_tokens} tokens computed"
+    title = f"{len(record.requests)} requests run, {record.num_tokens} tokens are computed"
     if hits:
         title += f", {hits} tokens of these prompts were there"
-    return cell(step, text or f"{len(record.requests)}", kind, title)
+    if record.waiting:
+        text += f" | {len(record.waiting)}"
+        title += f"; {', '.join(record.waiting)} wait"
+    return cell(record.step, text, kind, title)
 
 
 def fleet_figures(engines: Sequence[Engine]) -> Figures:

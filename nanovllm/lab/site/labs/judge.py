@@ -11,7 +11,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,15 +50,18 @@ def stand_in_for_pytest() -> ModuleType:
     return module  # type: ignore[no-any-return]
 
 
-def check(tests: list[str], describe: Callable[[BaseException], dict[str, Any]]) -> list[Any]:
+def check(
+    tests: list[str], choices: Collection[str], describe: Callable[[BaseException], dict[str, Any]]
+) -> list[Any]:
     """Run tests.
 
     Args:
         tests: their names, as `tests.core.test_scheduler:test_name`.
+        choices: those of them that describe the engine's own rule, which others may replace.
         describe: returns what is to be shown of an exception.
 
     Returns:
-        For each test, its name as a sentence, "passed", and what `describe` returned.
+        For each test, its name as a sentence, "passed", "choice", and what `describe` returned.
     """
     sys.modules.setdefault("pytest", stand_in_for_pytest())
     results = []
@@ -68,6 +71,7 @@ def check(tests: list[str], describe: Callable[[BaseException], dict[str, Any]])
         result: dict[str, Any] = {
             "name": name,
             "sentence": member.removeprefix("test_").replace("_", " "),
+            "choice": name in choices,
         }
         try:
             for case in itertools.product(*getattr(test, "parameters", [])):

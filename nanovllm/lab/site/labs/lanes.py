@@ -39,6 +39,21 @@ def lanes_of(rows: dict[str, list[Piece]], unit: str) -> dict[str, Any]:
     }
 
 
+def joined(rows: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
+    """Join pieces of one kind that follow each other, for pictures with many requests."""
+    result: dict[str, list[Piece]] = {}
+    for name, pieces in rows.items():
+        row: list[Piece] = []
+        for each in pieces:
+            if row and (row[-1]["kind"], row[-1]["to"]) == (each["kind"], each["from"]):
+                row[-1]["to"] = each["to"]
+                row[-1]["title"] = f"{name}, steps {row[-1]['from']} to {each['to'] - 1}"
+            else:
+                row.append({**each, "text": ""})
+        result[name] = row
+    return result
+
+
 class Reach:
     """How far the tokens of each request have been computed, in any step so far."""
 

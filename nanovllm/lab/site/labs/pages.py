@@ -19,6 +19,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from nanovllm.lab.site.labs.archive import module_path, write_archive
+from nanovllm.lab.site.labs.contest import CONTESTS
 from nanovllm.lab.site.labs.driver import answer
 from nanovllm.lab.site.labs.packages import KEPT, BuildError, npm, wasm_wheel
 from nanovllm.lab.site.players import players_module
@@ -138,6 +139,8 @@ def _page(lab: Lab, labs: Sequence[Lab]) -> str:
         )
         if "error" in data["scene"]:
             raise BuildError(f"lab {lab['name']}: {data['scene']['error']['message']}")
+    if lab["kind"] == "contest":
+        data["workloads"] = {name: list(workloads) for name, (_, workloads) in CONTESTS.items()}
     main = _fill(
         "main.html",
         title=html.escape(lab["title"]),

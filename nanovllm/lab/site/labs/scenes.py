@@ -10,6 +10,7 @@ from nanovllm.core.schedule import SampledToken, ScheduledRequest, SchedulerOutp
 from nanovllm.data.errors import UsageError
 from nanovllm.features.speculation.scheduling import NgramProposer
 from nanovllm.features.speculation.verification import keep_accepted
+from nanovllm.lab.site.labs import contest
 from nanovllm.lab.site.labs.engines import MAX_STEPS, create_engine, figures_of, requests_of
 from nanovllm.lab.site.labs.fleets import Lab, Report, Scene, cell, fleet, waves
 from nanovllm.lab.site.labs.lanes import lanes_of, request_lanes
@@ -29,6 +30,7 @@ def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
         simulation.serve(requests, MAX_STEPS)
     except Exception as error:
         scene |= {"error": error, "step": simulation.number}
+        simulation.draw_failure()
     if simulation.scheduler.fault:
         scene |= {"error": simulation.scheduler.fault, "step": simulation.fault_step}
         scene["note"] = "The run continues without this share, so that you see what the rule costs."
@@ -38,10 +40,14 @@ def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
         scene["figures"] = figures_of(trace, simulation)
     if lab.get("lanes") == "requests":
         scene["lanes"] = lanes_of(request_lanes(trace), "step")
+        if "step" in scene:
+            scene["lanes"]["fault"] = [scene["step"], scene["step"] + 1]
     elif lab.get("lanes") == "devices":
         planned = {"host": simulation.host} if simulation.plan_cost else {}
         rows = {**planned, "device": simulation.device, **simulation.rows}
         scene["lanes"] = lanes_of(rows, "time")
+        if "error" in scene and simulation.device:
+            scene["lanes"]["fault"] = [simulation.device[-1][end] for end in ("from", "to")]
     return scene
 
 
@@ -69,32 +75,51 @@ def drafts(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     proposer = NgramProposer(lab["longest"], 1)
     rows: list[Scene] = []
     num_drafted = 0
+    wrong: list[int] = []  # positions of words that the model alone would not have sampled
     scene: Scene = {}
     try:
-        while len(tokens) < len(target):
+        while len(tokens) < len(target) and len(rows) < len(target):
             left = len(target) - len(tokens) - 1
             drafted = proposer.propose(tokens, min(most, left))[:left]
             kept = _verify(tokens, drafted, target)
-            num_drafted += len(drafted)
-            rows.append(_row_of(drafted, kept, vocabulary, len(rows)))
-            tokens += kept
-            if tokens != target[: len(tokens)]:
-                wrong = next(i for i, each in enumerate(tokens) if each != target[i])
+            if not kept:
                 raise InvariantError(
-                    f"word {wrong} is {vocabulary[tokens[wrong]]!r}, and the model alone says "
-                    f"{vocabulary[target[wrong]]!r}: drafts must not change the output"
+                    "the step keeps no token: the model's first one is always right"
                 )
+            num_drafted += len(drafted)
+            new = range(len(tokens), min(len(tokens) + len(kept), len(target)))
+            tokens += kept
+            wrong += [at for at in new if tokens[at] != target[at]]
+            rows.append(_row_of(drafted, kept, [at in wrong for at in new], vocabulary, len(rows)))
+            if wrong and "error" not in scene:
+                words = [vocabulary[each[wrong[0]]] for each in (tokens, target)]
+                scene |= {
+                    "error": InvariantError(
+                        f"word {wrong[0]} is {words[0]!r}, and the model alone says {words[1]!r}: "
+                        "drafts must not change the output"
+                    ),
+                    "step": len(rows) - 1,
+                    "note": "The run continues, so that you see what became of the sentence.",
+                }
     except Exception as error:
-        scene |= {"error": error, "step": len(rows) - 1}
+        scene |= {"error": error, "step": len(rows)}
     num_words = len(tokens) - lab["prompt"]
     num_accepted = sum(each["kind"] == "accepted" for row in rows for each in row["cells"])
+    prompt = [(vocabulary[token], "prompt") for token in target[: lab["prompt"]]]
+    written = [
+        (vocabulary[token], "wrong" if at in wrong else "decode")
+        for at, token in enumerate(tokens)
+        if lab["prompt"] <= at < len(target)
+    ]
+    scene["text"] = [("prompt", prompt), ("output", written)]
     scene["picture"] = {
-        "columns": most + 1,
+        "columns": max([most + 1, *(len(row["cells"]) for row in rows)]),
         "rows": rows,
         "legend": {
             "accepted": "a draft that is kept",
-            "rejected": "a draft that is dropped",
             "decode": "the model's own word",
+            "rejected": "a draft that is dropped",
+            "wrong": "a word that the model alone would not have sampled here",
         },
     }
     scene["figures"] = [
@@ -103,6 +128,7 @@ def drafts(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
         ("words per step", f"{num_words / max(1, len(rows)):.2f}"),
         ("drafts", f"{num_drafted}"),
         ("drafts that were kept", f"{num_accepted}"),
+        ("wrong words", f"{len(wrong)}"),
     ]
     return scene
 
@@ -113,27 +139,27 @@ def _verify(tokens: list[int], drafted: list[int], target: list[int]) -> list[in
     for count in range(len(drafted) + 1):
         begin = [*tokens, *drafted[:count]]
         is_known = begin == target[: len(begin)]
-        # After a wrong draft, the model continues another sentence.
-        sampled.append(target[len(begin)] if is_known else target[-1 - count])
+        # After a wrong word, the model continues another sentence.
+        sampled.append(target[len(begin) if is_known else target.index(begin[-1]) + 1])
     share = ScheduledRequest("r", len(tokens) - 1, 1 + len(drafted), [], [])
     share.extra_token_ids = drafted
     results = {"r": [SampledToken(token) for token in sampled]}
     return [each.token_id for each in keep_accepted(SchedulerOutput([share]), results)["r"]]
 
 
-def _row_of(drafted: list[int], kept: list[int], vocabulary: list[str], step: int) -> Scene:
-    num_accepted = max(0, len(kept) - 1)
-    cells = [
-        cell(at, vocabulary[token], "accepted" if at < num_accepted else "rejected")
-        for at, token in enumerate(drafted)
-    ]
-    if kept:
-        own = cell(num_accepted, vocabulary[kept[-1]], "decode")
-        cells = [
-            *cells[:num_accepted],
-            own,
-            *({**c, "at": c["at"] + 1} for c in cells[num_accepted:]),
-        ]
+def _row_of(
+    drafted: list[int], kept: list[int], is_wrong: list[bool], vocabulary: list[str], step: int
+) -> Scene:
+    """Draw a step: the words that are kept, and then the drafts that are dropped."""
+    # The last word that is kept is the model's own.
+    is_draft = [at < len(kept) - 1 and kept[at] == draft for at, draft in enumerate(drafted)]
+    cells = []
+    for at, wrong in enumerate(is_wrong):
+        right = "accepted" if at < len(drafted) and is_draft[at] else "decode"
+        cells.append(cell(at, vocabulary[kept[at]], "wrong" if wrong else right))
+    dropped = [draft for draft, accepted in zip(drafted, is_draft, strict=True) if not accepted]
+    for draft in dropped:
+        cells.append(cell(len(cells), vocabulary[draft], "rejected"))
     return {"name": f"step {step}", "cells": cells}
 
 
@@ -174,4 +200,5 @@ SCENES: dict[str, Callable[[Lab, Mapping[str, Any], Report], Scene]] = {
     "waves": waves,
     "drafts": drafts,
     "what_if": what_if,
+    "contest": contest.scene,
 }

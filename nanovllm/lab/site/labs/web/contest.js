@@ -8,7 +8,7 @@ export class Contest extends Lab {
     super(python);
     find("score").onclick = () => this.score();
     find("copy").onclick = () => this._copy();
-    this.opened = this._open();
+    this.opened = this._open().then(() => { this.isOpen = true; });
   }
 
   /** Take the code from the page's address, if it has some. */
@@ -25,27 +25,69 @@ export class Contest extends Lab {
     this.texts[number] = text; // not kept in the browser, which may have another text of the reader's
     this.select(number);
     const claim = Number(shared.get("score"));
+    find("lanes").replaceChildren();
     find("caption").textContent = `Code from a link, which says that it scores ${claim}. Press Score to see.`;
   }
 
+  _build() {
+    this.workload = make("select", { name: "workload" });
+    this.workload.onchange = () => this.run();
+    super._build();
+    find("controls").append(make("label", {}, "picture of ", this.workload));
+  }
+
+  /** The contest of the rule in the editor. */
+  get contest() {
+    return this.targets[this.number].split(":")[1];
+  }
+
+  /** Show a rule, and what the engine's own does. */
   select(number) {
     super.select(number);
-    if (find("share")) find("share").hidden = true;
-    find("scores")?.replaceChildren();
+    this.forget();
+    const names = this.data.workloads[this.contest];
+    this.workload.replaceChildren(...names.map((name, value) => make("option", { value }, name)));
+    this.before = null;
+    if (this.isOpen) this.run();
+  }
+
+  forget() {
+    find("share").hidden = true;
+    find("scores").replaceChildren();
+  }
+
+  /** What is asked of the driver: about the rule in the editor alone. */
+  request(call) {
+    const target = this.targets[this.number];
+    const isEdited = this.texts[this.number] !== this.data.sources[target];
+    this.asked = isEdited ? [this.number] : [];
+    const texts = isEdited ? { [target]: this.texts[this.number] } : {};
+    const options = { rule: this.contest, workload: Number(this.workload.value) };
+    return { call, lab: this.data.lab, contest: this.contest, texts, options };
+  }
+
+  get hasSettings() {
+    return true;
+  }
+
+  _baseline() {
+    return null;
+  }
+
+  _settings() {
+    return `, ${this.workload.selectedOptions[0].textContent}`;
   }
 
   async score() {
-    const target = this.targets[this.number];
+    this.forget();
     const rows = [];
-    const show = (last) => find("scores").replaceChildren(this._table(rows), last);
-    const texts = this.texts[this.number] === this.data.sources[target] ? {} : { [target]: this.texts[this.number] };
-    this.asked = [this.number];
-    const request = { call: "score", contest: target.split(":")[1], lab: {}, texts };
+    const show = (last) => find("scores").replaceChildren(rows.length ? this._table(rows) : "", last);
+    const request = this.request("score");
     const answer = await this.ask(request, (news) => {
       rows.push(news);
       show("");
     });
-    if (answer.error) return show("");
+    if (answer.error) return show(make("p", {}, "No score."));
     this.points = answer.score;
     show(make("p", { class: "points" }, make("strong", {}, String(answer.score)), " points; vLLM's rule has 100."));
     find("share").hidden = false;

@@ -15,6 +15,7 @@ export class Lab extends Page {
     this.number = 0; // of the target that is shown
     this.texts = this.targets.map((target) => localStorage.getItem(this._key(target)) ?? this.data.sources[target]);
     this.mounted = null; // the player
+    this.numRuns = 0;
     this.place = null; // where the reader's code has failed
     this.usual = this.data.scene; // of the engine's own code, with the controls of the newest run
     this.rule = this.data.lab.rule ?? "vLLM's rule";
@@ -76,13 +77,20 @@ export class Lab extends Page {
 
   _changed(text) {
     this.setText(this.number, text);
+    this.forget();
     if (this.error) this.complain(null);
   }
 
+  /** Take away the verdict on code that the reader has changed since. */
+  forget() {
+    find("tests")?.replaceChildren();
+  }
+
   reset() {
-    this.setText(this.number, this.data.sources[this.targets[this.number]]);
+    this.editor.replace(this.data.sources[this.targets[this.number]]);
+    this.forget();
     this.complain(null);
-    this.select(this.number);
+    this._mark();
   }
 
   /** What is asked of the driver: the texts that differ from the engine's. */
@@ -98,7 +106,8 @@ export class Lab extends Page {
     if (find("run").disabled) return;
     const request = this.request("run");
     const { asked } = this;
-    if (asked.length && Object.keys(this.controls).length) {
+    this.numRuns += 1;
+    if (asked.length && this.hasSettings) {
       const usual = await this.ask({ ...request, texts: {} });
       if (this.isGone || !usual.figures) return;
       this.usual = usual;
@@ -107,11 +116,32 @@ export class Lab extends Page {
     if (this.isGone || !answer.figures) return;
     if (!asked.length) this.usual = answer;
     const names = asked.map((number) => this.targets[number].split(":")[1]).join(", ");
-    this.showScene(answer, asked.length ? `What your code does: ${names} edited` : "What the engine's own code does");
+    const same = JSON.stringify(answer.figures) === JSON.stringify(this.scene.figures) ? "; the same figures as before" : "";
+    const words = asked.length ? `what your code does, ${names} edited` : "what the engine's own code does";
+    this.showScene(answer, `Run ${this.numRuns}: ${words}${this._settings()}${same}`);
+    const result = find("caption").closest(".result");
+    // On a narrow screen the pictures are below the editor.
+    if (result.offsetLeft < 100) result.scrollIntoView({ block: "start" });
+  }
+
+  get hasSettings() {
+    return Object.keys(this.controls).length > 0;
+  }
+
+  /** The scene with which a run of the engine's own code is compared: the first, if settings differ. */
+  _baseline() {
+    return this._settings() ? this.data.scene : null;
+  }
+
+  /** The settings that the reader has changed, in words. */
+  _settings() {
+    const changed = Object.entries(this.controls).filter(([, select]) => select.selectedIndex > 0);
+    return changed.map(([name, select]) => `, ${this.data.lab.controls[name][0]}: ${select.value}`).join("");
   }
 
   async check() {
     const { error } = this; // of the run, which the tests do not mend
+    this.forget();
     const { tests } = await this.ask(this.request("check"));
     if (!tests || this.isGone) return;
     this._showTests(tests);
@@ -147,16 +177,36 @@ export class Lab extends Page {
       if (scene.error) player.seek(Math.min(scene.error.step ?? Infinity, player.history.length - 1));
     }
     const headings = [`The engine's own code${this.data.lab.rule ? "" : ", which is vLLM's rule"}`, "Your code"];
-    if (scene.lanes) showLanes(find("lanes"), this.usual.lanes, isOwn ? scene.lanes : null, headings);
-    if (scene.picture) showPictures(find("picture"), isOwn ? [this.usual.picture, scene.picture] : [scene.picture], headings);
+    const baseline = isOwn ? null : this._baseline();
+    const [base, own] = baseline ? [baseline, true] : [this.usual, isOwn];
+    const settings = this._settings();
+    if (baseline) headings[1] = `${headings[0]}${settings}`;
+    else headings[0] += settings;
+    if (scene.lanes) showLanes(find("lanes"), base.lanes, own ? scene.lanes : null, headings);
+    else find("lanes").replaceChildren();
+    if (scene.picture) showPictures(find("picture"), own ? [base.picture, scene.picture] : [scene.picture], headings);
+    else find("picture").replaceChildren();
+    this._showText(scene.text);
     if (isOwn && JSON.stringify(scene.figures) !== JSON.stringify(this.latest)) {
       this.before = this.latest;
       this.latest = scene.figures;
     }
     const before = isOwn ? this.before : null;
     this._showMeasures(scene.figures, before, isOwn);
-    this.showFigures(scene.figures, this.usual.figures, before);
+    const columns = own ? [["engine's code", base.figures]] : [];
+    if (before) columns.push(["your last run", before]);
+    const failed = scene.error && !scene.error.continues ? ", until it fails" : "";
+    const now = isOwn ? `your code${failed}` : `engine's code${settings}`;
+    this.showFigures(scene.figures, columns, now, !scene.error || scene.error.continues);
     this._showGoal(scene, isOwn);
+  }
+
+  /** Show lines of words: [name, [[word, kind], ...]]. */
+  _showText(lines) {
+    const parts = (lines ?? []).flatMap(([name, words]) => [
+      make("dt", {}, name), make("dd", {}, ...words.flatMap(([word, kind]) => [make("span", { class: `kind-${kind}` }, word), " "])),
+    ]);
+    find("text").replaceChildren(...parts);
   }
 
   /** Say whether the reader's code reaches the goal of the hard task. */
@@ -179,7 +229,7 @@ export class Lab extends Page {
       const shown = values.filter(([, value]) => value !== undefined);
       const parts = shown.map(([words, value]) => make("span", {}, make("b", {}, value), words));
       const card = make("div", { class: "measure" }, make("h3", {}, name), ...parts);
-      card.classList.toggle("differs", isOwn && now[name] !== usual[name]);
+      card.classList.toggle("differs", isOwn && now[name] !== usual[name] && (!this.scene.error || this.scene.error.continues));
       return card;
     });
     find("measures").replaceChildren(...cards);
@@ -188,15 +238,19 @@ export class Lab extends Page {
 
   _showTests(tests) {
     const items = tests.map((test) => {
-      const item = make("li", { class: test.passed ? "passed" : "failed" });
-      item.append(make("span", { class: "mark" }, test.passed ? "✓ passed" : "✗ failed"), ` ${test.sentence}`);
+      const [kind, mark] = test.passed ? ["passed", "✓ passed"] : test.choice ? ["failed choice", "≠ another rule"] : ["failed", "✗ failed"];
+      const item = make("li", { class: kind });
+      item.append(make("span", { class: "mark" }, mark), ` ${test.sentence}`);
       if (test.passed) return item;
       const why = [test.message, ...test.why.filter((line) => line !== test.message)];
       item.append(make("pre", {}, why.join("\n")));
       return item;
     });
-    const failed = tests.filter((test) => !test.passed).length;
-    const sum = failed ? `${failed} of ${tests.length} tests fail.` : `All ${tests.length} tests of the engine pass.`;
+    const failed = tests.filter((test) => !test.passed && !test.choice).length;
+    const others = tests.filter((test) => !test.passed && test.choice).length;
+    const all = others ? "Nothing that must hold is broken." : `All ${tests.length} tests of the engine pass.`;
+    const other = others ? ` ${others} of ${tests.length} tests describe the engine's own rule: yours is another one.` : "";
+    const sum = (failed ? `${failed} of ${tests.length} tests fail.` : all) + other;
     find("tests").replaceChildren(make("li", { class: "sum", role: "status" }, sum), ...items);
   }
 

@@ -56,6 +56,11 @@ export class Editor {
     this.view.setState(EditorState.create({ doc: text, extensions: this.extensions }));
   }
 
+  /** Replace the whole text, as the reader would: undo brings it back. */
+  replace(text) {
+    this.view.dispatch({ changes: { from: 0, to: this.view.state.doc.length, insert: text } });
+  }
+
   /** Mark a line; null: none. */
   mark(line) {
     this.view.dispatch({ effects: setMark.of(line) });

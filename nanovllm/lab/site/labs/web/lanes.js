@@ -14,10 +14,14 @@ function gapOf(end) {
 }
 
 /** Draw {unit, end, rows: [{name, pieces: [{from, to, kind, text, title}]}], legend}; `end`: of the scale. */
-function drawLanes({ unit, rows }, end, words) {
+function drawLanes({ unit, rows, fault }, end, words) {
   const place = (time) => NAMES + (time / end) * (WIDTH - NAMES - 8);
   const height = rows.length * ROW;
   const svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${height + FOOT}`, class: "lanes", role: "img", "aria-label": words });
+  if (fault) {
+    const [x, to] = fault.map(place);
+    svg.append(draw("rect", { x, y: 0, width: Math.max(2, to - x), height, class: "fault" }, draw("title", {}, "the step that fails")));
+  }
   const gap = gapOf(end);
   for (let time = 0; time <= end; time += gap) {
     const x = place(time);
@@ -51,6 +55,7 @@ export function showLanes(element, usual, own, headings) {
     scroller.append(drawLanes(each, end, headings[number]));
     return [make("h3", {}, headings[number]), scroller];
   });
+  if (own?.fault) marks.push(make("li", {}, make("span", { class: "swatch swatch-fault", "aria-hidden": "true" }), "the step that fails"));
   element.replaceChildren(
     ...parts,
     make("ul", { class: "legend" }, ...marks),

@@ -1,7 +1,7 @@
 // What the pages of all labs have: their data, the state of Python, a message, and a table of figures.
 import { find, make } from "./elements.js";
 
-const LOADING = "Python is being loaded: some 6 MB, once.";
+const LOADING = "Python starts: 6 MB, which the browser keeps, and some seconds on each visit.";
 
 export class Page {
   constructor(python) {
@@ -46,7 +46,15 @@ export class Page {
     if (this.isGone) return answer;
     this.busy(false);
     if (answer.error) this.complain(answer.error);
+    this.print(answer.printed);
     return answer;
+  }
+
+  /** Show what the reader's code has printed. */
+  print(text) {
+    const box = find("printed");
+    if (box) box.hidden = !text;
+    if (text) box.lastElementChild.textContent = text;
   }
 
   complain(error) {
@@ -58,19 +66,18 @@ export class Page {
     box.replaceChildren(make("strong", {}, head && `${head}. `), error.message, ...(error.note ? [make("p", {}, error.note)] : []));
   }
 
-  /** Fill the table: names and values, beside those of the engine's own code and of the reader's run before. */
-  showFigures(figures, own, before) {
-    const usual = Object.fromEntries(own);
-    const last = Object.fromEntries(before ?? []);
-    const columns = before ? [usual, last] : [usual];
+  /** Fill the table. `columns`: [words, figures] of earlier runs, the first of which is compared with this one;
+      `words`: what this run is; `isWhole`: it has not failed, so that it can be compared. */
+  showFigures(figures, columns, words, isWhole) {
+    const earlier = columns.map(([, each]) => Object.fromEntries(each));
     const rows = figures.map(([name, value]) => {
-      const cells = [...columns.map((each) => each[name] ?? ""), value].map((text) => make("td", {}, text));
+      const cells = [...earlier.map((each) => each[name] ?? ""), value].map((text) => make("td", {}, text));
       const row = make("tr", {}, make("th", { scope: "row" }, name), ...cells);
-      row.classList.toggle("differs", usual[name] !== value);
+      row.classList.toggle("differs", isWhole && earlier.length > 0 && earlier[0][name] !== value);
       return row;
     });
-    const words = ["engine's code", ...(before ? ["your last run"] : []), "this run"];
-    const head = make("tr", {}, make("td"), ...words.map((each) => make("th", { scope: "col" }, each)));
+    const heads = [...columns.map(([each]) => each), words];
+    const head = make("tr", {}, make("td"), ...heads.map((each) => make("th", { scope: "col" }, each)));
     find("figures").replaceChildren(...(rows.length ? [head, ...rows] : []));
   }
 
