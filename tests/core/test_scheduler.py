@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,9 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.features.decodes_first import decodes_first
+
+Fill = Callable[[Scheduler, SchedulerOutput], None]
 
 
 def scheduler_of(
@@ -156,19 +159,22 @@ def test_later_requests_do_not_delay_the_oldest() -> None:
     )
 
 
-def test_running_requests_get_their_shares_before_waiting_ones() -> None:
-    scheduler = scheduler_of(4, max_num_seqs=4, max_num_batched_tokens=6)
+@pytest.mark.parametrize("fill", [continue_then_admit, decodes_first])
+def test_running_requests_get_their_shares_before_waiting_ones(fill: Fill) -> None:
+    scheduler = scheduler_of(4, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=6)
+    scheduler.fill = fill
     plan = scheduler.schedule()
     assert [(share.request_id, share.num_tokens) for share in plan.requests] == [("r0", 4)], (
         "a request has one share of a step: the token that it samples is known after it"
     )
-    scheduler.update_from_output(plan, ModelRunnerOutput({"r0": [SampledToken(5)]}))
-    scheduler.add_request(Request(EngineRequest("r1", [*range(90, 99)], SamplingParams()), 1))
-    plan = scheduler.schedule()
-    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [
-        ("r0", 1),
-        ("r1", 5),
-    ], "a long prompt gets what is left, and the output of r0 does not pause"
+    scheduler.add_request(Request(EngineRequest("r1", [*range(90, 110)], SamplingParams()), 1))
+    for _ in range(3):
+        scheduler.update_from_output(plan, ModelRunnerOutput({"r0": [SampledToken(5)]}))
+        plan = scheduler.schedule()
+        assert [(share.request_id, share.num_tokens) for share in plan.requests] == [
+            ("r0", 1),
+            ("r1", 5),
+        ], "a long prompt gets what is left, and the output of r0 does not pause"
 
 
 def admit_then_continue(scheduler: Scheduler, plan: SchedulerOutput) -> None:

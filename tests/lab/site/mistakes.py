@@ -29,6 +29,7 @@ PREEMPTION = (
     "test_later_requests_do_not_delay_the_oldest",
     "test_a_preempted_request_begins_again",
 )
+RUNNING_FIRST = "test_running_requests_get_their_shares_before_waiting_ones"
 CONTINUE = "    scheduler.continue_running(plan, scheduler.queues.running)\n"
 ADMIT = "    scheduler.admit(plan)\n"
 MISTAKES = [
@@ -102,7 +103,7 @@ MISTAKES = [
         "nanovllm.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         "(request.num_tokens - 1)",
         "request.num_tokens",
-        says="no waiting request could be scheduled",
+        says="none is left to compute, so there are no logits to sample from",
         fails=("test_a_prefix_is_found_block_by_block_up_to_the_first_difference",),
     ),
     Mistake(
@@ -113,13 +114,26 @@ MISTAKES = [
         says="the step computes 92 tokens, and the budget is 16",
         fails=(
             "test_a_request_gets_what_it_misses_and_the_budget_allows",
+            RUNNING_FIRST,
             "test_no_step_has_more_tokens_of_a_prompt_than_the_threshold",
             "test_without_chunks_a_prompt_is_computed_whole_or_not_at_all",
             "test_requests_are_admitted_in_order_until_one_has_to_wait",
         ),
     ),
     Mistake(
-        "share", "nanovllm.core.scheduler:continue_then_admit", CONTINUE + ADMIT, ADMIT + CONTINUE
+        "share",
+        "nanovllm.core.scheduler:continue_then_admit",
+        CONTINUE + ADMIT,
+        ADMIT + CONTINUE,
+        says="A has 2 shares of this step",
+        fails=(RUNNING_FIRST,),
+    ),
+    Mistake(
+        "share",
+        "nanovllm.core.scheduler:continue_then_admit",
+        "scheduler.queues.running",
+        "sorted(scheduler.queues.running, key=lambda r: not r.in_prefill)",
+        fails=(RUNNING_FIRST,),
     ),
     Mistake(
         "priorities",

@@ -187,6 +187,25 @@ SOLUTIONS = {
 }
 
 
+def test_a_request_that_all_others_pass_waits_longest(ask: Ask) -> None:
+    admit = "nanovllm.core.scheduler:Scheduler.admit"
+    text = source_of(admit)
+    loop, end = "while (request := self.queues.next_in_line) is not None:", text[-50:]
+    assert end.endswith("        if plan.blocked_by:\n            return\n")
+    text = text.removesuffix("        if plan.blocked_by:\n            return\n")
+    assert text.count(loop) == 1
+    found = ask(
+        "run",
+        "priorities",
+        {admit: text.replace(loop, "for request in list(self.queues.waiting):")},
+    )
+    assert "error" not in found
+    before, after = figures(ask, "priorities", {}), dict(found["figures"])
+    mean, longest = LABS["priorities"]["measures"]
+    assert float(after[mean]) < float(before[mean])
+    assert float(after[longest]) > 1.5 * float(before[longest])
+
+
 # Tests that describe the rule which a solution replaces.
 REPLACED = {
     "priorities": {
@@ -212,6 +231,7 @@ def test_the_goal_of_a_hard_task_can_be_reached(ask: Ask, name: str) -> None:
     tests = ask("check", name, SOLUTIONS[name])["tests"]
     failed = {test["name"].partition(":")[2] for test in tests if not test["passed"]}
     assert failed == REPLACED.get(name, set())
+    assert all(test["choice"] for test in tests if not test["passed"]), "nothing is broken"
 
 
 def test_measures_are_figures(ask: Ask) -> None:
@@ -229,6 +249,57 @@ def test_the_line_of_an_exception_is_the_readers(ask: Ask) -> None:
     assert error["message"].startswith("SyntaxError") and error["place"] == [0, 2]
     error = ask("run", "preemption", {target: "def first():\n    pass\n"})["error"]
     assert error["message"] == "NameError: the code must define last_running"
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "old", "new", "step"),
+    [
+        ("preemption", "last_running", "running[-1]", "running[99]", 7),
+        ("share", "Scheduler.share", "min(request.num_schedulable_tokens, left)", "99", 0),
+        ("tables", "get_computed_blocks", "(request.num_tokens - 1)", "request.num_tokens", 3),
+    ],
+)
+def test_the_step_that_fails_is_drawn(
+    ask: Ask, name: str, target: str, old: str, new: str, step: int
+) -> None:
+    (whole,) = (each for each in LABS[name]["targets"] if each.endswith(target))
+    text = source_of(whole)
+    assert text.count(old) == 1
+    found = ask("run", name, {whole: text.replace(old, new)})
+    last = json.loads(found["trace"].splitlines()[-1])
+    assert found["error"]["step"] == last["step"] == step
+    assert last["requests"], "as far as it was planned"
+    begin, end = found["lanes"]["fault"]
+    assert begin < end == found["lanes"]["end"]
+
+
+def test_the_page_gets_what_the_readers_code_prints(ask: Ask) -> None:
+    target = "nanovllm.core.scheduler:last_running"
+    text = source_of(target).replace("    return", "    print(request.request_id)\n    return")
+    assert set(ask("run", "preemption", {target: text})["printed"].split()) >= {"4", "5"}
+    endless = text.replace("request.request_id", "'x' * 10_000")
+    assert len(ask("run", "preemption", {target: endless})["printed"]) < 5_000
+    assert "printed" not in ask("run", "preemption", {})
+
+
+def test_drafts_that_are_kept_are_words_of_the_output(ask: Ask) -> None:
+    """The picture, the text and the figures agree, also for a rule that keeps wrong words."""
+    keep = "nanovllm.features.speculation.verification:keep_accepted"
+    everything = {keep: source_of(keep).replace("sampled[name][:count]", "sampled[name]")}
+    for texts in ({}, everything):
+        found = ask("run", "drafts", texts)
+        cells = [each for row in found["picture"]["rows"] for each in row["cells"]]
+        kept = [each for each in cells if each["kind"] != "rejected"]
+        prompt, output = (words for _, words in found["text"])
+        assert [each["text"] for each in kept] == [word for word, _ in output]
+        wrong = [word for word, kind in output if kind == "wrong"]
+        assert len(wrong) == int(dict(found["figures"])["wrong words"]) == found_wrong(kept)
+        assert bool(wrong) == bool(texts) == ("error" in found)
+        assert len(prompt) == LABS["drafts"]["prompt"]
+
+
+def found_wrong(cells: list[dict[str, Any]]) -> int:
+    return sum(each["kind"] == "wrong" for each in cells)
 
 
 def test_helpers_of_the_reader_are_gone_afterwards(ask: Ask) -> None:
@@ -276,6 +347,58 @@ def test_better_rules_have_more_points_and_unfair_or_wrong_ones_none() -> None:
     with pytest.raises(AssertionError, match="would overwrite"):
         score("last_running", "running[-1]", "running[0]")
     assert score("Queues.add")[0] == 100, "the engine's rule is in place again"
+
+
+@pytest.mark.parametrize(
+    ("rule", "old", "new", "says"),
+    [
+        (
+            "Queues.add",
+            "    insort",
+            "    request.max_num_tokens = request.num_prompt_tokens + 1\n    insort",
+            "changes more of r0 than its place in line",
+        ),
+        (
+            "Queues.add",
+            "    insort",
+            "    del request.token_ids[1:]\n    insort",
+            "changes more of r0 than its place in line",
+        ),
+        (
+            "last_running",
+            "    return",
+            "    running[-1].max_num_tokens = running[-1].num_tokens + 1\n    return",
+            r"r\d+ asks for \d+ tokens, and gets \d+: a rule must not change what is computed",
+        ),
+    ],
+    ids=["shorter outputs", "shorter prompts", "a shorter output of the victim"],
+)
+def test_a_rule_that_computes_less_has_no_score(rule: str, old: str, new: str, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        score(rule, old, new)
+
+
+def test_a_score_that_fails_names_workload_and_step(ask: Ask) -> None:
+    (target,) = (each for each in LABS["contest"]["targets"] if each.endswith("choose"))
+    texts = {target: source_of(target).replace("hashes = ", "1 / 0; hashes = ")}
+    asked = {"call": "score", "contest": "EngineRouter.choose", "lab": {}, "texts": texts}
+    error = json.loads(answer(json.dumps(asked), id))["error"]
+    assert error["note"] == "This is step 0 of the workload. The workload is: twelve documents."
+    scene = ask("run", "contest", texts, rule="EngineRouter.choose", workload=1)
+    assert scene["error"]["message"].startswith("ZeroDivisionError") and scene["picture"]
+
+
+@pytest.mark.parametrize("rule", CONTESTS)
+def test_the_contest_draws_the_workloads_that_it_scores(ask: Ask, rule: str) -> None:
+    unit, workloads = CONTESTS[rule]
+    _, news = score(rule)
+    for number, (name, requests) in enumerate(workloads.items()):
+        scene = ask("run", "contest", {}, rule=rule, workload=number)
+        assert news[number]["workload"] == name
+        mean = float(dict(scene["figures"])[f"{unit}, mean"])
+        assert mean == pytest.approx(news[number]["usual"], abs=0.06)
+        rows = scene.get("lanes", {}).get("rows", [])
+        assert len(rows) in (0, len(requests))
 
 
 # ---------------------------------------------------------------- the playground

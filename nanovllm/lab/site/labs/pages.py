@@ -197,7 +197,7 @@ def _links(lab: Lab) -> str:
         f"<p>Lecture {number} builds this code: "
         f'<a href="{page}">{section}</a>. '
         "To write it yourself, from the specification to the tests, in a repository of your own: "
-        f"<code>nanovllm course start</code>, stage {lab['stage']}.</p>"
+        f"<code>nanovllm course start my-engine --at {number}</code>.</p>"
     )
 
 
