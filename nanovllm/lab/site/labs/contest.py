@@ -100,7 +100,7 @@ def waits_of(contest: str, requests: Sequence[SimulatedRequest]) -> Waits:
 
 
 def counted(contest: str, engines: Sequence[Engine]) -> Waits:
-    """Return what counts for each request that has got so far."""
+    """Return the wait of each request, if it is over."""
     key = "latency" if contest == "last_running" else "ttft"
     waits: Waits = {}
     for each in engines:

@@ -317,7 +317,8 @@ def create_engine(options: Mapping[str, Any]) -> Engine:
     scheduler = create_scheduler(resolved, manager, scheduler_class=CarefulScheduler)
     if config.batching_policy == "chunked":
         scheduler.fill = continue_then_admit
-    scheduler.hooks.before_step = [*scheduler.hooks.before_step, scheduler.note]
+    assert isinstance(scheduler, CarefulScheduler)
+    scheduler.hooks.before_step = (*scheduler.hooks.before_step, scheduler.note)
     engine = Engine(resolved, scheduler, 1.0, token_cost, ahead=ahead, plan_cost=plan_cost)
     engine.looks_back = looks_back
     return engine

@@ -133,10 +133,11 @@ export class Lab extends Page {
     return this._settings() ? this.data.scene : null;
   }
 
-  /** The settings that the reader has changed, in words. */
-  _settings() {
+  /** The settings that the reader has changed, in words; `number`: of another choice, as 0, the page's own. */
+  _settings(number) {
     const changed = Object.entries(this.controls).filter(([, select]) => select.selectedIndex > 0);
-    return changed.map(([name, select]) => `, ${this.data.lab.controls[name][0]}: ${select.value}`).join("");
+    const words = ([name, select]) => `, ${this.data.lab.controls[name][0]}: ${select.options[number ?? select.selectedIndex].value}`;
+    return changed.map(words).join("");
   }
 
   async check() {
@@ -181,7 +182,7 @@ export class Lab extends Page {
     const [base, own] = baseline ? [baseline, true] : [this.usual, isOwn];
     const settings = this._settings();
     if (baseline) headings[1] = `${headings[0]}${settings}`;
-    else headings[0] += settings;
+    headings[0] += baseline ? this._settings(0) : settings;
     if (scene.lanes) showLanes(find("lanes"), base.lanes, own ? scene.lanes : null, headings);
     else find("lanes").replaceChildren();
     if (scene.picture) showPictures(find("picture"), own ? [base.picture, scene.picture] : [scene.picture], headings);
@@ -192,8 +193,8 @@ export class Lab extends Page {
       this.latest = scene.figures;
     }
     const before = isOwn ? this.before : null;
-    this._showMeasures(scene.figures, before, isOwn);
-    const columns = own ? [["engine's code", base.figures]] : [];
+    this._showMeasures(scene.figures, before, isOwn, baseline);
+    const columns = own ? [[baseline ? `engine's code${this._settings(0)}` : "engine's code", base.figures]] : [];
     if (before) columns.push(["your last run", before]);
     const failed = scene.error && !scene.error.continues ? ", until it fails" : "";
     const now = isOwn ? `your code${failed}` : `engine's code${settings}`;
@@ -222,10 +223,12 @@ export class Lab extends Page {
   }
 
   /** The figures that the lab is about: of the engine's code, and of the reader's last two runs. */
-  _showMeasures(figures, before, isOwn) {
+  _showMeasures(figures, before, isOwn, baseline) {
     const [now, last, usual] = [figures, before ?? [], this.usual.figures].map(Object.fromEntries);
     const cards = (this.data.lab.measures ?? []).map((name) => {
-      const values = [[this.rule, usual[name]], ["your last run", last[name]], ["your code", isOwn ? now[name] : undefined]];
+      const first = baseline ? [[this._settings(0).slice(2), Object.fromEntries(baseline.figures)[name]]] : [];
+      const words = baseline ? this._settings().slice(2) : this.rule;
+      const values = [...first, [words, usual[name]], ["your last run", last[name]], ["your code", isOwn ? now[name] : undefined]];
       const shown = values.filter(([, value]) => value !== undefined);
       const parts = shown.map(([words, value]) => make("span", {}, make("b", {}, value), words));
       const card = make("div", { class: "measure" }, make("h3", {}, name), ...parts);
