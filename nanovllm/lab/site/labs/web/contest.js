@@ -47,7 +47,8 @@ export class Contest extends Lab {
     this.forget();
     const names = this.data.workloads[this.contest];
     this.workload.replaceChildren(...names.map((name, value) => make("option", { value }, name)));
-    this.before = null;
+    this.before = null; // another rule has other figures
+    this.latest = null;
     if (this.isOpen) this.run();
   }
 
