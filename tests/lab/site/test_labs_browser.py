@@ -136,7 +136,7 @@ def test_each_lab_finds_its_mistakes(open_lab: Any, name: str) -> None:
 @pytest.mark.nightly
 def test_the_frontier_is_drawn_while_it_is_simulated(open_lab: Any) -> None:
     page = open_lab("what-if")
-    page.wait_for_selector(".frontier circle.own", timeout=TAKES)
+    page.wait_for_selector(".frontier .own", timeout=TAKES)
     assert page.evaluate("nanovllmLab.lab.done") is None, "it redraws while it runs"
     assert "Its bottleneck: " in page.inner_text("#caption")
     first = page.inner_text("#figures")
@@ -144,7 +144,7 @@ def test_the_frontier_is_drawn_while_it_is_simulated(open_lab: Any) -> None:
     page.fill("#slider-request_rate", "6")
     page.wait_for_function("nanovllmLab.lab.done === nanovllmLab.lab.turn", timeout=TAKES)
     assert page.inner_text("#figures") != first
-    assert page.locator(".frontier circle").count() == 10, "two splits, and five chunks"
+    assert page.locator(".frontier .fleet").count() == 10, "two splits, and five chunks"
     assert page.locator(".frontier .best").count() >= 1
 
 

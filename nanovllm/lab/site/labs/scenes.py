@@ -67,54 +67,23 @@ def stream_of(lab: Lab, count: int | None) -> list[list[Any]]:
 
 def drafts(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     """Generate a sequence of words with drafts, and show which of them are kept."""
-    words = lab["words"].split()
-    vocabulary = sorted(set(words))
-    target = [vocabulary.index(word) for word in words]
-    tokens = target[: lab["prompt"]]
+    run = _Drafts(lab)
     most = int(options.get("drafts", lab["drafts"]))
     proposer = NgramProposer(lab["longest"], 1)
-    rows: list[Scene] = []
-    num_drafted = 0
-    wrong: list[int] = []  # positions of words that the model alone would not have sampled
     scene: Scene = {}
     try:
-        while len(tokens) < len(target) and len(rows) < len(target):
-            left = len(target) - len(tokens) - 1
-            drafted = proposer.propose(tokens, min(most, left))[:left]
-            kept = _verify(tokens, drafted, target)
-            if not kept:
-                raise InvariantError(
-                    "the step keeps no token: the model's first one is always right"
-                )
-            num_drafted += len(drafted)
-            new = range(len(tokens), min(len(tokens) + len(kept), len(target)))
-            tokens += kept
-            wrong += [at for at in new if tokens[at] != target[at]]
-            rows.append(_row_of(drafted, kept, [at in wrong for at in new], vocabulary, len(rows)))
-            if wrong and "error" not in scene:
-                words = [vocabulary[each[wrong[0]]] for each in (tokens, target)]
-                scene |= {
-                    "error": InvariantError(
-                        f"word {wrong[0]} is {words[0]!r}, and the model alone says {words[1]!r}: "
-                        "drafts must not change the output"
-                    ),
-                    "step": len(rows) - 1,
-                    "note": "The run continues, so that you see what became of the sentence.",
-                }
+        while len(run.tokens) < len(run.target) and len(run.rows) < len(run.target):
+            run.step(proposer, most)
+            if run.wrong and "error" not in scene:
+                scene |= {"error": run.fault, "step": len(run.rows) - 1}
+                scene["note"] = "The run continues, so that you see what became of the sentence."
     except Exception as error:
-        scene |= {"error": error, "step": len(rows)}
-    num_words = len(tokens) - lab["prompt"]
-    num_accepted = sum(each["kind"] == "accepted" for row in rows for each in row["cells"])
-    prompt = [(vocabulary[token], "prompt") for token in target[: lab["prompt"]]]
-    written = [
-        (vocabulary[token], "wrong" if at in wrong else "decode")
-        for at, token in enumerate(tokens)
-        if lab["prompt"] <= at < len(target)
-    ]
-    scene["text"] = [("prompt", prompt), ("output", written)]
+        scene |= {"error": error, "step": len(run.rows)}
+    cells = [each for row in run.rows for each in row["cells"]]
+    scene["text"] = run.text
     scene["picture"] = {
-        "columns": max([most + 1, *(len(row["cells"]) for row in rows)]),
-        "rows": rows,
+        "columns": max([most + 1, *(len(row["cells"]) for row in run.rows)]),
+        "rows": run.rows,
         "legend": {
             "accepted": "a draft that is kept",
             "decode": "the model's own word",
@@ -122,15 +91,74 @@ def drafts(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
             "wrong": "a word that the model alone would not have sampled here",
         },
     }
+    num_words = len(run.tokens) - run.num_prompt
     scene["figures"] = [
-        ("steps of the model", f"{len(rows)}"),
+        ("steps of the model", f"{len(run.rows)}"),
         ("words generated", f"{num_words}"),
-        ("words per step", f"{num_words / max(1, len(rows)):.2f}"),
-        ("drafts", f"{num_drafted}"),
-        ("drafts that were kept", f"{num_accepted}"),
-        ("wrong words", f"{len(wrong)}"),
+        ("words per step", f"{num_words / max(1, len(run.rows)):.2f}"),
+        ("drafts", f"{run.num_drafted}"),
+        ("drafts that were kept", f"{sum(each['kind'] == 'accepted' for each in cells)}"),
+        ("wrong words", f"{len(run.wrong)}"),
     ]
     return scene
+
+
+class _Drafts:
+    """A sequence of words that a model with drafts writes.
+
+    Attributes:
+        target, tokens: what the model alone writes, and what it has written with drafts.
+        wrong: positions at which the two differ.
+        rows: for the picture, one per step.
+    """
+
+    def __init__(self, lab: Lab) -> None:
+        words = lab["words"].split()
+        self.vocabulary = sorted(set(words))
+        self.target = [self.vocabulary.index(word) for word in words]
+        self.num_prompt: int = lab["prompt"]
+        self.tokens = self.target[: self.num_prompt]
+        self.wrong: list[int] = []
+        self.rows: list[Scene] = []
+        self.num_drafted = 0
+
+    def step(self, proposer: NgramProposer, most: int) -> None:
+        """Draft, verify, and keep what the reader's code keeps.
+
+        Raises:
+            InvariantError: it keeps nothing.
+        """
+        begin = len(self.tokens)
+        left = len(self.target) - begin - 1
+        drafted = proposer.propose(self.tokens, min(most, left))[:left]
+        kept = _verify(self.tokens, drafted, self.target)
+        if not kept:
+            raise InvariantError("the step keeps no token: the model's first one is always right")
+        self.num_drafted += len(drafted)
+        self.tokens += kept
+        new = range(begin, min(len(self.tokens), len(self.target)))
+        self.wrong += [at for at in new if self.tokens[at] != self.target[at]]
+        is_wrong = [at in self.wrong for at in new]
+        self.rows.append(_row_of(drafted, kept, is_wrong, self.vocabulary, len(self.rows)))
+
+    @property
+    def fault(self) -> InvariantError:
+        """The first wrong word, as an error."""
+        at = self.wrong[0]
+        word, right = (self.vocabulary[each[at]] for each in (self.tokens, self.target))
+        return InvariantError(
+            f"word {at} is {word!r}, and the model alone says {right!r}: drafts must not change "
+            "the output"
+        )
+
+    @property
+    def text(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """The prompt and the output: each word, and its kind."""
+        words = [
+            (self.vocabulary[token], "wrong" if at in self.wrong else "decode")
+            for at, token in enumerate(self.tokens[: len(self.target)])
+        ]
+        return [("prompt", words[: self.num_prompt]), ("output", words[self.num_prompt :])]
 
 
 def _verify(tokens: list[int], drafted: list[int], target: list[int]) -> list[int]:

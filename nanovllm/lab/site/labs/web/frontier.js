@@ -1,5 +1,5 @@
 // The playground's picture: each fleet is a point, its P99 time to the first token against its P99 time per token.
-import { draw } from "./elements.js";
+import { draw, make } from "./elements.js";
 
 const WIDTH = 640;
 const HEIGHT = 440;
@@ -53,7 +53,15 @@ export function showFrontier(element, points, frontier, engines) {
     const isOwn = point === points[0];
     const kind = isOwn ? "own" : best.includes(point) ? "best" : "other";
     const words = `${fleetWords(point, engines)}: ${short(Math.round(ttft(point)))}, ${short(tpot(point).toFixed(1))}; ${point.summary.bottleneck}`;
-    svg.append(draw("circle", { cx, cy, r: isOwn ? 8 : 5, class: kind }, draw("title", {}, words)));
+    const mark = draw("title", {}, words);
+    const r = isOwn ? 8 : 5;
+    // Round: replicas; a diamond: engines for prefill and engines for decode.
+    svg.append(point.split ? draw("path", { d: `M${cx - r - 1} ${cy}l${r + 1} ${-r - 1} ${r + 1} ${r + 1} ${-r - 1} ${r + 1}z`, class: `fleet ${kind}` }, mark)
+      : draw("circle", { cx, cy, r, class: `fleet ${kind}` }, mark));
+    if (!isOwn && kind !== "best") continue;
+    const layout = point.split ? `${point.split}+${engines - point.split}` : `${engines}`;
+    svg.append(draw("text", { x: cx + r + 3, y: cy - r + 1, class: "label" }, `${layout}, ${point.chunk}`));
   }
-  element.replaceChildren(svg);
+  const words = ["● replicas", "◆ engines for prefill + engines for decode", "label: engines, tokens per step"];
+  element.replaceChildren(svg, make("ul", { class: "legend" }, ...words.map((each) => make("li", {}, each))));
 }

@@ -12,9 +12,16 @@ function open(python) {
   return new KINDS[kind](python);
 }
 
+/** On a phone the bar of labs scrolls: show the link of this one. */
+function showLink() {
+  const link = document.querySelector("nav.labs [aria-current]");
+  if (link) link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.offsetLeft - 16;
+}
+
 let lab = null;
 const python = find("lab") ? new Python(() => lab?.showState()) : null; // the list of labs needs none
 if (python) lab = open(python);
+showLink();
 // For tests, and for the curious.
 window.nanovllmLab = { get lab() { return lab; }, python };
 
@@ -37,6 +44,7 @@ async function go(href, isBack = false) {
     document.querySelector(place).replaceWith(document.adoptNode(page.querySelector(place)));
   }
   scrollTo(0, 0);
+  showLink();
   lab = open(python);
   find("main").focus();
 }

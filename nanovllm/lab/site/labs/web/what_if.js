@@ -4,13 +4,26 @@ import { fleetWords, showFrontier } from "./frontier.js";
 import { Page } from "./page.js";
 
 const FIGURES = [
-  ["bottleneck", (s) => s.bottleneck],
+  ["takes most of a step (and why)", (s) => s.bottleneck],
   ["time to the first token, P99", (s) => `${s.p99_ttft_ms.toFixed(0)} ms`],
   ["time per output token, P99", (s) => `${s.p99_tpot_ms.toFixed(1)} ms`],
-  ["requests per second served", (s) => s.request_throughput.toFixed(1)],
+  ["requests per second, until the last one has ended", (s) => s.request_throughput.toFixed(1)],
   ["output tokens per second", (s) => s.output_throughput.toFixed(0)],
   ["dollars per million output tokens", (s) => s.dollars_per_million_output_tokens?.toFixed(2) ?? "unknown"],
 ];
+
+const BOUNDS = {
+  bytes: "what it reads from the GPU's memory",
+  FLOPs: "arithmetic",
+  link: "what it sends to other GPUs",
+  host: "the host, which launches it",
+};
+
+/** A bottleneck, such as "mlp (bytes)": the part of a step that takes most time, and what the time is spent on. */
+function bottleneckWords(words) {
+  const [, part, bound] = /^(.*) \((\w+)\)$/.exec(words) ?? [];
+  return part ? `${part}, limited by ${BOUNDS[bound] ?? bound}` : words;
+}
 
 export class WhatIf extends Page {
   film = "Without it, nothing can be simulated here.";
@@ -90,7 +103,7 @@ export class WhatIf extends Page {
     const isBest = frontier.includes(0);
     const left = points.length < count ? ` ${points.length} of ${count} fleets are simulated.` : "";
     find("caption").textContent = `Your fleet (${fleetWords(own, engines)}) is ${isBest ? "" : "not "}on the frontier.`
-      + ` Its bottleneck: ${own.summary.bottleneck}.${left}`;
+      + ` Its bottleneck: ${bottleneckWords(own.summary.bottleneck)}.${left}`;
     showFrontier(find("picture"), points, frontier, engines);
     const rows = FIGURES.map(([name, words]) =>
       make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, words(own.summary))));
