@@ -155,13 +155,16 @@ class StepTimer:
         return time.perf_counter() if clock is None else clock.now / SECOND
 
     def run(self, load: Load) -> list[Timed]:
-        """Serve a load; returns its steps."""
-        waiting = deque(sorted(load, key=lambda request: request.step))
+        """Serve a load; returns its steps. All prompts are drawn before the first step: to draw
+        them later would count as time of steps."""
+        in_order = sorted(load, key=lambda request: request.step)
+        waiting = deque((request, self._draw_prompt(request)) for request in in_order)
         self._ended.clear()
         begin = self.now()
         for step in itertools.count():
-            while waiting and waiting[0].step <= step:
-                self._add(str(len(waiting)), waiting.popleft())
+            while waiting and waiting[0][0].step <= step:
+                request, prompt = waiting.popleft()
+                self._add(str(len(waiting)), request, prompt)
             if not waiting and not self.engine.has_unfinished:
                 break
             self.engine.step()
@@ -178,9 +181,11 @@ class StepTimer:
     def _took(self, plan: SchedulerOutput, seconds: float) -> None:
         self._ended.append((plan, self.now()))
 
-    def _add(self, request_id: str, request: LoadRequest) -> None:
+    def _draw_prompt(self, request: LoadRequest) -> list[int]:
         own = self._draw_tokens(request.num_prompt_tokens - request.num_shared)
-        prompt = self._shared[: request.num_shared] + own
+        return self._shared[: request.num_shared] + own
+
+    def _add(self, request_id: str, request: LoadRequest, prompt: list[int]) -> None:
         params = SamplingParams(
             temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
         )

@@ -11,7 +11,16 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.calibrate import Timed, calibrate, extra_seconds, fit, with_errors
+from nanovllm.engine.llm import LLMEngine
+from nanovllm.simulate.calibrate import (
+    LoadRequest,
+    StepTimer,
+    Timed,
+    calibrate,
+    extra_seconds,
+    fit,
+    with_errors,
+)
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.measured import MeasuredCost, read_cost, write_cost
 from nanovllm.simulate.simulation import simulate
@@ -121,3 +130,18 @@ def test_an_engine_is_measured(tiny_model):
     assert 0 < cost.low <= cost.high
     assert cost.row_seconds == sorted(cost.row_seconds)
     assert len(cost.pauses) == len(cost.idle_seconds) > 0
+
+
+def test_prompts_are_not_drawn_while_steps_are_timed(tiny_model):
+    """The second request arrives while the first one is decoded: its tokens are known by then."""
+    timer = StepTimer(LLMEngine(EngineConfig(model=str(tiny_model), num_kv_blocks=100)))
+
+    class IdleNumbers(random.Random):
+        def randrange(self, *bounds):
+            assert not timer.engine.has_unfinished
+            return super().randrange(*bounds)
+
+    timer.numbers = IdleNumbers(0)
+    steps = timer.run([LoadRequest(20, 10), LoadRequest(30, 5, step=3, num_shared=8)])
+    assert sum(work.num_samples for work, _ in steps) >= 15
+    timer.core.close()
