@@ -19,6 +19,7 @@ extensions = [
 
 nb_execution_mode = "off"  # the lectures' saved outputs
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # as the text: outputs have tables, too
 nb_mime_priority_overrides = [("html", "text/markdown", 8)]
 nb_ipywidgets_js: dict[str, object] = {}  # else from another host
 suppress_warnings = ["mystnb.unknown_mime_type"]  # widgets, which also have a picture
@@ -34,6 +35,7 @@ html_theme = "sphinx_book_theme"
 html_theme_options = {
     "search_bar_text": "Search the lectures, the glossary and the READMEs",
     "show_toc_level": 2,
+    "article_header_start": ["toggle-primary-sidebar.html", "home.html"],
     "use_download_button": False,
     "footer_content_items": "",
 }

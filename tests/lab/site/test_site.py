@@ -65,7 +65,12 @@ def test_unchanged_lines_are_pale_and_folded_cells_folded(site: pathlib.Path) ->
     text = (site / "notebooks/13_scheduler.html").read_text(encoding="utf-8")
     cells = json.loads((ROOT / "notebooks/13_scheduler.ipynb").read_text("utf-8"))["cells"]
     hidden = [cell["metadata"].get("jupyter", {}) for cell in cells]
-    folds = sum(bool(each.get("source_hidden")) for each in hidden)
+    folded = [bool(each.get("source_hidden")) for each in hidden]
+    # Folded cells without outputs are in one fold with the next one.
+    folds = sum(folded) - sum(
+        here and below and not cell["outputs"]
+        for here, below, cell in zip(folded, folded[1:], cells, strict=False)
+    )
     answers = sum(bool(each.get("outputs_hidden")) for each in hidden)
     assert folds and answers
     summaries = re.findall("<summary>(.*?)</summary>", text)
@@ -96,6 +101,97 @@ def test_search_finds_a_term(visit: Any) -> None:
     results = page.locator("#search-results li a")
     results.first.wait_for()
     assert any("13_scheduler" in link.get_attribute("href") for link in results.all())
+
+
+@pytest.mark.parametrize(
+    ("button", "drawer", "link", "heading"),
+    [
+        ("On this page", "#pst-secondary-sidebar-modal", "4.6 Memory runs out", "4.6 Memory runs"),
+        ("All pages", "#pst-primary-sidebar-modal", "12 · Block tables", "12 · Block tables"),
+    ],
+)
+def test_on_a_phone_a_drawer_leads_to_a_section_and_to_a_page(
+    visit: Any, page: Any, button: str, drawer: str, link: str, heading: str
+) -> None:
+    page.set_viewport_size(PHONE)
+    visit("notebooks/13_scheduler.html")
+    page.get_by_role("button", name=button).click()
+    page.locator(drawer).get_by_role("link", name=link).click()
+    page.locator(f"{drawer}:not([open])").wait_for(state="attached")
+    reached = page.get_by_role("heading", name=heading)
+    is_near_the_top = f"(each) => Math.abs(each.getBoundingClientRect().y) < {PHONE['height'] / 2}"
+    page.wait_for_function(is_near_the_top, arg=reached.element_handle())
+    # Escape leaves the page where it is, and the drawer can be opened again.
+    page.get_by_role("button", name=button).click()
+    page.locator(f"{drawer}[open]").wait_for()
+    page.keyboard.press("Escape")
+    assert page.locator("dialog[open]").count() == 0
+    page.wait_for_function(is_near_the_top, arg=reached.element_handle())
+
+
+def test_on_a_wide_screen_the_menu_hides_the_sidebar(visit: Any) -> None:
+    page = visit("notebooks/13_scheduler.html")
+    sidebar = page.locator("#pst-primary-sidebar")
+    assert sidebar.get_by_role("link", name="Labs").get_attribute("href") == "../labs/index.html"
+    assert sidebar.locator(".logo").get_attribute("href") == "../index.html"
+    page.get_by_role("button", name="All pages").click()
+    sidebar.wait_for(state="hidden")
+    page.get_by_role("button", name="All pages").click()
+    sidebar.wait_for(state="visible")
+
+
+def test_tables_of_outputs_are_tables(site: pathlib.Path) -> None:
+    for lecture in LECTURES:
+        text = (site / f"notebooks/{lecture}.html").read_text(encoding="utf-8")
+        assert not re.search(r"<p>\s*\|.*\|\s*$", text, re.MULTILINE), lecture
+
+
+def test_pages_leave_out_what_only_helps_those_who_run_a_cell() -> None:
+    pytest.importorskip("sphinx", reason="there is no Sphinx: `make install` installs it")
+    from nanovllm.lab.site.pages import join_folded, leave_out
+
+    def code(source: str, unchanged: str = "", **metadata: Any) -> dict[str, Any]:
+        marks = {"nanovllm": {"unchanged": unchanged, "length": 1}} if unchanged else {}
+        return {"cell_type": "code", "source": source, "metadata": metadata | marks, "outputs": []}
+
+    folded = {"jupyter": {"source_hidden": True}}
+    first = code("#| export\na = 1\nb = 2", "2", **folded)
+    second = code("# NBVAL_IGNORE_OUTPUT\nc = 3\nd = 4", "3", **folded)
+    shown = code("e = 5")
+    joined = join_folded([first, second, shown])
+    assert len(joined) == 2
+    leave_out(joined[0])
+    lines = joined[0]["source"].split("\n")
+    assert lines == ["a = 1", "b = 2", "", "", "c = 3", "d = 4"]
+    assert joined[0]["metadata"]["nanovllm"]["unchanged"] == "1 6"
+
+    asked = code('gain = course.predict(\n    "How much?", ..., unit="ms"\n)')
+    leave_out(asked)
+    assert asked["metadata"]["tags"] == ["remove-input"]
+    computed = code('n = 3\ngain = course.predict("How much?", ..., unit="ms")')
+    leave_out(computed)
+    assert "tags" not in computed["metadata"]
+
+    exercise = code("check()")
+    verdict = {"output_type": "stream", "text": ["Exercise 1: not solved yet.\n"]}
+    result = {"output_type": "stream", "text": ["stuck: not solved yet, and 3 wait\n"]}
+    exercise["outputs"] = [verdict, result]
+    leave_out(exercise)
+    assert exercise["outputs"] == [result]
+    heading = {"cell_type": "markdown", "source": ["## 7 · Exercises\n", "\n", "Solve them."]}
+    leave_out(heading)
+    assert "No code runs on this page" in heading["source"]
+    assert heading["source"].endswith("Solve them.")
+
+
+def test_the_glossary_and_questions_lead_to_sections(site: pathlib.Path) -> None:
+    glossary = (site / "notebooks/glossary.html").read_text(encoding="utf-8")
+    assert re.search(r'href="13_scheduler.html#memory-runs-out"[^>]*>(<\w[^>]*>)*“4.6', glossary)
+    text = (site / "index.html").read_text(encoding="utf-8")
+    table = text.partition('id="questions"')[2].partition("</table>")[0]
+    links = re.findall(r'href="([^"]+)"', table)
+    sections = [link for link in links if re.match(r"notebooks/\d\d_\w+\.html#\w", link)]
+    assert len(sections) >= 20 and 'href="#questions"' in text
 
 
 def test_pictures_are_dark_in_the_dark(visit: Any) -> None:
