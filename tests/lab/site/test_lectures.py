@@ -69,6 +69,11 @@ def answers(page: Any) -> list[bool]:
     return [fold.evaluate("(fold) => fold.open") for fold in folds]
 
 
+def told(prediction: Any) -> list[str]:
+    """What the card of a locked prediction says."""
+    return prediction.get_by_role("status").locator("dd").all_text_contents()
+
+
 def reveals(page: Any, number: int) -> list[str]:
     return page.locator(".nv-reveal").nth(number).locator("dd").all_text_contents()
 
@@ -88,8 +93,8 @@ def test_predictions_lock_and_reveal(page: Any, lecture: str) -> None:
         assert latency.get_by_role("status").inner_text() == "Type a number of ms."
     field.fill("2,469")
     field.press("Enter")
-    assert latency.get_by_role("status").inner_text() == "You predict: 2,469 ms"
-    assert reveals(page, 0)[0] == "2,469 ms, 2 times too high"
+    answer = ["2,469 ms, 2 times too high", "1,500 ms, 1.2 times too high", "1,235 ms"]
+    assert told(latency) == answer == reveals(page, 0)
     # These answer the other question, too.
     assert answers(page) == [False] * 4
 
@@ -97,12 +102,12 @@ def test_predictions_lock_and_reveal(page: Any, lecture: str) -> None:
     assert policy.get_by_role("status").inner_text() == "Choose one of the answers."
     policy.get_by_label("recompute").check()
     policy.get_by_role("button", name="Lock").click()
-    assert reveals(page, 1) == ["recompute: no", "swap"]
+    assert told(policy) == ["recompute: no", "swap"] == reveals(page, 1)
     assert answers(page) == [True] * 4
 
     # The browser keeps them until the reader predicts again.
     page.reload()
-    assert latency.get_by_role("status").inner_text() == "You predict: 2,469 ms"
+    assert told(latency) == answer
     assert answers(page) == [True] * 4
     latency.get_by_role("button", name="Predict again").click()
     assert reveals(page, 0)[0] == "nothing yet"
@@ -162,6 +167,7 @@ def test_stored_players_play_and_films_can_be_stopped(page: Any, tmp_path: Path)
 
 def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
     page = visit("notebooks/13_scheduler.html")
+    page.locator(".nv-cover").first.get_by_role("button", name="Show them").click()
     player = page.locator(".nv-stored").first
     token = page.locator(".nv-prediction").filter(has_text="D gets one token more per step")
     assert player.is_hidden()
@@ -178,3 +184,35 @@ def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
     latency.get_by_role("textbox").fill("33")
     latency.get_by_role("button", name="Lock").click()
     answer.get_by_text("33 ms, 2 times too low").wait_for()
+    latency.get_by_text("33 ms, 2 times too low").wait_for()
+
+
+def test_what_explains_an_answer_is_covered_and_code_stays_folded(visit: Any, page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    visit("notebooks/13_scheduler.html")
+    taker = page.locator(".nv-prediction").filter(has_text="block 4")
+    explanation = page.get_by_text("C lost block 4 by preemption")
+    code = page.locator("details.above-input[open]")
+    covers = page.locator(".nv-cover")
+    before = covers.count()
+    assert explanation.is_hidden() and code.count() == 0 and before > 2
+    assert page.locator(".nv-covered[hidden=until-found]").count() == before
+    taker.get_by_role("radio").first.check()
+    taker.get_by_role("button", name="Lock").click()
+    assert explanation.is_visible() and code.count() == 0 and covers.count() == before - 1
+    taker.get_by_role("button", name="How it was measured").click()
+    place = page.locator(".nv-reveal").filter(has_text="block 4")
+    page.wait_for_function(
+        "(each) => Math.abs(each.getBoundingClientRect().y) < innerHeight",
+        arg=place.element_handle(),
+    )
+    # Without a guess, a click shows them.
+    pause = page.locator(".nv-cover").last
+    hidden = page.locator(".nv-covered[hidden] .nv-reveal").last
+    assert hidden.is_hidden()
+    pause.get_by_role("button", name="Show them").click()
+    shown = page.locator(".nv-covered:not([hidden]) .nv-reveal").last
+    assert shown.is_visible() and covers.count() == before - 2
+    # What is covered can be found, and is read on paper.
+    page.emulate_media(media="print")
+    assert page.locator(".nv-covered p").first.is_visible() and covers.first.is_hidden()

@@ -1,11 +1,13 @@
-// Predictions on pages: the reader types a guess and locks it; then the outputs that answer it open, and say how far off
-// the guess is. What is locked is kept in the browser. The data are those that `course.predict` stores in a notebook
-// (nanovllm/lab/course/predict.py); numbers and distances are said as there.
+// Predictions on pages: the reader types a guess and locks it; then its card says what was measured and how far off the
+// guess is, and the outputs and the text that explain it, which were covered, are shown. What is locked is kept in the
+// browser. The data are those that `course.predict` stores in a notebook (nanovllm/lab/course/predict.py); numbers and
+// distances are said as there.
 import { makeElement } from "../../../trace/web/story.js";
 import PREDICTION_SHEET from "./predictions.css" with { type: "css" };
 
 // Folded outputs of the site, and of exported lectures.
-const FOLDED = ".cell.tag_hide-output details, details.jp-Cell-outputWrapper";
+const FOLDED = ".cell.tag_hide-output details.below-input, details.jp-Cell-outputWrapper";
+const CELL = ".cell"; // of the site, where a section's cells and paragraphs are its children
 const KEY = "nanovllm.predictions";
 const RIGHT = 0.05; // a guess that is at most this far off
 
@@ -73,7 +75,8 @@ class Prediction {
     this.guesses = guesses;
     this.onChange = onChange;
     this.data = JSON.parse(element.dataset.prediction);
-    this._draw();
+    this.place = null; // of its answer on the page
+    this.cover = null; // over what explains the answer
   }
 
   /** The locked guess: this reader's, or else the notebook's; undefined if there is none. */
@@ -83,7 +86,7 @@ class Prediction {
   }
 
   /** Draw the form, or, once it is locked, the guess. */
-  _draw() {
+  draw() {
     const { guess } = this;
     this.element.classList.toggle("nv-locked", guess !== undefined);
     this.element.replaceChildren(guess === undefined ? this._form() : this._locked(guess));
@@ -135,37 +138,86 @@ class Prediction {
   _locked(guess) {
     const { question, unit } = this.data;
     const locked = makeElement("div");
-    const answers = makeElement("div", { class: "nv-answers" });
+    const result = makeElement("div", { role: "status" });
+    result.append(this.place ? listAnswer(answerAt(this.place), guess) : `You predict: ${say(guess, unit)}`);
+    const buttons = makeElement("div", { class: "nv-answers" });
+    if (this.place) {
+      const explain = makeElement("button", { type: "button" }, "How it was measured");
+      explain.addEventListener("click", () => this._showPlace());
+      buttons.append(explain);
+    }
     const again = makeElement("button", { type: "button" }, "Predict again");
     again.addEventListener("click", () => {
       this._keep(null);
       this.element.querySelector("input").focus({ preventScroll: true });
     });
-    answers.append(makeElement("span", { role: "status" }, `You predict: ${say(guess, unit)}`), again);
-    locked.append(ask("span", question), answers);
+    buttons.append(again);
+    locked.append(ask("span", question), result, buttons);
     if (!this.guesses.isKept) locked.append(makeElement("p", {}, "This browser does not keep it for your next visit."));
     return locked;
   }
 
+  /** Scroll to the cell that measured the answer. */
+  _showPlace() {
+    this.cover?.open();
+    for (let fold = this.place.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+    (this.place.closest(CELL) ?? this.place).scrollIntoView({ block: "start" });
+  }
+
   _keep(guess) {
     this.guesses.set(this.data.question, guess);
-    this._draw();
+    this.draw();
     this.onChange();
   }
 }
 
-/** Show what was measured, and how far the guess and the lecture's formula are from it. */
-function drawAnswer(element, guess) {
-  const { question, unit, measured, formula } = JSON.parse(element.dataset.answer);
+/** What is hidden between a question and the explanation of its answer. */
+class Cover {
+  constructor(elements, predictions) {
+    this.predictions = predictions; // that are to be locked
+    this.hidden = makeElement("div", { class: "nv-covered", hidden: "until-found" });
+    this.line = makeElement("p", { class: "nv-cover" }, "The answer and its explanation are covered until you lock a prediction. ");
+    const show = makeElement("button", { type: "button" }, "Show them");
+    show.addEventListener("click", () => this.open());
+    this.line.append(show);
+    elements[0].before(this.line, this.hidden);
+    this.hidden.append(...elements);
+    this.hidden.addEventListener("beforematch", () => this.open()); // the browser's search has found something in it
+  }
+
+  open() {
+    this.line.remove();
+    this.hidden.removeAttribute("hidden");
+    for (const fold of this.hidden.querySelectorAll(FOLDED)) fold.open = true;
+  }
+}
+
+/** The elements of a section between a question and the explanation of its answers; none if they are elsewhere. */
+function explanationOf(question, isAnswer) {
+  const found = [];
+  let end = 0;
+  let next = question.closest(CELL)?.nextElementSibling;
+  for (; next && !next.matches("section") && !next.querySelector(".nv-prediction"); next = next.nextElementSibling) {
+    found.push(next);
+    if ([...next.querySelectorAll(".nv-reveal")].some(isAnswer)) end = found.length;
+  }
+  while (end > 0 && end < found.length && !found[end].matches(CELL)) end++;
+  return found.slice(0, end);
+}
+
+const answerAt = (place) => JSON.parse(place.dataset.answer);
+
+/** What was measured, and how far the guess and the lecture's formula are from it. */
+function listAnswer({ unit, measured, formula }, guess) {
   const list = makeElement("dl");
   const tell = (name, text, look) => list.append(makeElement("dt", {}, name), makeElement("dd", { class: look }, text));
   tell("you predicted", guess === undefined ? "nothing yet" : say(guess, unit) + distance(guess, measured));
   if (formula !== undefined) tell("by the formula", say(formula, unit) + distance(formula, measured));
   tell("measured", say(measured, unit), "nv-measured");
-  element.replaceChildren(ask("span", question), list);
+  return list;
 }
 
-/** Make forms of the predictions below an element. Their answers open once all predictions that they answer are locked. */
+/** Make forms of the predictions below an element. What answers them is covered until all that it answers are locked. */
 export function mountPredictions(root) {
   const found = [...root.querySelectorAll(`.nv-prediction, .nv-reveal, ${FOLDED}`)];
   if (!found.some((element) => element.matches(".nv-prediction"))) return;
@@ -175,30 +227,45 @@ export function mountPredictions(root) {
   const predictions = new Map(); // question -> its prediction
   const answers = []; // {element, prediction}
   const folds = []; // {fold, needed}: a folded output, and the predictions that it answers
+  const covers = [];
   const show = () => {
-    for (const { element, prediction } of answers) drawAnswer(element, prediction.guess);
-    for (const { fold, needed } of folds) {
-      fold.open ||= needed.length > 0 && needed.every((prediction) => prediction.guess !== undefined);
+    for (const { element, prediction } of answers) {
+      const answer = answerAt(element);
+      element.replaceChildren(ask("span", answer.question), listAnswer(answer, prediction.guess));
     }
+    const areLocked = (needed) => needed.length > 0 && needed.every((prediction) => prediction.guess !== undefined);
+    for (const { fold, needed } of folds) fold.open ||= areLocked(needed);
+    for (const cover of covers) if (areLocked(cover.predictions)) cover.open();
   };
   let open = new Set(); // asked, and not answered so far
   let last = [];
+  const askedTogether = new Map(); // prediction -> those that are open behind it
   for (const element of found) {
     if (element.matches(".nv-prediction")) {
       const prediction = new Prediction(element, guesses, show);
       predictions.set(prediction.data.question, prediction);
       open.add(prediction);
+      askedTogether.set(prediction, [...open]);
     } else if (element.matches(".nv-reveal")) {
-      const prediction = predictions.get(JSON.parse(element.dataset.answer).question);
+      const prediction = predictions.get(answerAt(element).question);
       if (!prediction) continue; // its question is not on this page
+      prediction.place ??= element;
       answers.push({ element, prediction });
       open.delete(prediction);
     } else {
-      const own = [...element.querySelectorAll(".nv-reveal")].map((each) => predictions.get(JSON.parse(each.dataset.answer).question));
+      const own = [...element.querySelectorAll(".nv-reveal")].map((each) => predictions.get(answerAt(each).question));
       const needed = [...new Set([...open, ...own.filter(Boolean)])];
       last = needed.length ? needed : last; // a fold right below draws the same values
       folds.push({ fold: element, needed: last });
     }
   }
+  for (const [prediction, asked] of askedTogether) {
+    const hidden = explanationOf(prediction.element, (place) => asked.includes(predictions.get(answerAt(place).question)));
+    if (hidden.length === 0) continue;
+    const cover = new Cover(hidden, asked);
+    for (const each of asked) each.cover ??= cover;
+    covers.push(cover);
+  }
+  for (const prediction of predictions.values()) prediction.draw();
   show();
 }
