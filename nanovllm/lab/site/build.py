@@ -9,13 +9,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from filelock import FileLock
+from myst_parser.slugs import github_slugify
 from sphinx.application import Sphinx
 from sphinx.util.console import nocolor
 from sphinx.util.docutils import docutils_namespace
@@ -112,6 +114,8 @@ def stage(source: Path) -> None:
     for title, page in re.findall(r"\[([^\]]+)\]\((figures/\w+\.md)\)", readme):
         if not texts[source / page].startswith(b"# "):  # as `nanovllm bench` writes it
             texts[source / page] = f"# Measured: {title}\n\n".encode() + texts[source / page]
+    for page in [path for path in texts if path.suffix == ".md"]:
+        texts[page] = link_sections(texts[page].decode()).encode()
     for path in _files("notebooks/*.ipynb"):
         texts[source / path.relative_to(ROOT)] = json.dumps(lecture(path)).encode()
     texts[source / "contents.md"] = _contents([*texts], source).encode()
@@ -122,6 +126,33 @@ def stage(source: Path) -> None:
         if not path.exists() or path.read_bytes() != data:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+
+
+def link_sections(text: str) -> str:
+    """Lead links that name a section of a lecture to it: `[13](13_x.ipynb), “4.6 Title”` of the
+    glossary, and `13_x.ipynb#4.6-Title`, as JupyterLab names it."""
+
+    def named(link: re.Match[str]) -> str:
+        anchor = _anchors(link[2])[link[3].replace(" ", "-")]
+        return f"{link[1]}{link[2]}), [“{link[3]}”]({link[2]}#{anchor})"
+
+    def written(link: re.Match[str]) -> str:
+        anchor = unquote(link[2])
+        return f"{link[1]}#{_anchors(link[1]).get(anchor, anchor)}"
+
+    text = re.sub(r"((?:notebooks/)?\w+\.ipynb)#([^)\s]+)", written, text)
+    return re.sub(r"(\[[^\]]+\]\()(\w+\.ipynb)\), “([^”]+)”", named, text)
+
+
+@cache
+def _anchors(lecture: str) -> dict[str, str]:
+    """The headings of a lecture: JupyterLab's name of each -> MyST's."""
+    path = ROOT / "notebooks" / Path(lecture).name
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    headings = [found for text in texts for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    names = [re.sub(r"[*`]", "", heading).strip() for heading in headings]
+    return {name.replace(" ", "-"): github_slugify(name) for name in names}
 
 
 def _files(*patterns: str) -> Iterator[Path]:
@@ -135,8 +166,10 @@ def lecture(path: Path) -> dict[str, Any]:
     if not any(cell.get("outputs") for cell in notebook["cells"]):
         name = f"notebooks/{path.name}"
         raise SiteError(f"{name} has no outputs: `make run LECTURES={name}` executes and saves it")
+    notebook["cells"] = pages.join_folded(notebook["cells"])
     for cell in notebook["cells"]:
         pages.fold(cell)
+        pages.leave_out(cell)
     return notebook
 
 

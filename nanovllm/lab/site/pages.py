@@ -3,6 +3,8 @@ sizes of pictures, and links."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from sphinx.util.docutils import SphinxTranslator
 from sphinx.writers.html5 import HTML5Translator
 
 from nanovllm.lab.course.pages import ANSWER, FOLDED, show_paler
-from nanovllm.lab.course.unchanged import unchanged_lines
+from nanovllm.lab.course.unchanged import KEY, unchanged_lines
 
 
 def fold(cell: dict[str, Any]) -> None:
@@ -24,6 +26,69 @@ def fold(cell: dict[str, Any]) -> None:
     keys = {"source_hidden": "hide-input", "outputs_hidden": "hide-output"}
     if tags := [tag for key, tag in keys.items() if hidden.get(key)]:
         cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), *tags]
+
+
+# Lines of a cell that address the tools which build and test lectures.
+_FOR_TOOLS = re.compile(r"#\| ?\w.*|# NBVAL_\w+")
+_ASKS = re.compile(r"\w+ = course\.predict\(")
+_NOT_SOLVED = re.compile(r"[\w ,:'-]+: not solved yet\.\n")
+_EXERCISES = re.compile(r"^## .*Exercises.*$", re.MULTILINE)
+_NOTE = (
+    "\n\nNo code runs on this page. In the notebook (`make lab`), the cell below an exercise "
+    'checks your answer; the <a href="../labs/index.html">labs</a> run parts of the engine in '
+    "the browser."
+)
+
+
+def join_folded(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make one cell of folded cells that follow each other: a page has one fold for them."""
+    joined: list[dict[str, Any]] = []
+    for cell in cells:
+        if joined and _is_folded(cell) and _is_folded(joined[-1]) and not joined[-1]["outputs"]:
+            before = joined.pop()
+            first = "".join(before["source"]).rstrip("\n") + "\n\n\n"
+            shift = first.count("\n")
+            lines = unchanged_lines(before["metadata"])
+            lines |= {shift + line for line in unchanged_lines(cell["metadata"])}
+            if lines:
+                marks = {"unchanged": " ".join(map(str, sorted(lines)))}
+                cell["metadata"][KEY] = cell["metadata"].get(KEY, {}) | marks
+            cell["source"] = first + "".join(cell["source"])
+        joined.append(cell)
+    return joined
+
+
+def _is_folded(cell: dict[str, Any]) -> bool:
+    return bool(cell["metadata"].get("jupyter", {}).get("source_hidden"))
+
+
+def leave_out(cell: dict[str, Any]) -> None:
+    """Leave out of a cell what only helps those who run it: lines for the tools, the code of a
+    question that the page asks, and the verdict on an exercise without an answer."""
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        cell["source"] = _EXERCISES.sub(lambda heading: heading[0] + _NOTE, text)
+        return
+    lines = text.split("\n")
+    kept = [number for number, line in enumerate(lines, start=1) if not _FOR_TOOLS.fullmatch(line)]
+    cell["source"] = "\n".join(lines[number - 1] for number in kept).strip("\n")
+    if marks := cell["metadata"].get(KEY):
+        unchanged = unchanged_lines(cell["metadata"])
+        moved = [str(place) for place, number in enumerate(kept, start=1) if number in unchanged]
+        cell["metadata"][KEY] = marks | {"unchanged": " ".join(moved)}
+    code = ast.parse(_without_magics(cell["source"]))
+    if len(code.body) == 1 and _ASKS.match(cell["source"]):
+        cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), "remove-input"]
+    cell["outputs"] = [each for each in cell["outputs"] if not _is_verdict(each)]
+
+
+def _without_magics(source: str) -> str:
+    """Code without IPython's own lines."""
+    return re.sub(r"^[%!].*", "", source, flags=re.MULTILINE)
+
+
+def _is_verdict(output: dict[str, Any]) -> bool:
+    return bool(_NOT_SOLVED.fullmatch("".join(output.get("text", ""))))
 
 
 _DRAWN = "What the cell above draws"
