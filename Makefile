@@ -83,7 +83,7 @@ lab: $(VENV)/lectures  ## open JupyterLab at your copy of the tour; all lectures
 	$(BIN)/jupyter lab $(AS_ROOT) --LabApp.extra_labextensions_path=nanovllm/lab/course/labextensions --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks/00_tour.ipynb $(ARGS)
 
 site: $(VENV)/pages $(NPM)  ## write the course as web pages into _site/ (SITE_URL=https://...: with a sitemap)
-	@SITE_URL=$(SITE_URL) $(BIN)/python -m nanovllm.lab.site $(ARGS)
+	@SITE_URL=$(SITE_URL) SITE_REPOSITORY=$(SITE_REPOSITORY) $(BIN)/python -m nanovllm.lab.site $(ARGS)
 
 lint: $(VENV)/installed  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .

@@ -3,6 +3,8 @@ says."""
 
 from __future__ import annotations
 
+import os
+import posixpath
 import re
 import textwrap
 import zlib
@@ -26,6 +28,7 @@ from nanovllm.trace.trace import Trace
 PAGE = "index"
 PREVIEW = "preview.png"
 COMPARED = "Compared with other engines"
+ASKED = "Find your lecture by a question"
 VIEWS = ["tables", "timeline"]
 LAST = 100  # all lectures have been read
 NARROW = 6  # inches
@@ -66,10 +69,7 @@ def draw_ladder(path: Path, speeds: Mapping[str, float], width: float) -> None:
     draw_engines(axes, Ladder(LAST, steps, [], []))
     axes.set_xlabel("output tokens/s")
     if width < NARROW:
-        names = [
-            textwrap.shorten(each.get_text(), 26, placeholder=" …")
-            for each in axes.get_yticklabels()
-        ]
+        names = ["\n".join(textwrap.wrap(each.get_text(), 26)) for each in axes.get_yticklabels()]
         axes.set_yticks(range(len(names)), names)
     figure.savefig(path)
     plt.close(figure)
@@ -77,22 +77,28 @@ def draw_ladder(path: Path, speeds: Mapping[str, float], width: float) -> None:
 
 def comparison(app: Sphinx) -> str:
     """The README's table of engines, as HTML."""
-    readme = app.env.get_and_resolve_doctree("README", app.builder, tags=app.tags)
-    for section in readme.findall(nodes.section):
-        if section.next_node(nodes.title).astext() == COMPARED:
-            return _html(app, section.next_node(nodes.table))
-    raise ValueError(f"README.md has no section {COMPARED!r}")
+    return _html(app, _table_of(app, "README", COMPARED))
 
 
 def questions(app: Sphinx) -> str:
-    """The lectures and what their readers are able to say, of `notebooks/README.md`, as HTML."""
-    readme = app.env.get_and_resolve_doctree("notebooks/README", app.builder, tags=app.tags)
-    table = readme.next_node(nodes.table)
-    for row in [*table.findall(nodes.row)]:
-        row[:] = [row[0], row[2]]
+    """Readers' questions and the sections that answer them, of `notebooks/README.md`, as HTML."""
+    table = _table_of(app, "notebooks/README", ASKED)
     for link in table.findall(nodes.reference):
-        link["refuri"] = f"notebooks/{link['refuri']}"
+        link["refuri"] = posixpath.normpath(f"notebooks/{link['refuri']}")
     return _html(app, table)
+
+
+def _table_of(app: Sphinx, page: str, title: str) -> nodes.table:
+    """The first table of a section.
+
+    Raises:
+        ValueError: the page has no such section.
+    """
+    tree = app.env.get_and_resolve_doctree(page, app.builder, tags=app.tags)
+    for section in tree.findall(nodes.section):
+        if section.next_node(nodes.title).astext() == title:
+            return section.next_node(nodes.table)
+    raise ValueError(f"{page}.md has no section {title!r}")
 
 
 def _html(app: Sphinx, table: nodes.table) -> str:
@@ -111,6 +117,7 @@ def fill(
         return
     context |= {"title": "LLM inference engines", "trace": stored(recorded()), "views": VIEWS}
     context |= {"comparison": comparison(app), "questions": questions(app)}
+    context["repository"] = os.environ.get("SITE_REPOSITORY", "")
     speeds = read(ROOT / "figures/ladder.md")
     context["speeds"] = {name: f"{speed:,.3g}" for name, speed in speeds.items()}
     for name, width in (("ladder.svg", 9.0), ("ladder_narrow.svg", 4.2), (PREVIEW, 11.0)):
