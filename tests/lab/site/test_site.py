@@ -71,7 +71,11 @@ def test_unchanged_lines_are_pale_and_folded_cells_folded(site: pathlib.Path) ->
         here and below and not cell["outputs"]
         for here, below, cell in zip(folded, folded[1:], cells, strict=False)
     )
-    answers = sum(bool(each.get("outputs_hidden")) for each in hidden)
+    answers = sum(
+        bool(each.get("outputs_hidden") and cell["outputs"])
+        for each, cell in zip(hidden, cells, strict=True)
+        if cell["cell_type"] == "code"
+    )
     assert folds and answers
     summaries = re.findall("<summary>(.*?)</summary>", text)
     assert sum(FOLDED in each for each in summaries) == folds
@@ -124,9 +128,9 @@ def test_on_a_phone_a_drawer_leads_to_a_section_and_to_a_page(
     # Escape leaves the page where it is, and the drawer can be opened again.
     page.get_by_role("button", name=button).click()
     page.locator(f"{drawer}[open]").wait_for()
+    place = page.evaluate("scrollY")
     page.keyboard.press("Escape")
-    assert page.locator("dialog[open]").count() == 0
-    page.wait_for_function(is_near_the_top, arg=reached.element_handle())
+    assert page.locator("dialog[open]").count() == 0 and page.evaluate("scrollY") == place
 
 
 def test_on_a_wide_screen_the_menu_hides_the_sidebar(visit: Any) -> None:

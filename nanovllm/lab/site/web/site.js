@@ -33,18 +33,6 @@ for (const field of document.querySelectorAll(".search-button-field")) field.rem
 // The theme scrolls the sidebar to where it was on another page; without this, it scrolls to this page's entry.
 sessionStorage.removeItem("sidebar-scroll-top");
 
-// A drawer that opens gets the focus, and the browser scrolls the page below it.
-for (const button of document.querySelectorAll(".primary-toggle, .secondary-toggle")) {
-  button.addEventListener(
-    "click",
-    () => {
-      const place = scrollY;
-      requestAnimationFrame(() => scrollTo({ top: place, behavior: "instant" }));
-    },
-    { capture: true },
-  );
-}
-
 // On a phone the sidebars are drawers: a link in one leads to what the drawer would cover.
 for (const drawer of document.querySelectorAll("#pst-primary-sidebar-modal, #pst-secondary-sidebar-modal")) {
   drawer.addEventListener("click", (event) => {
