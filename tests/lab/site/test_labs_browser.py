@@ -188,6 +188,36 @@ def test_an_endless_loop_is_stopped(open_lab: Any) -> None:
 
 
 @pytest.mark.nightly
+def test_the_panel_of_a_step_covers_no_picture(open_lab: Any) -> None:
+    page = open_lab("blocks")
+    page.set_viewport_size({"width": 1300, "height": 900})
+    page.evaluate("document.querySelector('#player').scrollIntoView({block: 'end'})")
+    page.evaluate("scrollBy(0, -150)")
+    panel = page.locator(".nv-story").bounding_box()
+    for picture in page.locator(".nv-view").all():
+        box = picture.bounding_box()
+        assert box["y"] + box["height"] <= panel["y"] + 1
+
+
+@pytest.mark.nightly
+def test_a_verdict_goes_when_the_code_changes(open_lab: Any) -> None:
+    page = open_lab("preemption")
+    press(page, "check")
+    assert page.locator(".tests .passed").count() > 0
+    press(page, "run")
+    assert page.locator(".tests .passed").count() > 0, "it is the same code"
+    put(page, Mistake("", MISTAKES[0].target, "return running[-1]", "return running[0]"))
+    assert page.locator(".tests li").count() == 0
+    press(page, "check")
+    assert page.locator(".tests .failed").count() > 0
+    page.click("#reset")
+    assert page.locator(".tests li").count() == 0
+    page.click(".cm-content")
+    page.keyboard.press("Control+z")
+    assert "return running[0]" in page.evaluate("nanovllmLab.lab.editor.text"), "undone"
+
+
+@pytest.mark.nightly
 def test_memory_stays_flat(open_lab: Any) -> None:
     page = open_lab("preemption")
     session = page.context.new_cdp_session(page)

@@ -333,7 +333,7 @@ def figures_of(trace: Trace, engine: Engine) -> Figures:
     unit = "time" if is_timed else "steps"
     scheduler = engine.scheduler
     figures = [
-        ("steps", f"{sum(bool(record.requests) for record in trace)}"),
+        ("steps that compute something", f"{sum(bool(record.requests) for record in trace)}"),
         ("tokens computed", f"{sum(record.num_tokens for record in trace)}"),
         ("tokens computed again", f"{num_computed_again(trace)}"),
         ("prompt tokens from the prefix cache", f"{scheduler.num_hit_tokens}"),

@@ -48,6 +48,7 @@ export function showFrontier(element, points, frontier, engines) {
     draw("text", { transform: `translate(14 ${(HEIGHT - BOTTOM) / 2}) rotate(-90)`, "text-anchor": "middle", class: "axis" }, "P99 time to the first token"));
   const best = frontier.map((index) => points[index]).sort((a, b) => tpot(a) - tpot(b));
   svg.append(draw("polyline", { class: "line", points: best.map((point) => at(point).join(",")).join(" ") }));
+  const labels = [];
   for (const point of known.slice().reverse()) {
     const [cx, cy] = at(point);
     const isOwn = point === points[0];
@@ -59,6 +60,8 @@ export function showFrontier(element, points, frontier, engines) {
     svg.append(point.split ? draw("path", { d: `M${cx - r - 1} ${cy}l${r + 1} ${-r - 1} ${r + 1} ${r + 1} ${-r - 1} ${r + 1}z`, class: `fleet ${kind}` }, mark)
       : draw("circle", { cx, cy, r, class: `fleet ${kind}` }, mark));
     if (!isOwn && kind !== "best") continue;
+    if (labels.some(([x, y]) => Math.abs(cx - x) < 80 && Math.abs(cy - y) < 13)) continue; // its title says it
+    labels.push([cx, cy]);
     const layout = point.split ? `${point.split}+${engines - point.split}` : `${engines}`;
     svg.append(draw("text", { x: cx + r + 3, y: cy - r + 1, class: "label" }, `${layout}, ${point.chunk}`));
   }
