@@ -65,7 +65,8 @@ def draw_ladder(path: Path, speeds: Mapping[str, float], width: float) -> None:
     use_style()
     lectures = {rung.name: rung.lecture for rung in rungs()}
     steps = [Step(name, lectures.get(name, 0), None, speeds[name], None) for name in speeds]
-    figure, axes = plt.subplots(figsize=(width, 0.3 * len(steps) + 0.6), layout="constrained")
+    row = 0.42 if width < NARROW else 0.3  # names there have two lines
+    figure, axes = plt.subplots(figsize=(width, row * len(steps) + 0.6), layout="constrained")
     draw_engines(axes, Ladder(LAST, steps, [], []))
     axes.set_xlabel("output tokens/s")
     if width < NARROW:

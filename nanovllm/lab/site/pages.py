@@ -77,7 +77,7 @@ def leave_out(cell: dict[str, Any]) -> None:
         moved = [str(place) for place, number in enumerate(kept, start=1) if number in unchanged]
         cell["metadata"][KEY] = marks | {"unchanged": " ".join(moved)}
     code = ast.parse(_without_magics(cell["source"]))
-    if len(code.body) == 1 and _ASKS.match(cell["source"]):
+    if code.body and all(_ASKS.match(ast.unparse(statement)) for statement in code.body):
         cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), "remove-input"]
     cell["outputs"] = [each for each in cell["outputs"] if not _is_verdict(each)]
 

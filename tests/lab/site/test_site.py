@@ -169,7 +169,8 @@ def test_pages_leave_out_what_only_helps_those_who_run_a_cell() -> None:
     assert lines == ["a = 1", "b = 2", "", "", "c = 3", "d = 4"]
     assert joined[0]["metadata"]["nanovllm"]["unchanged"] == "1 6"
 
-    asked = code('gain = course.predict(\n    "How much?", ..., unit="ms"\n)')
+    question = 'gain = course.predict(\n    "How much?", ..., unit="ms"\n)'
+    asked = code(f"{question}\n{question.replace('gain', 'loss')}")
     leave_out(asked)
     assert asked["metadata"]["tags"] == ["remove-input"]
     computed = code('n = 3\ngain = course.predict("How much?", ..., unit="ms")')

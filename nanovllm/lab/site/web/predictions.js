@@ -201,7 +201,8 @@ function explanationOf(question, isAnswer) {
     found.push(next);
     if ([...next.querySelectorAll(".nv-reveal")].some(isAnswer)) end = found.length;
   }
-  while (end > 0 && end < found.length && !found[end].matches(CELL)) end++;
+  const isFurther = (element) => !element.matches(CELL) || element.querySelector(FOLDED); // text, and further outputs
+  while (end > 0 && end < found.length && isFurther(found[end])) end++;
   return found.slice(0, end);
 }
 
