@@ -167,7 +167,6 @@ def test_stored_players_play_and_films_can_be_stopped(page: Any, tmp_path: Path)
 
 def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
     page = visit("notebooks/13_scheduler.html")
-    page.locator(".nv-cover").first.get_by_role("button", name="Show them").click()
     player = page.locator(".nv-stored").first
     token = page.locator(".nv-prediction").filter(has_text="D gets one token more per step")
     assert player.is_hidden()

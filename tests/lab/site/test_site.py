@@ -136,7 +136,8 @@ def test_on_a_phone_a_drawer_leads_to_a_section_and_to_a_page(
 def test_on_a_wide_screen_the_menu_hides_the_sidebar(visit: Any) -> None:
     page = visit("notebooks/13_scheduler.html")
     sidebar = page.locator("#pst-primary-sidebar")
-    assert sidebar.get_by_role("link", name="Labs").get_attribute("href") == "../labs/index.html"
+    labs = sidebar.get_by_role("link", name="Labs", exact=True)
+    assert labs.get_attribute("href") == "../labs/index.html"
     assert sidebar.locator(".logo").get_attribute("href") == "../index.html"
     page.get_by_role("button", name="All pages").click()
     sidebar.wait_for(state="hidden")
