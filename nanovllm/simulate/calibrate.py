@@ -17,7 +17,7 @@ import msgspec
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.engine import work_of
+from nanovllm.simulate.decoding import work_of
 from nanovllm.simulate.measured import MeasuredCost, num_pairs
 from nanovllm.simulate.workload import SECOND
 

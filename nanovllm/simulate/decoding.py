@@ -8,6 +8,7 @@ from nanovllm.core.queues import Queues
 from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
+from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.pool import SimulatedManager
 from nanovllm.simulate.requests import NEVER, SimulatedRequest
 
@@ -395,3 +396,21 @@ class DecodingQueues(Queues):
         preempted."""
         self.leave(self.running[-1])
         return running[-1]
+
+
+def work_of(plan: SchedulerOutput) -> StepWork:
+    """Return what a step computes."""
+    shares = plan.requests
+    num_decodes = 0
+    decode_context = 0
+    if isinstance(shares, Shares):
+        num_decodes = shares.silent
+        decode_context = shares.context
+    prefills = []
+    for share in shares:
+        if share.num_tokens == 1:
+            num_decodes += 1
+            decode_context += share.start + 1
+        else:
+            prefills.append((share.start, share.num_tokens))
+    return StepWork(num_decodes, decode_context, prefills, plan.num_samples)

@@ -17,8 +17,8 @@ from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOut
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.resolved_config import ResolvedConfig
-from nanovllm.simulate.cost import StepCost, StepWork
-from nanovllm.simulate.decoding import DecodingQueues, Shares
+from nanovllm.simulate.cost import StepCost
+from nanovllm.simulate.decoding import DecodingQueues, Shares, work_of
 from nanovllm.simulate.pool import SimulatedManager
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
@@ -494,21 +494,3 @@ def create_engine(
         num_stages=given.pipeline_parallel_size,
         runner=runner,
     )
-
-
-def work_of(plan: SchedulerOutput) -> StepWork:
-    """Return what a step computes."""
-    shares = plan.requests
-    num_decodes = 0
-    decode_context = 0
-    if isinstance(shares, Shares):
-        num_decodes = shares.silent
-        decode_context = shares.context
-    prefills = []
-    for share in shares:
-        if share.num_tokens == 1:
-            num_decodes += 1
-            decode_context += share.start + 1
-        else:
-            prefills.append((share.start, share.num_tokens))
-    return StepWork(num_decodes, decode_context, prefills, plan.num_samples)
