@@ -192,6 +192,12 @@ class Cover {
   }
 }
 
+/** Whether a paragraph has a title of its own, in bold. */
+function beginsTopic(element) {
+  const [begin] = element.childNodes;
+  return element.matches("p") && begin?.nodeName === "STRONG";
+}
+
 /** The elements of a section between a question and the explanation of its answers; none if they are elsewhere. */
 function explanationOf(question, isAnswer) {
   const found = [];
@@ -202,7 +208,10 @@ function explanationOf(question, isAnswer) {
     if ([...next.querySelectorAll(".nv-reveal")].some(isAnswer)) end = found.length;
   }
   const isFurther = (element) => !element.matches(CELL) || element.querySelector(FOLDED); // text, and further outputs
-  while (end > 0 && end < found.length && isFurther(found[end])) end++;
+  const first = end;
+  while (end > 0 && end < found.length && isFurther(found[end]) && (end === first || !beginsTopic(found[end]))) end++;
+  const leadsOn = end - first > 1 && end === found.length && next?.matches(CELL);
+  if (leadsOn) end--; // the last paragraph before another question belongs to that
   return found.slice(0, end);
 }
 
