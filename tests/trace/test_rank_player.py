@@ -231,6 +231,30 @@ def test_a_notebook_keeps_the_record_beside_the_picture() -> None:
     assert json.loads(player.lines)["requests"] == [["a", 2], ["b", 1]]
 
 
+WIDGET = """async ({ bundle, record }) => {
+  const url = URL.createObjectURL(new Blob([bundle], { type: "text/javascript" }));
+  const { default: widget } = await import(url);
+  const lines = new DataView(new TextEncoder().encode(record).buffer);
+  const values = { step: 2, views: ["ranks"], speed: 4, theme: "auto", lines };
+  window.model = {
+    get: (name) => values[name], set: (name, value) => (values[name] = value),
+    save_changes() {}, on() {}, off() {},
+  };
+  window.finish = widget.render({ model, el: document.querySelector("#root") });
+}"""
+
+
+def test_a_kernel_and_the_widget_tell_each_other_the_moment(page: Any) -> None:
+    player = play_ranks(RANKS)
+    open_site(page, body='<div id="root"></div>', head=HEAD)
+    page.evaluate(WIDGET, {"bundle": player._esm, "record": player.lines.decode()})
+    assert position(page) == "10.0 of 28.0 ms"
+    page.get_by_role("button", name="Step forward").click()
+    assert page.evaluate("model.get('step')") == 3
+    page.evaluate("finish()")
+    assert page.locator(".nv-player").count() == 0
+
+
 def test_what_the_player_refuses(page: Any) -> None:
     with pytest.raises(ValueError, match="no rank has a record"):
         play_ranks({"rank 0": []})

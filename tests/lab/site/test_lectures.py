@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,23 @@ def test_stored_players_play_and_films_can_be_stopped(page: Any, tmp_path: Path)
     page.locator(".nanovllm-film output").filter(has_text="2 of 2").wait_for()
     page.emulate_media(media="print")
     assert pictures.nth(1).is_visible() and shown.first.is_hidden()
+
+
+def test_the_site_plays_the_ranks_of_a_lecture(visit: Any, page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    visit("notebooks/24_expert_parallel.html")
+    ranks = page.locator(".nv-stored[data-player*=ranks]")
+    still = page.locator(".cell:has(.nv-stored[data-player*=ranks]) img")
+    assert still.is_visible()
+    ranks.scroll_into_view_if_needed()
+    position = ranks.locator(".nv-position")
+    position.filter(has_text=re.compile("^0.0 of")).wait_for()
+    assert still.is_hidden()
+    ranks.get_by_role("slider").press("End")
+    ranks.locator("h3", has_text="At ").wait_for()
+    first, last = re.findall(r"[\d.]+", position.inner_text())
+    assert first == last
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
