@@ -2,7 +2,7 @@
 
 import os
 
-PARTS = ("landing", "pages", "players", "sources")
+PARTS = ("landing", "pages", "players", "search", "sources")
 project = "nanovllm"
 author = project
 language = "en"
@@ -14,6 +14,7 @@ extensions = [
     "nanovllm.lab.site.sources",
     "nanovllm.lab.site.players",
     "nanovllm.lab.site.landing",
+    "nanovllm.lab.site.search",
     "nanovllm.lab.site.labs.links",
 ]
 
@@ -43,9 +44,8 @@ html_baseurl = os.environ.get("SITE_URL", "")
 html_context = {"default_mode": "auto"}
 html_copy_source = False
 html_use_index = False
-html_show_search_summary = False  # a summary would fetch the whole page of each result
-html_additional_pages = {"index": "landing.html"}
-html_static_path = ["web/site.css", "web/landing.css", "web/site.js"]
+html_additional_pages = {"index": "landing.html", "search": "search.html"}
+html_static_path = ["web/site.css", "web/landing.css", "web/site.js", "web/search.js"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"type": "module"})]
 templates_path = ["templates"]

@@ -21,12 +21,14 @@ from nanovllm.lab.bench.ladder import rungs
 from nanovllm.lab.course.ladder import Ladder, Step, read
 from nanovllm.lab.site.sources import ROOT
 from nanovllm.lab.viz.ladder import draw_engines
+from nanovllm.lab.viz.player import still
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.lab.viz.style import use_style
 from nanovllm.trace.trace import Trace
 
 PAGE = "index"
 PREVIEW = "preview.png"
+STILL = "player.png"  # what a browser without JavaScript shows
 COMPARED = "Compared with other engines"
 ASKED = "Find your lecture by a question"
 VIEWS = ["tables", "timeline"]
@@ -123,6 +125,8 @@ def fill(
     context["speeds"] = {name: f"{speed:,.3g}" for name, speed in speeds.items()}
     for name, width in (("ladder.svg", 9.0), ("ladder_narrow.svg", 4.2), (PREVIEW, 11.0)):
         draw_ladder(Path(app.outdir) / "_static" / name, speeds, width)
+    [picture] = still(recorded(), VIEWS).values()
+    (Path(app.outdir) / "_static" / STILL).write_bytes(picture)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mimetypes
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,8 +34,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def visit(site: pathlib.Path, page: Any) -> Any:
+def visit(site: pathlib.Path, page: Any) -> Iterator[Any]:
     """A function that opens a page of the site by its path. A request to another host fails."""
+    yield from visitor(site, page)
+
+
+@pytest.fixture
+def visit_without_scripts(site: pathlib.Path, browser: Any) -> Iterator[Any]:
+    """The same in a browser without JavaScript."""
+    context = browser.new_context(java_script_enabled=False)
+    yield from visitor(site, context.new_page())
+    context.close()
+
+
+def visitor(site: pathlib.Path, page: Any) -> Iterator[Any]:
     foreign: list[str] = []
 
     def answer(route: Any) -> None:

@@ -18,7 +18,12 @@ ROOT = pathlib.Path(__file__).parents[3]
 LECTURES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r'<\w[^<>]*?\b(?:href|src|srcset)="([^"]*)"')
 NAME = re.compile(r'\bid="([^"]*)"')
-A_FEW = ["index.html", "notebooks/13_scheduler.html", "nanovllm/core/scheduler.py.html"]
+A_FEW = [
+    "index.html",
+    "notebooks/13_scheduler.html",
+    "nanovllm/core/scheduler.py.html",
+    "search.html?q=block+table",
+]
 PHONE = {"width": 390, "height": 844}
 
 
@@ -100,11 +105,98 @@ def test_the_landing_page_plays_a_trace(visit: Any) -> None:
     )
 
 
-def test_search_finds_a_term(visit: Any) -> None:
-    page = visit("search.html?q=preempt")
-    results = page.locator("#search-results li a")
-    results.first.wait_for()
-    assert any("13_scheduler" in link.get_attribute("href") for link in results.all())
+def results(page: Any) -> Any:
+    """The links that a search has found, once they are there."""
+    links = page.locator("#search-results li a")
+    links.first.wait_for()
+    return links
+
+
+def test_a_search_leads_to_the_section_of_a_lecture(visit: Any) -> None:
+    page = visit("search.html?q=Preempted+requests")
+    link = results(page).first
+    assert re.search(r"notebooks/\d\d_\w+\.html#.", link.get_attribute("href"))
+    found = page.locator("#search-results li").first.locator("mark").all_inner_texts()
+    assert any(word.lower().startswith("preempt") for word in found)
+    assert re.match(r"\d+ sections of \d+ pages", page.get_by_role("status").inner_text())
+    link.click()
+    page.locator(":target").wait_for()
+    page.locator(".bd-article .highlighted").first.wait_for()
+    # In code, names count with all their parts.
+    page = visit("search.html?q=allocate_slots")
+    assert "notebooks/" in results(page).first.get_attribute("href")
+    page = visit("search.html?q=zebra+crossing")
+    page.get_by_role("status").filter(
+        has_text="Nothing has all words of “zebra crossing”"
+    ).wait_for()
+
+
+def test_without_scripts_pages_have_pictures_and_no_dead_buttons(
+    visit_without_scripts: Any,
+) -> None:
+    page = visit_without_scripts("notebooks/13_scheduler.html")
+    buttons = "button:visible, input[type=button]:visible, label[for]:visible"
+    assert page.locator(buttons).all() == []
+    stored = page.locator(".cell:has(.nv-stored)")
+    assert stored.count() > 0
+    for cell in stored.all():
+        for fold in cell.locator("details:not([open]):has(.nv-stored) > summary").all():
+            fold.click()
+        assert cell.locator("img").last.is_visible()
+    question = page.locator(".nv-prediction").first
+    assert "You predict: put " in question.inner_text()
+    solution = page.locator("article details:not(.hide)").first
+    solution.locator("summary").click()
+    assert solution.locator("div, p, pre").first.is_visible()
+    page = visit_without_scripts("index.html")
+    assert page.get_by_alt_text("Four requests, step by step").is_visible()
+    assert page.get_by_text("Drag the slider").is_hidden()
+    assert page.locator("button:visible").all_inner_texts() == ["Search"]
+    page = visit_without_scripts("search.html?q=preempt")
+    told = page.locator(".bd-search-container noscript p")
+    assert told.is_visible() and "The search needs JavaScript" in told.inner_text()
+    assert page.locator("button:visible, input:visible").all() == []
+    assert told.locator("a[href$='contents.html']").is_visible()
+
+
+PAPER = {"width": 718, "height": 1047}  # A4 with margins, in CSS pixels
+
+
+def test_on_paper_a_lecture_is_whole(visit: Any, page: Any) -> None:
+    page.set_viewport_size(PAPER)
+    visit("notebooks/24_expert_parallel.html")
+    player = page.locator(".nv-stored[data-player*=ranks]")
+    player.scroll_into_view_if_needed()
+    player.locator(".nv-position").wait_for()
+    page.emulate_media(media="print")
+    assert player.is_hidden()
+    assert page.locator(".cell:has(.nv-stored[data-player*=ranks]) img").is_visible()
+    page.emulate_media(media="screen")
+    visit("notebooks/13_scheduler.html")
+    closed = page.locator("article details:not([open])").count()
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    for menu in (".bd-sidebar-primary", ".bd-sidebar-secondary", ".bd-header-article"):
+        assert page.locator(menu).is_hidden(), menu
+    assert page.locator("button:visible").all() == []
+    assert page.locator("article details:not([open])").count() == closed > 0
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll(".bd-article :is(pre, table, img)")]
+          .filter((each) => each.scrollWidth > each.clientWidth + 1
+            || each.getBoundingClientRect().right > innerWidth + 1)
+          .map((each) => each.textContent.slice(0, 60) || each.src)"""
+    )
+    assert cut == []
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    # Links to other sites can be typed.
+    visit("README.html")
+    address = page.locator(".bd-article a[href^=http]").first
+    written = address.evaluate("(each) => getComputedStyle(each, '::after').content")
+    assert address.get_attribute("href") in written
 
 
 @pytest.mark.parametrize(
@@ -200,6 +292,19 @@ def test_the_glossary_and_questions_lead_to_sections(site: pathlib.Path) -> None
     assert len(sections) >= 20 and 'href="#questions"' in text
 
 
+def test_on_paper_the_landing_page_shows_its_player_without_controls(visit: Any, page: Any) -> None:
+    visit("index.html")
+    page.locator(".nv-position").wait_for()
+    page.set_viewport_size(PAPER)
+    page.emulate_media(media="print")
+    assert page.locator("button:visible, input:visible").all() == []
+    assert page.get_by_text("Drag the slider").is_hidden()
+    box = page.locator(".live").bounding_box()
+    for canvas in page.locator(".live canvas").all():
+        place = canvas.bounding_box()
+        assert 0 < place["width"] <= box["width"] and place["x"] >= box["x"]
+
+
 def test_pictures_are_dark_in_the_dark(visit: Any) -> None:
     page = visit("notebooks/13_scheduler.html")
     page.emulate_media(color_scheme="dark")
@@ -226,8 +331,10 @@ def accessibility_findings(page: Any) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", A_FEW)
 def test_a_page_can_be_read_by_all(visit: Any, page: Any, scheme: str, path: str) -> None:
-    page.emulate_media(color_scheme=scheme)
+    # Without motion, no colour is between two others.
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     visit(path)
+    page.wait_for_load_state("networkidle")
     assert accessibility_findings(page) == []
 
 
@@ -267,9 +374,9 @@ TERMS = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("term", "lecture"), TERMS.items())
-def test_search_finds_the_lecture_of_a_term(visit: Any, term: str, lecture: str) -> None:
+def test_the_lecture_of_a_term_is_found_first(visit: Any, term: str, lecture: str) -> None:
     page = visit(f"search.html?q={term.replace(' ', '+')}")
-    page.locator(f'#search-results li a[href*="{lecture}"]').first.wait_for()
+    assert lecture in results(page).first.get_attribute("href")
 
 
 def test_an_address_brings_a_sitemap(tmp_path: pathlib.Path) -> None:
@@ -299,3 +406,17 @@ def test_a_lecture_without_outputs_and_a_missing_package_are_named(tmp_path: pat
     command = [sys.executable, "-m", "nanovllm.lab.site", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "name another folder with --out" in done.stderr
+
+
+@pytest.mark.started
+@pytest.mark.parametrize("package", ["sphinx", "docutils", "myst_nb"])
+def test_a_missing_package_of_the_extra_is_named(package: str, tmp_path: pathlib.Path) -> None:
+    without = (
+        f"import runpy, sys; sys.modules[{package!r}] = None;"
+        f"sys.argv[1:] = ['--out', {str(tmp_path)!r}];"
+        "runpy.run_module('nanovllm.lab.site', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
+    told = f"error: the site needs the package {package}: `make site` installs what is missing"
+    assert done.returncode == 1 and done.stderr.startswith(told), done.stderr
+    assert done.stderr.count("\n") == 1

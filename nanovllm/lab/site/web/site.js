@@ -21,6 +21,14 @@ if (button) {
   });
 }
 
+// Paper is white.
+let chosen = "";
+addEventListener("beforeprint", () => {
+  chosen = root.dataset.theme;
+  root.dataset.theme = "light";
+});
+addEventListener("afterprint", () => (root.dataset.theme = chosen));
+
 // A wide formula scrolls by itself, for the keyboard, too.
 addEventListener("load", async () => {
   await window.MathJax?.startup?.promise;
