@@ -62,21 +62,21 @@ def weight(page: str) -> float:
 def begin(app: Sphinx) -> None:
     """Start an index, and keep Sphinx from making its own."""
     app.builder.search = False  # type: ignore[attr-defined]
-    app.env.searched = []  # type: ignore[attr-defined]
+    app.env.searched = {}  # type: ignore[attr-defined]
 
 
 def add(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Add a page that Sphinx is about to write."""
+    """Add a page that Sphinx is about to write. The start page asks for some of them, too."""
     found = sections(doctree)
     if found and page != app.config.root_doc:
         entry = {"page": f"{page}.html", "weight": weight(page), "sections": found}
-        app.env.searched.append(entry)  # type: ignore[attr-defined]
+        app.env.searched[page] = entry  # type: ignore[attr-defined]
 
 
 def write(app: Sphinx, failure: Exception | None) -> None:
     """Write the index."""
     if not failure:
-        index: list[dict[str, Any]] = app.env.searched  # type: ignore[attr-defined]
+        index: list[dict[str, Any]] = [*app.env.searched.values()]  # type: ignore[attr-defined]
         text = json.dumps(index, ensure_ascii=False, separators=(",", ":"))
         (Path(app.outdir) / "_static" / INDEX).write_text(text, encoding="utf-8")
 

@@ -125,10 +125,14 @@ def test_a_search_leads_to_the_section_of_a_lecture(visit: Any) -> None:
     # In code, names count with all their parts.
     page = visit("search.html?q=allocate_slots")
     assert "notebooks/" in results(page).first.get_attribute("href")
-    page = visit("search.html?q=zebra+crossing")
-    page.get_by_role("status").filter(
-        has_text="Nothing has all words of “zebra crossing”"
-    ).wait_for()
+    # A lecture is found by its number, and a question by most of its words.
+    page = visit("search.html?q=lecture+31")
+    assert "31_pd_disaggregation" in results(page).first.get_attribute("href")
+    page = visit("search.html?q=Why+do+zebras+wait+while+a+long+prompt+is+computed?")
+    page.get_by_role("status").filter(has_text="Nothing has all words of “Why do zebras").wait_for()
+    assert "notebooks/" in results(page).first.get_attribute("href")
+    page = visit("search.html?q=zebra")
+    page.get_by_role("status").filter(has_text="Nothing has half of the words").wait_for()
 
 
 def test_without_scripts_pages_have_pictures_and_no_dead_buttons(
