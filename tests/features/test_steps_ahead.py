@@ -399,7 +399,7 @@ def test_an_engine_says_that_it_has_requests_until_they_have_ended() -> None:
 
     assert says(), "r0 waits: without this engine's word the wave may end before r0 has begun"
     scheduler.schedule()
-    assert says(), "r0 runs: if the wave ends now, r0 is never computed to its end"
+    assert says(), "r0 runs: if its engine says that it has none, a wave may end before r0 has"
     scheduler.abort_request("r0")
     assert not says(), "it has no request: if it says that it has one, the wave never ends"
 

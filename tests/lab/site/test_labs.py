@@ -273,6 +273,21 @@ def test_the_step_that_fails_is_drawn(
     assert begin < end == found["lanes"]["end"]
 
 
+def test_a_run_that_fails_has_not_ended(ask: Ask) -> None:
+    """It has no time that could be compared with that of a whole run."""
+    end = "time until all have ended"
+    seen = set()
+    for mistake in MISTAKES:
+        if end not in LABS[mistake.lab].get("measures", ()):
+            continue
+        found = ask("run", mistake.lab, of_mistake(mistake))
+        whole = "error" not in found or found["error"]["continues"]
+        value = dict(found["figures"])[end]
+        assert (float(value) > 0) if whole else value == "have not ended", mistake
+        seen.add((mistake.lab, whole))
+    assert seen >= {(lab, whole) for lab in ("waves", "in-flight") for whole in (True, False)}
+
+
 def test_the_page_gets_what_the_readers_code_prints(ask: Ask) -> None:
     target = "nanovllm.core.scheduler:last_running"
     text = source_of(target).replace("    return", "    print(request.request_id)\n    return")

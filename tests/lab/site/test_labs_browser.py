@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,13 @@ pytest_plugins = ["tests.browser"]
 
 LABS = pages.read_labs()
 READY = "body[data-python=ready]"
+CHOOSE = "nanovllm.features.data_parallel.router:EngineRouter.choose"
+HASHES = "    hashes = self._block_hashes(request)"
+BALANCED = """    sums = self.__dict__.setdefault("sums", [0] * len(loads))
+    rank = sums.index(min(sums))
+    sums[rank] += request.sampling_params.max_tokens
+    return rank
+"""
 TAKES = 120_000  # milliseconds in which Python is ready, on a busy machine
 
 
@@ -215,6 +223,73 @@ def test_a_verdict_goes_when_the_code_changes(open_lab: Any) -> None:
     page.click(".cm-content")
     page.keyboard.press("Control+z")
     assert "return running[0]" in page.evaluate("nanovllmLab.lab.editor.text"), "undone"
+
+
+@pytest.mark.nightly
+def test_a_goal_is_reached_by_code_that_passes_every_test(open_lab: Any) -> None:
+    page = open_lab("waves")
+    (only_waiting,) = (each for each in MISTAKES if each.new == "bool(self.queues.waiting)")
+    put(page, only_waiting)
+    press(page, "run")
+    assert "reached by the figures; now press Check" in page.inner_text("#goal")
+    press(page, "check")
+    assert "not reached: the figures would do, and a test fails" in page.inner_text("#goal")
+    press(page, "run")
+    assert "a test fails" in page.inner_text("#goal"), "it is the same code"
+    page.click("#reset")
+    assert page.is_hidden("#goal"), "the result is that of other code"
+    put(page, Mistake("", CHOOSE, HASHES, BALANCED + HASHES))
+    press(page, "run")
+    press(page, "check")
+    assert page.inner_text("#goal").endswith("reached.")
+    assert page.locator("#goal.reached").count() == 1
+
+
+@pytest.mark.nightly
+def test_an_older_result_is_marked(open_lab: Any) -> None:
+    page = open_lab("preemption")
+    put(page, Mistake("", MISTAKES[0].target, "return running[-1]", "return running[0]"))
+    press(page, "run")
+    assert page.locator(".result.old").count() == 0
+    assert page.inner_text("#caption").startswith("Run 1: what your code does")
+    page.click("#reset")
+    press(page, "check")
+    assert page.inner_text("#caption").startswith("Older result. Run 1: what your code does")
+    page.click(".cm-content")
+    page.keyboard.press("Control+z")
+    assert page.inner_text("#caption").startswith("Run 1: "), "it is that of this code again"
+    page.keyboard.press("Control+End")
+    page.keyboard.insert_text("\n    (")
+    page.set_viewport_size({"width": 1300, "height": 500})
+    page.evaluate("scrollTo(0, 0)")
+    press(page, "run")
+    assert "SyntaxError" in page.inner_text("#message")
+    assert page.inner_text("#caption").startswith("Older result. Run 1: ")
+    box = page.locator("#message").bounding_box()
+    assert box["y"] >= 0 and box["y"] + box["height"] <= 501, "the message is in view"
+
+
+@pytest.mark.nightly
+def test_runs_with_other_settings_are_not_compared(open_lab: Any) -> None:
+    page = open_lab("preemption")
+    put(page, Mistake("", MISTAKES[0].target, "return running[-1]", "return running[0]"))
+    press(page, "run")
+    page.select_option("[name=stream]", "24")
+    page.wait_for_function(
+        "nanovllmLab.lab.numRuns === 2 && document.body.dataset.busy === 'false'"
+    )
+    page.wait_for_function("document.querySelector('#caption').textContent.startsWith('Run 2')")
+    assert "your last run" not in page.inner_text("#measures")
+    for rule in ("running[99]", "running[-1 - (len(running) > 2)]"):
+        text = page.evaluate("nanovllmLab.lab.editor.text")
+        page.click(".cm-content")
+        page.keyboard.press("Control+a")
+        page.keyboard.insert_text(re.sub(r"return running.*", f"return {rule}", text))
+        press(page, "run")
+        is_whole = rule != "running[99]"
+        assert ("until it fails" in page.inner_text("#measures")) is not is_whole
+    card = page.locator(".measure").first.inner_text()
+    assert "734" in card and "your last run" in card, "the last whole run with these settings"
 
 
 @pytest.mark.nightly

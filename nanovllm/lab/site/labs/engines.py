@@ -324,8 +324,8 @@ def create_engine(options: Mapping[str, Any]) -> Engine:
     return engine
 
 
-def figures_of(trace: Trace, engine: Engine) -> Figures:
-    """Return the numbers in the table under the player."""
+def figures_of(trace: Trace, engine: Engine, failed: bool) -> Figures:
+    """Return the numbers in the table under the player; `failed`: the run has ended too early."""
     is_timed = engine.token_cost > 0 or engine.plan_cost > 0
     metrics = request_metrics(trace, "time" if is_timed else "step")
     firsts = [each["ttft"] for each in metrics.values() if each["ttft"] is not None]
@@ -351,7 +351,9 @@ def figures_of(trace: Trace, engine: Engine) -> Figures:
         value = "has not ended" if latency is None else f"{latency:.0f}"
         figures.insert(0, (f"{unit} until {name}, the oldest, has ended", value))
     if is_timed:
-        figures.insert(1, ("time until all have ended", f"{engine.clock:.1f}"))
+        figures.insert(
+            1, ("time until all have ended", "have not ended" if failed else f"{engine.clock:.1f}")
+        )
     if engine.plan_cost:
         figures.insert(0, ("time in which the device is idle", f"{engine.idle_time:.1f}"))
         figures.insert(1, ("wasted tokens", f"{engine.num_wasted}"))

@@ -164,7 +164,7 @@ def waves(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     scene["figures"] = [
         ("time in which engines wait for others", f"{run.stalled:.1f}"),
         ("steps of padding only", f"{run.num_paddings}"),
-        ("time until all have ended", f"{run.clock:.1f}"),
+        ("time until all have ended", "have not ended" if "error" in scene else f"{run.clock:.1f}"),
         ("tokens of requests", f"{run.num_tokens}"),
         ("tokens if all pad to the largest step", f"{run.num_padded}"),
         ("steps to the first token, mean", f"{sum(firsts) / max(1, len(firsts)):.1f}"),

@@ -31,13 +31,13 @@ def engine(lab: Lab, options: Mapping[str, Any], report: Report) -> Scene:
     except Exception as error:
         scene |= {"error": error, "step": simulation.number}
         simulation.draw_failure()
-    if simulation.scheduler.fault:
-        scene |= {"error": simulation.scheduler.fault, "step": simulation.fault_step}
-        scene["note"] = "The run continues without this share, so that you see what the rule costs."
     trace = simulation.recorder.trace
     if len(trace):
         scene["trace"] = b"".join(trace.lines()).decode()
-        scene["figures"] = figures_of(trace, simulation)
+        scene["figures"] = figures_of(trace, simulation, "error" in scene)
+    if simulation.scheduler.fault:
+        scene |= {"error": simulation.scheduler.fault, "step": simulation.fault_step}
+        scene["note"] = "The run continues without this share, so that you see what the rule costs."
     if lab.get("lanes") == "requests":
         scene["lanes"] = lanes_of(request_lanes(trace), "step")
         if "step" in scene:

@@ -26,7 +26,8 @@ export class Contest extends Lab {
     this.select(number);
     const claim = Number(shared.get("score"));
     find("lanes").replaceChildren();
-    find("caption").textContent = `Code from a link, which says that it scores ${claim}. Press Score to see.`;
+    this.caption = `Code from a link, which says that it scores ${claim}. Press Score to see.`;
+    find("caption").textContent = this.caption;
   }
 
   _build() {

@@ -21,6 +21,9 @@ export class Lab extends Page {
     this.rule = this.data.lab.rule ?? "vLLM's rule";
     this.latest = null; // the figures of the reader's newest run
     this.before = null; // those of the reader's newest run that differs from it
+    this.latestSettings = null; // of both: runs with other settings are not compared
+    this.verdict = null; // of the tests on the code in the editor: "sound" or "broken"
+    this.isOld = false; // the pictures are not those of the newest run of this code
     this.buttons = ["run", "check", "score"].map(find).filter(Boolean);
     this._build();
     const edited = this.texts.some((text, i) => text !== this.data.sources[this.targets[i]]);
@@ -78,12 +81,24 @@ export class Lab extends Page {
   _changed(text) {
     this.setText(this.number, text);
     this.forget();
+    this._age();
     if (this.error) this.complain(null);
   }
 
   /** Take away the verdict on code that the reader has changed since. */
   forget() {
     find("tests")?.replaceChildren();
+    this.verdict = null;
+    if (this.scene) this._showGoal();
+  }
+
+  /** Mark pictures and figures that are not those of the code in the editor. */
+  _age(isOld = this.isOwn && JSON.stringify(this.texts) !== this.code) {
+    this.isOld = isOld;
+    find("caption").closest(".result").classList.toggle("old", isOld);
+    const words = `${isOld ? "Older result. " : ""}${this.caption}`;
+    if (find("caption").textContent !== words) find("caption").textContent = words;
+    this._showGoal();
   }
 
   reset() {
@@ -106,22 +121,29 @@ export class Lab extends Page {
     if (find("run").disabled) return;
     const request = this.request("run");
     const { asked } = this;
+    const code = JSON.stringify(this.texts);
     this.numRuns += 1;
+    let { usual } = this;
     if (asked.length && this.hasSettings) {
-      const usual = await this.ask({ ...request, texts: {} });
-      if (this.isGone || !usual.figures) return;
-      this.usual = usual;
+      usual = await this.ask({ ...request, texts: {} });
+      if (this.isGone) return;
+      if (!usual.figures) return this._age(true);
     }
     const answer = await this.ask(request);
-    if (this.isGone || !answer.figures) return;
-    if (!asked.length) this.usual = answer;
+    if (this.isGone) return;
+    if (!answer.figures) {
+      find("message").scrollIntoView({ block: "nearest" });
+      return this._age(true);
+    }
+    this.usual = asked.length ? usual : answer;
     const names = asked.map((number) => this.targets[number].split(":")[1]).join(", ");
     const same = JSON.stringify(answer.figures) === JSON.stringify(this.scene.figures) ? "; the same figures as before" : "";
     const words = asked.length ? `what your code does, ${names} edited` : "what the engine's own code does";
-    this.showScene(answer, `Run ${this.numRuns}: ${words}${this._settings()}${same}`);
+    this.showScene(answer, `Run ${this.numRuns}: ${words}${this._settings()}${same}`, code);
     const result = find("caption").closest(".result");
-    // On a narrow screen the pictures are below the editor.
-    if (result.offsetLeft < 100) result.scrollIntoView({ block: "start" });
+    // A message may be below the fold; on a narrow screen the pictures are below the editor.
+    if (this.error) find("message").scrollIntoView({ block: "nearest" });
+    else if (result.offsetLeft < 100) result.scrollIntoView({ block: "start" });
   }
 
   get hasSettings() {
@@ -142,10 +164,12 @@ export class Lab extends Page {
 
   async check() {
     const { error } = this; // of the run, which the tests do not mend
+    const code = JSON.stringify(this.texts);
     this.forget();
     const { tests } = await this.ask(this.request("check"));
-    if (!tests || this.isGone) return;
+    if (!tests || this.isGone || JSON.stringify(this.texts) !== code) return;
     this._showTests(tests);
+    this._showGoal();
     if (error) this.complain(error);
   }
 
@@ -162,15 +186,19 @@ export class Lab extends Page {
     const number = this.asked[place[0]];
     const line = this.texts[number].split("\n")[place[1] - 1]?.trim() ?? "";
     this.place = [number, place[1]];
-    const words = raised ? "In your line" : "The last of your lines that ran is line";
+    const later = "The engine found this later, so the fault may be in another line. The last of yours that ran is line";
+    const words = raised ? "In your line" : later;
     find("message").append(make("p", {}, `${words} ${place[1]}: `, make("code", {}, line)));
     if (number !== this.number) this.select(number);
   }
 
-  showScene(scene, caption) {
+  /** Show a run; `code`: the texts that have run, as JSON. */
+  showScene(scene, caption, code = JSON.stringify(this.texts)) {
     this.scene = scene;
-    find("caption").textContent = caption;
+    this.caption = caption;
+    this.code = code;
     const isOwn = scene !== this.usual && this.asked?.length > 0;
+    this.isOwn = isOwn;
     if (scene.trace) {
       this.mounted ??= mountPlayer(find("player"), { views: this.data.lab.views, speed: 4 });
       this.mounted.update(scene.trace);
@@ -188,18 +216,25 @@ export class Lab extends Page {
     if (scene.picture) showPictures(find("picture"), own ? [base.picture, scene.picture] : [scene.picture], headings);
     else find("picture").replaceChildren();
     this._showText(scene.text);
-    if (isOwn && JSON.stringify(scene.figures) !== JSON.stringify(this.latest)) {
-      this.before = this.latest;
-      this.latest = scene.figures;
-    }
-    const before = isOwn ? this.before : null;
-    this._showMeasures(scene.figures, before, isOwn, baseline);
+    const isWhole = !scene.error || scene.error.continues;
+    const before = isOwn ? this._earlier(scene.figures, settings, isWhole) : null;
+    const failed = isWhole ? "" : ", until it fails";
+    this._showMeasures(scene.figures, before, isOwn, baseline, `your code${failed}`);
     const columns = own ? [[baseline ? `engine's code${this._settings(0)}` : "engine's code", base.figures]] : [];
     if (before) columns.push(["your last run", before]);
-    const failed = scene.error && !scene.error.continues ? ", until it fails" : "";
     const now = isOwn ? `your code${failed}` : `engine's code${settings}`;
-    this.showFigures(scene.figures, columns, now, !scene.error || scene.error.continues);
-    this._showGoal(scene, isOwn);
+    this.showFigures(scene.figures, columns, now, isWhole);
+    this._age();
+  }
+
+  /** The figures of the reader's last run with these settings that differs from this one; this one is remembered
+      if it has not failed. */
+  _earlier(figures, settings, isWhole) {
+    if (settings !== this.latestSettings) [this.latestSettings, this.latest, this.before] = [settings, null, null];
+    const isSame = JSON.stringify(figures) === JSON.stringify(this.latest);
+    if (!isWhole) return this.latest;
+    if (!isSame) [this.before, this.latest] = [this.latest, figures];
+    return this.before;
   }
 
   /** Show lines of words: [name, [[word, kind], ...]]. */
@@ -211,24 +246,35 @@ export class Lab extends Page {
   }
 
   /** Say whether the reader's code reaches the goal of the hard task. */
-  _showGoal({ figures, error }, isOwn) {
+  _showGoal() {
     const { goal } = this.data.lab;
-    find("goal").hidden = !goal || !isOwn;
-    if (!goal) return;
-    const value = Number(Object.fromEntries(figures)[goal.figure]);
-    const isReached = !error && value <= goal.most;
-    find("goal").classList.toggle("reached", isReached);
-    const words = error ? "not reached, since the run has failed" : isReached ? "reached" : "not reached yet";
-    find("goal").textContent = `Goal of the hard task, ${goal.figure} at most ${goal.most}: ${words}.`;
+    find("goal").hidden = !goal || !this.isOwn || this.isOld;
+    if (find("goal").hidden) return;
+    const state = this._goalState(goal);
+    const words = {
+      failed: "not reached, since the run has failed",
+      missed: "not reached yet",
+      unchecked: "reached by the figures; now press Check",
+      broken: "not reached: the figures would do, and a test fails",
+      sound: "reached",
+    };
+    find("goal").classList.toggle("reached", state === "sound");
+    find("goal").textContent = `Goal of the hard task, ${goal.figure} at most ${goal.most}: ${words[state]}.`;
+  }
+
+  _goalState({ figure, most }) {
+    if (this.scene.error) return "failed";
+    if (!(Number(Object.fromEntries(this.scene.figures)[figure]) <= most)) return "missed";
+    return this.verdict ?? "unchecked";
   }
 
   /** The figures that the lab is about: of the engine's code, and of the reader's last two runs. */
-  _showMeasures(figures, before, isOwn, baseline) {
+  _showMeasures(figures, before, isOwn, baseline, own) {
     const [now, last, usual] = [figures, before ?? [], this.usual.figures].map(Object.fromEntries);
     const cards = (this.data.lab.measures ?? []).map((name) => {
       const first = baseline ? [[this._settings(0).slice(2), Object.fromEntries(baseline.figures)[name]]] : [];
       const words = baseline ? this._settings().slice(2) : this.rule;
-      const values = [...first, [words, usual[name]], ["your last run", last[name]], ["your code", isOwn ? now[name] : undefined]];
+      const values = [...first, [words, usual[name]], ["your last run", last[name]], [own, isOwn ? now[name] : undefined]];
       const shown = values.filter(([, value]) => value !== undefined);
       const parts = shown.map(([words, value]) => make("span", {}, make("b", {}, value), words));
       const card = make("div", { class: "measure" }, make("h3", {}, name), ...parts);
@@ -251,6 +297,7 @@ export class Lab extends Page {
     });
     const failed = tests.filter((test) => !test.passed && !test.choice).length;
     const others = tests.filter((test) => !test.passed && test.choice).length;
+    this.verdict = failed ? "broken" : "sound";
     const all = others ? "Nothing that must hold is broken." : `All ${tests.length} tests of the engine pass.`;
     const other = others ? ` ${others} of ${tests.length} tests describe the engine's own rule: yours is another one.` : "";
     const sum = (failed ? `${failed} of ${tests.length} tests fail.` : all) + other;
