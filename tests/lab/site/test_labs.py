@@ -155,6 +155,16 @@ def test_the_oldest_request_starves_if_it_is_preempted(ask: Ask, rule: str) -> N
     assert kinds == set(scene["lanes"]["legend"]) == {"prefill", "decode", "again", "waits"}
 
 
+def test_the_answer_names_a_sequence_of_victims_that_loses_less(ask: Ask) -> None:
+    target = "nanovllm.core.scheduler:last_running"
+    rule = 'return request if request.request_id == "2" else running[-1]'
+    assert rule in LABS["preemption"]["answer"]
+    texts = {target: source_of(target).replace("return running[-1]", rule)}
+    found = [figures(ask, "preemption", each)["tokens computed again"] for each in ({}, texts)]
+    assert found == ["40", "33"]
+    assert all(test["passed"] for test in ask("check", "preemption", texts)["tests"])
+
+
 BALANCED = """def choose(self, request, loads):
     sums = self.__dict__.setdefault("sums", [0] * len(loads))
     rank = sums.index(min(sums))
@@ -218,6 +228,7 @@ REPLACED = {
         "test_without_chunks_a_prompt_is_computed_whole_or_not_at_all",
     },
     "router": {"test_the_engine_with_the_longest_prefix_gets_the_prompt"},
+    "waves": {"test_equal_engines_take_turns", "test_the_least_busy_engine_gets_an_unknown_prompt"},
 }
 
 
