@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 CLOCKS = {"perf_counter", "perf_counter_ns", "process_time", "thread_time", "monotonic", "timeit"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 # How many a lecture has; most of them compare something else that a function returns together with
 # a time. A number may only fall.
 STORED = {
@@ -46,7 +47,19 @@ class Times:
             return node.id in self.names
         if isinstance(node, ast.Attribute) and node.attr in CLOCKS:
             return True
+        if isinstance(node, Comprehension):
+            return self.is_time_in(node)
         return node is not None and any(map(self.is_time, ast.iter_child_nodes(node)))
+
+    def is_time_in(self, node: Comprehension) -> bool:
+        """Whether an element, or what chooses it, comes from a clock. A comprehension has names of
+        its own."""
+        inside = Times(set(self.names))
+        for part in node.generators:
+            inside.bind(part.target, inside.is_time(part.iter))
+        elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        chosen_by = [condition for part in node.generators for condition in part.ifs]
+        return any(map(inside.is_time, elements + chosen_by))
 
     def bind(self, target: ast.expr, is_time: bool) -> None:
         """Assign to names; of an object or a list, one part makes all of it a time."""
@@ -129,6 +142,8 @@ def test_times_are_followed() -> None:
     assert (
         found_in(made + "each = [1]\na = seconds(f)\na = 1\nassert a < 2 and len(each) > 0") == []
     )
+    assert found_in(made + "each = [a / 2 for a in [seconds(f)]]\nassert max(each) < 1")
+    assert not found_in(made + "a = seconds(f)\neach = [a for a in (1, 2)]\nassert max(each) < 3")
     assert found_in(made + "a = [seconds(f)]\nassert len(a) > 0 and a == a") == []
     assert found_in(made + "with x:\n    a, b = f(), seconds(f)\n    assert a > b")
 
