@@ -279,10 +279,8 @@ async def longest_turn(work: Any) -> float:
     return longest
 
 
-@pytest.mark.parametrize("kind", ["echo", "prompt_logprobs", "chat"])
-async def test_large_log_probabilities_are_written_in_portions(
-    tokenizer: Tokenizer, kind: str
-) -> None:
+def generation_of(kind: str, tokenizer: Tokenizer) -> Any:
+    """An answer with the log probabilities of many tokens, which can be written once."""
     engine: Any = SimpleNamespace(tokenizer=tokenizer, name="tiny")
     entry = TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1)
     found, token_ids = [logprob_dictionary(entry, tokenizer)] * NUM_POSITIONS, [100] * NUM_POSITIONS
@@ -303,11 +301,19 @@ async def test_large_log_probabilities_are_written_in_portions(
         piece.token_ids = []
         generation = CompletionGeneration(engine, body, [token_ids], SamplingParams())
     generation.collect = AsyncMock(return_value=[output])
+    return generation
+
+
+@pytest.mark.parametrize("kind", ["echo", "prompt_logprobs", "chat"])
+async def test_large_log_probabilities_are_written_in_portions(
+    tokenizer: Tokenizer, kind: str
+) -> None:
     ratios = []
     gc.disable()  # a collection of all that the tests have made would be the longest turn
     try:
         # On a loaded machine a turn may be slow for other reasons; work in one piece always is.
         for _ in range(5):
+            generation = generation_of(kind, tokenizer)
             start = time.thread_time()
             longest = await longest_turn(answer_of(generation.complete()))
             ratios.append(longest / (time.thread_time() - start))
