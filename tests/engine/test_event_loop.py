@@ -311,17 +311,18 @@ async def test_large_log_probabilities_are_written_in_portions(
     ratios = []
     gc.disable()  # a collection of all that the tests have made would be the longest turn
     try:
-        # On a loaded machine a turn may be slow for other reasons; work in one piece always is.
+        # On a loaded machine a turn may be slow for other reasons (0.4 was seen); work in one piece
+        # always is (0.98).
         for _ in range(5):
             generation = generation_of(kind, tokenizer)
             start = time.thread_time()
             longest = await longest_turn(answer_of(generation.complete()))
             ratios.append(longest / (time.thread_time() - start))
-            if ratios[-1] < 1 / 4:
+            if ratios[-1] < 1 / 2:
                 break
     finally:
         gc.enable()
-    assert min(ratios) < 1 / 4, f"shares of the longest turn: {ratios}"
+    assert min(ratios) < 1 / 2, f"shares of the longest turn: {ratios}"
 
 
 async def answer_of(work: Any) -> None:
