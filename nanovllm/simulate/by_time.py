@@ -111,32 +111,47 @@ class _ByTime(ReplayedEngine):
         before = 0.0
         for record in steps:
             events = self.events(record, live)
-            if not is_woken(record):
+            planned = record.planned or record.start
+            if self.begins:
+                # In the recorded order: those come first that came with more steps in flight.
+                events.sort(key=lambda event: -event.in_flight)
+                events = [each._replace(time=planned) for each in events]
+            elif not is_woken(record):
                 # The recorded engine takes requests in between two steps. They have arrived since
                 # the plan before: half-way, in the mean.
                 events = [each._replace(time=(before + each.time) / 2) for each in events]
             happened += events
             live = (live | record.arrived.keys()) - record.finished.keys()
             if record.requests:
-                before = record.planned or record.start
+                before = planned
         self._events = deque(sorted(happened, key=lambda event: event.time))
 
     def run(self) -> list[StepRecord]:
         """Replay all events, and the steps between them; returns the steps."""
         core = self.core
         while not core.is_idle or self._events:
-            begin = self.now + self.times.gap
-            if core.is_idle:
-                begin = max(self.now, self._events[0].time + self.times.wake)
-            if core.num_steps < len(self.begins):
-                begin = self.begins[core.num_steps]
-                while self._ends and self._ends[0] <= begin:
+            begin = self._next_begin()
+            while self._events and self._events[0].time <= begin:
+                event = self._events.popleft()
+                while self.begins and len(self._ends) > event.in_flight:
                     core.take_results()
+                event.action()
+            # The recorded engine has taken the results that were there before it planned.
+            while self.begins and self._ends and self._ends[0] <= begin:
+                core.take_results()
             self.now = max(self.now, begin)
-            while self._events and self._events[0].time <= self.now:
-                self._events.popleft().action()
             core.step()
         return self.replayed.steps
+
+    def _next_begin(self) -> float:
+        """Return when the next step is planned."""
+        core = self.core
+        if core.num_steps < len(self.begins):
+            return self.begins[core.num_steps]
+        if core.is_idle:
+            return max(self.now, self._events[0].time + self.times.wake)
+        # No recorded step is left: the last results are taken as soon as they are there.
+        return self.now if self.begins else self.now + self.times.gap
 
     def launch(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Return a function that returns a step's result when it has taken as long as recorded."""

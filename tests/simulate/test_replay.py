@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -81,8 +82,6 @@ class Clients:
     def run(self, num_actions: int) -> None:
         for action in self.draw.choices([*ACTIONS], [*ACTIONS.values()], k=num_actions):
             self.do(action)
-        while self.core.has_unfinished:
-            self.step()
 
     def do(self, action: str) -> None:
         core, draw = self.core, self.draw
@@ -149,6 +148,13 @@ def make_engine(checkpoint: str, **options: Any) -> Engine:
 def record(core: Engine, seed: int, num_actions: int) -> Trace:
     """The trace of an engine with random clients, as it was written to its file."""
     Clients(core, seed).run(num_actions)
+    return finish(core)
+
+
+def finish(core: Engine) -> Trace:
+    """The trace of an engine that answers what it has, as it was written to its file."""
+    while core.has_unfinished:
+        core.step()
     core.close()
     return Trace.load(str(core.config.trace))
 
@@ -203,6 +209,38 @@ def test_every_plan_is_equal(
     assert "aborted" in happened
     assert ("in flight" in happened) == bool(core.settings.steps_ahead)
     assert ("swap_in" in happened) == (core.config.preemption_mode == "swap")
+
+
+def test_a_request_is_aborted_while_its_last_token_is_in_flight(
+    checkpoint: str, tmp_path: pathlib.Path
+) -> None:
+    core = make_engine(checkpoint, trace=str(tmp_path / "run.jsonl"), async_scheduling=True)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    core.add_request(EngineRequest("aborted", [5, 6, 7], params, []))
+    for _ in range(3):
+        core.step()
+    core.abort_request("aborted")
+    # Half of the time until the next plan is now longer than the last step.
+    time.sleep(0.1)
+    core.add_request(EngineRequest("later", [5, 6, 7], params, []))
+    trace = finish(core)
+    assert [step.aborted for step in trace if step.aborted] == [{"aborted": 1}]
+    check_by_time(trace, "recorded")
+
+
+def test_the_last_step_is_shorter_than_the_gaps_between_steps(
+    checkpoint: str, tmp_path: pathlib.Path
+) -> None:
+    core = make_engine(checkpoint, trace=str(tmp_path / "run.jsonl"), async_scheduling=True)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    core.add_request(EngineRequest("slow", [5, 6, 7], params, []))
+    for _ in range(8):
+        core.step()
+        time.sleep(0.02)
+    core.step()
+    trace = finish(core)
+    assert count(trace) == 9
+    check_by_time(trace, "recorded")
 
 
 def small(workload: Workload) -> Workload:
