@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# The first bytes of a file that gzip has compressed.
+GZIP_MAGIC = b"\x1f\x8b"
 # Remedies for a file that the user has named.
 REMEDIES = {
     errno.ENOENT: "does the folder exist?",

@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 # The most blocks of a prompt that are compared. More would cost time without changing the choice.
@@ -110,14 +111,19 @@ class SentPrefixes(PrefixIndex):
         sent = self._sent[server]
         where = self.where
         bit = 1 << server
+        move_to_end = sent.move_to_end
         for name in reversed(names):  # the last block is forgotten first
             if name in sent:
-                sent.move_to_end(name)
+                move_to_end(name)
             else:
                 sent[name] = None
                 where[name] = where.get(name, 0) | bit
         num_extra = len(sent) - self.capacity
-        self.remove(server, (sent.popitem(last=False)[0] for _ in range(num_extra)))
+        if num_extra > 0:
+            oldest = list(islice(sent, num_extra))
+            for name in oldest:
+                del sent[name]
+            self.remove(server, oldest)
 
     def forget(self, server: int) -> None:
         """Forget what was sent to a server, since its cache was emptied."""

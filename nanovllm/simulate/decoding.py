@@ -142,14 +142,14 @@ class DecodingQueues(Queues):
         num_taken = taken - request.taken
         if not num_planned and not num_taken:
             return
-        before = min(request.num_computed_tokens, len(request.token_ids))
+        before = min(request.num_computed_tokens, request.num_tokens)
         request.planned = planned
         request.taken = taken
         request.num_computed_tokens += num_planned
         request.num_sent_tokens = request.num_computed_tokens - self.ahead
         request.num_pending_tokens = planned - taken
         if num_taken:
-            request.token_ids.extend(bytes(num_taken))
+            request.num_tokens += num_taken
             request.last_token = self.last_end
         self.manager.cache_blocks(request, before)
 
@@ -162,7 +162,7 @@ class DecodingQueues(Queues):
             return
         ahead = self.planned - self.taken
         for request in self.running[head:]:
-            known = len(request.token_ids)
+            known = request.num_tokens
             pending = request.num_pending_tokens
             if pending and known + pending >= request.max_num_tokens:
                 request.is_ending = True

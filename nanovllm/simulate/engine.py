@@ -293,9 +293,8 @@ class SimulatedEngine:
             if request.is_member:
                 group.settle(request)
             request.num_pending_tokens -= 1
-            request.token_ids.append(TOKEN.token_id)
+            request.num_tokens = num_tokens = request.num_tokens + 1
             self._count_token(request, now)
-            num_tokens = len(request.token_ids)
             if num_tokens >= request.max_num_tokens:
                 self.scheduler.finish(request, "length")
                 ended.append(request)

@@ -221,7 +221,7 @@ class SimulatedManager(KVCacheManager):
         computed."""
         size = self.block_size
         first = num_before // size
-        end = min(request.num_computed_tokens, len(request.token_ids)) // size
+        end = min(request.num_computed_tokens, request.num_tokens) // size
         if first >= end or not self.enable_prefix_caching:
             return
         hashes = self.pool.block_hashes

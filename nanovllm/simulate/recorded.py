@@ -3,10 +3,11 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanovllm.simulate.workload import SECOND, WorkloadRequest
 from nanovllm.trace.record import Arrival, StepRecord
 
 
@@ -101,3 +102,27 @@ def first_with_block(
         if index >= count:
             return number
         number = owner
+
+
+def traced_workload(records: Iterable[StepRecord], block_size: int) -> Iterator[WorkloadRequest]:
+    """Return the requests of a trace, to be served again. One that was aborted would have got as
+    many tokens as it may."""
+    requests = recorded_requests(records)
+    for number, each in enumerate(requests):
+        num_output_tokens = each.num_sampled
+        abort = round(each.end * SECOND) if each.reason == "abort" else None
+        if abort is not None:
+            num_output_tokens = max(num_output_tokens, each.arrival.max_tokens)
+        num_blocks = -(-(each.num_prompt_tokens + num_output_tokens) // block_size)
+        yield WorkloadRequest(
+            request_id=each.name,
+            arrival=round(each.arrival.time * SECOND),
+            num_prompt_tokens=each.num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            priority=each.arrival.priority,
+            abort=abort,
+            prefix_ids=[
+                first_with_block(requests, number, i, block_size) << 32 | i
+                for i in range(num_blocks)
+            ],
+        )

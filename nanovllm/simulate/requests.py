@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
 
 from nanovllm.core.request import Request, RequestStatus
 from nanovllm.data.request import EngineRequest
@@ -16,19 +16,33 @@ NEVER = 1 << 62
 NO_STOPS: dict[int, int | None] = {}
 
 
-class Tokens(bytearray):
-    """Tokens of which only the number is known."""
+class Tokens:
+    """The tokens of a request, of which only the number is known: what the scheduler needs of a
+    list of them."""
 
-    def __getitem__(self, key: SupportsIndex | slice) -> Any:
-        """Return zeros, without a copy of a prompt."""
-        return range(len(self))[key] if isinstance(key, slice) else 0
+    __slots__ = ("_request",)
+
+    def __init__(self, request: SimulatedRequest) -> None:
+        self._request = request
+
+    def __len__(self) -> int:
+        return self._request.num_tokens
+
+    def __getitem__(self, key: slice) -> range:
+        """Return as many of any numbers."""
+        return range(self._request.num_tokens)[key]
+
+    def append(self, token_id: int) -> None:
+        """Count a token."""
+        self._request.num_tokens += 1
 
 
 class SimulatedRequest(Request):
-    """A request on its way through a simulated engine. Each of its tokens is a byte, and its
-    blocks have numbers instead of hashes.
+    """A request on its way through a simulated engine. It has a number of tokens, and its blocks
+    have numbers instead of hashes.
 
     Attributes:
+        num_tokens: known tokens, prompt and output.
         arrival: when it arrived, in picoseconds, like all times here.
         scheduled: when the first step was planned that computes it; None: not yet.
         first_token, last_token: when these were sampled; None: not yet.
@@ -44,7 +58,7 @@ class SimulatedRequest(Request):
 
     # Slots take a quarter of the memory of a dictionary.
     __slots__ = (
-        *vars(Request(EngineRequest("", [], SamplingParams()))),
+        *(vars(Request(EngineRequest("", [], SamplingParams()))).keys() - {"token_ids"}),
         "arrival",
         "event",
         "first_token",
@@ -54,11 +68,13 @@ class SimulatedRequest(Request):
         "last_event",
         "last_step",
         "last_token",
+        "num_tokens",
         "planned",
         "replica",
         "scheduled",
         "taken",
     )
+    num_tokens: int
     scheduled: int | None
     first_token: int | None
     last_token: int | None
@@ -77,10 +93,7 @@ class SimulatedRequest(Request):
         self.looks_back = False
         self.finish_reason = self.stop_reason = self.num_exact_tokens = None
         self.cache_salt = self.kv_transfer_params = self.remote_kv = None
-        # The memory of all tokens, now, since it is moved if it grows.
-        tokens = Tokens(source.num_prompt_tokens + source.num_output_tokens)
-        del tokens[source.num_prompt_tokens :]
-        self.token_ids = tokens  # type: ignore[assignment]
+        self.num_tokens = source.num_prompt_tokens
         self.extra_token_ids = []
         self.block_hashes = names  # type: ignore[assignment]
         self.order = order
@@ -91,13 +104,28 @@ class SimulatedRequest(Request):
         self.last_step = self.event = NEVER
         self.last_event = -1
 
+    @property
+    def token_ids(self) -> Tokens:  # type: ignore[override]
+        """Its tokens."""
+        return Tokens(self)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """See `Request`."""
+        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
     def served(self) -> ServedRequest:
         """Return what became of it."""
         return ServedRequest(
             request_id=self.request_id,
             arrival=self.arrival,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
             num_cached_tokens=max(0, self.num_cached_tokens),
             scheduled=self.scheduled,
             first_token=self.first_token,
@@ -176,7 +204,13 @@ class RequestMaker:
         return names
 
 
+_PARAMS = SamplingParams(ignore_eos=True, temperature=0.0)
+
+
 @functools.cache
 def _sampling_params(num_output_tokens: int) -> SamplingParams:
-    """Return the parameters of all requests with this number of output tokens."""
-    return SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)
+    """Return the parameters of all requests with this number of output tokens. A workload has
+    checked the number."""
+    params = copy.copy(_PARAMS)
+    params.max_tokens = num_output_tokens
+    return params

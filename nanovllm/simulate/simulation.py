@@ -26,7 +26,6 @@ from nanovllm.simulate.disaggregated import (
     TieredDecodeConnector,
     TieredPrefillConnector,
 )
-from nanovllm.simulate.drafts import DraftingRunner
 from nanovllm.simulate.engine import SimulatedEngine, SimulatedRunner, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
@@ -34,10 +33,9 @@ from nanovllm.simulate.machines import GIB, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.outages import UnreliableFleet, parse_outages
-from nanovllm.simulate.perfetto import record_steps, write_events
 from nanovllm.simulate.report import TIMES, Summary, summarize
 from nanovllm.simulate.requests import RequestMaker
-from nanovllm.simulate.results import ReplicaCounters
+from nanovllm.simulate.results import FleetResult, ReplicaCounters
 from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.settings import (
@@ -83,10 +81,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, fast=perfetto is None)
     tiers = plan.create_tiers(fleet)
-    traces = [] if perfetto is None else record_steps(fleet.engines)
-    result = fleet.run(workload)
-    if perfetto is not None:
-        write_events(perfetto, traces)
+    result = fleet.run(workload) if perfetto is None else _recorded_run(fleet, workload, perfetto)
     summary = summarize(
         result,
         goodput=goodput,
@@ -98,6 +93,16 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
     return {"setup": plan.description, **summary}
+
+
+def _recorded_run(fleet: Fleet, workload: Workload, perfetto: Path) -> FleetResult:
+    """Run a fleet, and write its steps to a file."""
+    from nanovllm.simulate.perfetto import record_steps, write_events
+
+    traces = record_steps(fleet.engines)
+    result = fleet.run(workload)
+    write_events(perfetto, traces)
+    return result
 
 
 def find_load(settings: Mapping[str, object]) -> Summary:
@@ -262,9 +267,12 @@ class FleetPlan:
     def _create_runner(self) -> SimulatedRunner:
         """Create what takes the place of an engine's ranks. Those of prefill engines never draft,
         since their requests end with their first token."""
+        if not self.config.acceptance:
+            return SimulatedRunner()
+        from nanovllm.simulate.drafts import DraftingRunner
+
         draft_time = round(self.config.draft_time * SECOND / 1000)
-        acceptance = self.config.acceptance
-        return DraftingRunner(acceptance, draft_time) if acceptance else SimulatedRunner()
+        return DraftingRunner(self.config.acceptance, draft_time)
 
     def _create_router(
         self, engines: Sequence[SimulatedEngine], workload: Workload

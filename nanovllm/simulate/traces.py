@@ -18,11 +18,9 @@ import msgspec
 from msgspec import Meta, convert
 from msgspec.structs import replace
 
+from nanovllm.data.disk import GZIP_MAGIC
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.recorded import first_with_block, recorded_requests
 from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
-from nanovllm.trace.record import StepRecord
-from nanovllm.trace.trace import GZIP_MAGIC, read_trace
 
 FORMATS = (
     "name a file with Mooncake JSON lines (timestamp, input_length, output_length, hash_ids), Azure"
@@ -79,9 +77,13 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
     if not first:
         raise UsageError(f"{path} is empty: {FORMATS}")
     if "nanovllm_trace" in keys:
+        # Here, since other files do not need them.
+        from nanovllm.simulate.recorded import traced_workload
+        from nanovllm.trace.trace import read_trace
+
         settings, _, records = read_trace(path)
         block_size = settings.block_size or block_size
-        requests = _traced_requests(records, block_size)
+        requests = traced_workload(records, block_size)
     elif "request_throughput" in keys or first.strip() == b"{":
         requests = _bench_requests(path, b"".join(whole))
     elif "input_length" in keys or (first.startswith(b"{") and not keys):
@@ -220,29 +222,6 @@ def _bench_requests(path: str | Path, text: bytes) -> Iterator[WorkloadRequest]:
             arrival=round(start * SECOND),
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,
-        )
-
-
-def _traced_requests(records: Iterable[StepRecord], block_size: int) -> Iterator[WorkloadRequest]:
-    """The requests of a trace. One that was aborted would have got as many tokens as it may."""
-    requests = recorded_requests(records)
-    for number, each in enumerate(requests):
-        num_output_tokens = each.num_sampled
-        abort = round(each.end * SECOND) if each.reason == "abort" else None
-        if abort is not None:
-            num_output_tokens = max(num_output_tokens, each.arrival.max_tokens)
-        num_blocks = -(-(each.num_prompt_tokens + num_output_tokens) // block_size)
-        yield WorkloadRequest(
-            request_id=each.name,
-            arrival=round(each.arrival.time * SECOND),
-            num_prompt_tokens=each.num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-            priority=each.arrival.priority,
-            abort=abort,
-            prefix_ids=[
-                first_with_block(requests, number, i, block_size) << 32 | i
-                for i in range(num_blocks)
-            ],
         )
 
 

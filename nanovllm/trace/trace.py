@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
-from nanovllm.data.disk import REMEDIES
+from nanovllm.data.disk import GZIP_MAGIC, REMEDIES
 from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.processes.activity import waiting_for_others
 from nanovllm.trace.format import (
@@ -31,7 +31,6 @@ __all__ = ["FORMAT_VERSION", "Snapshot", "StepRecord", "Trace", "TraceError", "T
 logger = logging.getLogger(__name__)
 
 FilePath = str | pathlib.Path
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Trace:
