@@ -13,19 +13,23 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 INDEX = "sections.json"
-# How much a match counts, by the name of its page: what explains comes first.
+# How much a match counts, by the name of its page: what explains comes first, and how to use it.
 WEIGHTS = {
     "notebooks/[0-9]*": 1.0,
     "notebooks/glossary": 0.8,
-    "README": 1.0,
+    "README": 1.2,
     "notebooks/*": 0.7,
+    "nanovllm/server/README": 1.0,
     "nanovllm/*": 0.5,
     "figures/*": 0.5,
     "*": 0.3,
 }
 _SILENT = (nodes.section, nodes.title, nodes.raw, nodes.math_block, nodes.comment)
 _NAME = re.compile(r"[a-z]\w*_\w+|[A-Z]\w+")  # in code; its other words are of every page
-Section = tuple[str, str, str, str]  # anchor, heading, prose, names in its code
+# How code for a shell begins.
+_COMMANDS = re.compile(r"(?:\.|curl|make|nanovllm|pip|python) [\w./-]")
+# Anchor, heading, prose, names in its code, and the lines of its commands.
+Section = tuple[str, str, str, str, str]
 
 
 def sections(doctree: nodes.document) -> list[Section]:
@@ -34,24 +38,29 @@ def sections(doctree: nodes.document) -> list[Section]:
     for section in doctree.findall(nodes.section):
         prose: list[str] = []
         names: dict[str, None] = {}
-        _collect(section, prose, names)
+        commands: list[str] = []
+        _collect(section, prose, names, commands)
         text = " ".join(" ".join(prose).split())
         heading = section.next_node(nodes.title).astext()
-        found.append((section["ids"][0], heading, text, " ".join(names)))
+        found.append((section["ids"][0], heading, text, " ".join(names), "\n".join(commands)))
     return found
 
 
-def _collect(node: nodes.Element, prose: list[str], names: dict[str, None]) -> None:
+def _collect(
+    node: nodes.Element, prose: list[str], names: dict[str, None], commands: list[str]
+) -> None:
     for child in node.children:
         if isinstance(child, _SILENT):
             continue
-        if isinstance(child, nodes.literal_block):
+        if isinstance(child, nodes.literal_block) and _COMMANDS.match(child.astext()):
+            commands += [" ".join(line.split()) for line in child.astext().splitlines()]
+        elif isinstance(child, nodes.literal_block):
             names |= dict.fromkeys(_NAME.findall(child.astext()))
         elif isinstance(child, nodes.TextElement):
             texts = child.findall(nodes.Text)
             prose.append("".join(each for each in texts if not isinstance(each.parent, nodes.raw)))
         elif isinstance(child, nodes.Element):
-            _collect(child, prose, names)
+            _collect(child, prose, names, commands)
 
 
 def weight(page: str) -> float:

@@ -135,6 +135,24 @@ def test_a_search_leads_to_the_section_of_a_lecture(visit: Any) -> None:
     page.get_by_role("status").filter(has_text="Nothing has half of the words").wait_for()
 
 
+@pytest.mark.parametrize("query", ["run server", "start the server", "how to run the server"])
+def test_who_looks_for_the_server_finds_how_to_start_it(visit: Any, query: str) -> None:
+    page = visit(f"search.html?q={query.replace(' ', '+')}")
+    found = [link.get_attribute("href").removeprefix("./") for link in results(page).all()]
+    start = found.index("README.html#start")
+    server = next(at for at, each in enumerate(found) if each.startswith("nanovllm/server/README"))
+    lectures = [at for at, each in enumerate(found) if re.search(r"/(51|91)_", each)]
+    assert max(start, server) < min(lectures)
+    command = page.locator("#search-results li").nth(start).locator("code")
+    assert command.inner_text().startswith("make serve # installs")
+    assert "serve" in command.locator("mark").all_inner_texts()
+
+
+def test_a_rare_word_of_a_question_weighs_more_than_a_frequent_one(visit: Any) -> None:
+    page = visit("search.html?q=Which+lecture+explains+tensor+parallelism")
+    assert "22_tensor_parallel" in results(page).first.get_attribute("href")
+
+
 def test_without_scripts_pages_have_pictures_and_no_dead_buttons(
     visit_without_scripts: Any,
 ) -> None:

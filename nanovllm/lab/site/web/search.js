@@ -7,8 +7,10 @@ const MOST = 40;
 const ENOUGH = 8;
 const AROUND = 110; // letters on each side of a match
 const ROOT = document.documentElement.dataset.content_root;
+// Words that mean the same: who asks how to run a server is told how to start it.
+const SAME = [["run", "start", "launch"]];
 // Words of questions, which say nothing about their subject.
-const EMPTY = new Set("a an and are can do does for from how i if in is it me my of on or our s somebody t that the there to was we what when whenever where which who why with you your".split(" "));
+const EMPTY = new Set("a an and are can do does explain explains for from how i if in is it me my of on or our s somebody t that the there to was we what when whenever where which who why with you your".split(" "));
 const LETTER = "[\\p{L}\\p{N}]";
 
 const make = (name, values, ...children) => {
@@ -17,9 +19,9 @@ const make = (name, values, ...children) => {
   return made;
 };
 
-/** What a word and its other forms begin with: "preempt" of "preemptions", "tabl" of "tables". */
+/** What a word and its other forms begin with: "preempt" of "preemptions", "serv" of "servers". */
 function stem(word) {
-  const bare = word.replace(/(?:ions?|ings?|ed|es|s|e)$/, "");
+  const bare = word.replace(/(?:ions?|ings?|ers?|ed|es|s|e)$/, "");
   return bare.length >= 4 ? bare : word;
 }
 
@@ -28,8 +30,8 @@ function patternsOf(query) {
   const all = query.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
   const telling = all.filter((word) => !EMPTY.has(word));
   const found = telling.length ? telling : all;
-  const stems = [...new Set(found)].map(stem);
-  const form = (each) => `${each}${LETTER}*`;
+  const stems = [...new Set(found.map(stem))];
+  const form = (each) => `(?:${(SAME.find((group) => group.includes(each)) ?? [each]).join("|")})${LETTER}*`;
   const words = stems.map((each) => new RegExp(`(?<!${LETTER})${form(each)}`, "giu"));
   const phrase = new RegExp(`(?<!${LETTER})${found.map(stem).map(form).join("[^\\p{L}\\p{N}]{1,3}")}`, "giu");
   return { words, phrase };
@@ -37,48 +39,107 @@ function patternsOf(query) {
 
 const count = (pattern, text) => text.match(pattern)?.length ?? 0;
 
-const isExactly = (pattern, text) => text.match(pattern)?.[0] === text;
+/** How often a word is in a section: in its heading, in its page's title, in its prose, in names of its code, and in its
+ * commands. */
+const placesOf = (word, [, ...parts], title) => [title, ...parts].map((text) => count(word, text));
 
-/** How well a section fits: 0 if it has fewer than `least` of the words. A page that has them often is about them, and most
- * of all the lecture whose number is among them. */
-function scoreOf([, heading, prose, names], title, { words, phrase }, ofPage, least) {
+/** The part of a heading's words that are of the query: all of "12 · Block tables" or of "server: ..." for these words, half of
+ * "A Llama server". */
+function shareOf(heading, words) {
+  const telling = heading.split(":")[0].match(/\p{L}[\p{L}\p{N}]*/gu)?.filter((word) => !EMPTY.has(word.toLowerCase())) ?? [];
+  return telling.filter((each) => words.some((word) => count(word, each))).length / Math.max(1, telling.length);
+}
+
+/** How well a section fits that has some of the words. A page that has them often is about them, and most of all the lecture
+ * whose number is among them. A word that few sections have tells more than one that most have (`rarity`, 1 on average). */
+function scoreOf([, heading, prose], title, { words, phrase }, places, ofPage, rarity) {
   let score = 0;
-  let missing = 0;
-  if (isExactly(phrase, heading.replace(/^[\d.· ]+/, ""))) score += 12;
   if (words.length > 1) score += 15 * Math.min(1, count(phrase, heading)) + 5 * Math.log2(1 + count(phrase, prose));
+  const bonus = 6 + 16 * shareOf(heading, words);
+  let present = 0;
   for (const [number, word] of words.entries()) {
-    const places = [count(word, heading), count(word, title), count(word, prose), count(word, names)];
-    if (!places.some(Boolean)) {
-      missing += 1;
-      continue;
-    }
-    if (/^\d+$/.test(title.match(word)?.[0]) && title.search(word) === 0) score += 20;
-    const [inHeading, inTitle, inProse, inNames] = places;
-    score += 10 * Math.min(1, inHeading) + 5 * Math.min(1, inTitle) + 3 * Math.log2(1 + inProse) + Math.log2(1 + inNames);
-    score += 3 * Math.log2(1 + ofPage[number]);
+    const [inTitle, inHeading, inProse, inNames, inCommands] = places[number];
+    if (!places[number].some(Boolean)) continue;
+    let ofWord = bonus * Math.min(1, inHeading) + 5 * Math.min(1, inTitle) + 3 * Math.log2(1 + inProse);
+    ofWord += Math.log2(1 + inNames) + 6 * Math.log2(1 + inCommands) + 3 * Math.log2(1 + ofPage[number]);
+    if (/^\d+$/.test(title.match(word)?.[0]) && title.search(word) === 0) ofWord += 20;
+    score += rarity[number] * ofWord;
+    present += rarity[number];
   }
-  return words.length - missing < least ? 0 : score;
+  return score * (present / words.length);
 }
 
-/** The best sections of all pages that have at least that many of the words: [{page, title, anchor, heading, prose, names,
- * score}, ...]. */
-function search(pages, patterns, least) {
-  const found = [];
-  for (const { page, weight, sections } of pages) {
+/** How rare each word is, by the number of sections that have it; 1 on average. */
+function raritiesOf(numWith, numSections) {
+  const logs = numWith.map((number) => Math.log2(1 + numSections / Math.max(1, number)));
+  const sum = logs.reduce((total, each) => total + each, 0);
+  return logs.map((each) => (each * logs.length) / sum);
+}
+
+/** All sections that have some of the words: [{page, title, anchor, heading, prose, names, commands, numWords, score}, ...],
+ * the best first. */
+function search(pages, patterns) {
+  const { words } = patterns;
+  const lengths = pages.map(({ sections }) => sections.reduce((sum, [, , prose]) => sum + prose.length, 0));
+  const usual = lengths.reduce((sum, each) => sum + each, 0) / pages.length;
+  const matching = [];
+  let numSections = 0;
+  for (const [index, { page, weight, sections }] of pages.entries()) {
     const [[, title]] = sections;
-    const ofPage = patterns.words.map((word) => sections.reduce((sum, [, , prose]) => sum + count(word, prose), 0));
-    const scored = sections.map((section) => {
-      const [anchor, heading, prose, names] = section;
-      return { page, title, anchor, heading, prose, names, score: weight * scoreOf(section, title, patterns, ofPage, least) };
-    });
-    scored.sort((one, other) => other.score - one.score);
-    found.push(...scored.slice(0, MOST_PER_PAGE).filter(({ score }) => score > 0));
+    const counted = sections.map((section) => words.map((word) => placesOf(word, section, title)));
+    // A short page has a word as often as a long one if it has it as often per line.
+    const share = 0.25 + 0.75 * Math.min(1, lengths[index] / usual);
+    const ofPage = words.map((_, number) => counted.reduce((sum, places) => sum + places[number][2], 0) / share);
+    matching.push(...sections.map((section, at) => ({ page, title, weight, section, places: counted[at], ofPage })));
+    numSections += sections.length;
   }
-  return found.sort((one, other) => other.score - one.score);
+  const has = ({ places }, number) => places[number].some(Boolean);
+  const rarity = raritiesOf(words.map((_, number) => matching.filter((each) => has(each, number)).length), numSections);
+  const found = matching.map((each) => {
+    const { page, title, weight, section, places, ofPage } = each;
+    const [anchor, heading, prose, names, commands] = section;
+    const numWords = words.filter((_, number) => has(each, number)).length;
+    const score = weight * scoreOf(section, title, patterns, places, ofPage, rarity);
+    return { page, title, anchor, heading, prose, names, commands, numWords, score };
+  });
+  return found.filter(({ numWords }) => numWords).sort((one, other) => other.score - one.score);
 }
 
-/** The words around the first match in a section, with all matches in them marked. */
-function context({ prose, names }, { words, phrase }) {
+/** The best sections that have all words. Where they are few, also those that lack one, then those that lack two, and so on,
+ * down to half of the words. */
+function closest(pages, patterns) {
+  const all = patterns.words.length;
+  const found = search(pages, patterns);
+  const results = [];
+  let numWhole = 0;
+  for (let least = all; least >= all / 2 && results.length < ENOUGH; least -= 1) {
+    const ofPage = {};
+    for (const result of found.filter(({ numWords }) => numWords === least)) {
+      ofPage[result.page] = (ofPage[result.page] ?? 0) + 1;
+      if (ofPage[result.page] <= MOST_PER_PAGE) results.push(result);
+    }
+    if (least === all) numWhole = results.length;
+  }
+  results.sort((one, other) => other.score - one.score);
+  return { results, numWhole };
+}
+
+/** A piece of text with all matches in it marked. */
+function marked(piece, words) {
+  const parts = [];
+  let told = 0;
+  const matches = words.flatMap((word) => [...piece.matchAll(word)]).sort((one, other) => one.index - other.index);
+  for (const { index, 0: text } of matches) {
+    parts.push(piece.slice(told, index), make("mark", { textContent: text }));
+    told = index + text.length;
+  }
+  return [...parts, piece.slice(told)];
+}
+
+/** The first command of a section that matches, or else the words around the first match in its prose. */
+function context({ prose, names, commands }, { words, phrase }) {
+  const command = commands.split("\n").find((line) => words.some((word) => count(word, line)));
+  if (command !== undefined) return make("p", {}, make("code", {}, ...marked(command, words)));
   const first = [phrase, ...words].map((pattern) => prose.search(pattern)).find((at) => at >= 0);
   if (first === undefined) {
     const matching = names.split(" ").filter((name) => words.some((word) => count(word, name)));
@@ -88,29 +149,7 @@ function context({ prose, names }, { words, phrase }) {
   const begin = first <= AROUND ? 0 : prose.indexOf(" ", first - AROUND) + 1;
   const end = prose.length <= first + AROUND ? prose.length : prose.lastIndexOf(" ", first + AROUND);
   const piece = prose.slice(begin, Math.max(end, first));
-  const line = make("p", {}, begin ? "… " : "");
-  let told = 0;
-  const matches = words.flatMap((word) => [...piece.matchAll(word)]).sort((one, other) => one.index - other.index);
-  for (const { index, 0: text } of matches) {
-    line.append(piece.slice(told, index), make("mark", { textContent: text }));
-    told = index + text.length;
-  }
-  line.append(piece.slice(told), end < prose.length ? " …" : "");
-  return line;
-}
-
-/** The best sections that have all words. Where they are few, those that lack one come next, then those that lack two, and so
- * on, down to half of the words. */
-function closest(pages, patterns) {
-  const all = patterns.words.length;
-  const results = [];
-  let numWhole = 0;
-  for (let least = all; least >= all / 2 && results.length < ENOUGH; least -= 1) {
-    const isNew = ({ page, anchor }) => !results.some((known) => known.page === page && known.anchor === anchor);
-    results.push(...search(pages, patterns, least).filter(isNew));
-    if (least === all) numWhole = results.length;
-  }
-  return { results, numWhole };
+  return make("p", {}, begin ? "… " : "", ...marked(piece, words), end < prose.length ? " …" : "");
 }
 
 function show({ results, numWhole }, patterns, query) {
