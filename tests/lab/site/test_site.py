@@ -96,6 +96,35 @@ def test_a_page_fits_a_phone(visit: Any, page: Any, path: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+WIDE = [
+    ("notebooks/13_scheduler.html", ".cell_output:has(img[width]):not(:has(.nv-stored)):visible"),
+    ("notebooks/13_scheduler.html", ".cell_input pre:visible"),
+    ("figures/cpu.html", ".pst-scrollable-table-container"),
+    ("index.html", ".scroll"),
+    ("nanovllm/core/scheduler.py.html", ".highlight"),
+]
+IS_FADED = "(each) => getComputedStyle(each).maskImage !== 'none'"
+
+
+@pytest.mark.parametrize(("path", "boxes"), WIDE)
+def test_what_is_cut_on_a_phone_fades_until_it_is_scrolled_to_its_end(
+    visit: Any, page: Any, path: str, boxes: str
+) -> None:
+    page.set_viewport_size(PHONE)
+    visit(path)
+    page.locator("[data-goes-on]").first.wait_for(state="attached")
+    found = page.locator(boxes).all()
+    rooms = [each.evaluate("(box) => box.scrollWidth - box.clientWidth") for each in found]
+    assert [each.evaluate(IS_FADED) for each in found] == [room > 1 for room in rooms]
+    cut = found[rooms.index(max(rooms))]
+    is_faded = f"([box, expected]) => ({IS_FADED})(box) === expected"
+    for place, expected in ((max(rooms) // 2, True), (max(rooms), False), (0, True)):
+        cut.evaluate("(box, place) => (box.scrollLeft = place)", place)
+        page.wait_for_function(is_faded, arg=[cut.element_handle(), expected])
+    page.emulate_media(media="print")
+    assert not cut.evaluate(IS_FADED)
+
+
 def test_the_landing_page_plays_a_trace(visit: Any) -> None:
     page = visit("index.html")
     position = page.locator(".nv-position")

@@ -29,10 +29,27 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => (root.dataset.theme = chosen));
 
-// A wide formula scrolls by itself, for the keyboard, too.
+// What is wide scrolls by itself, and fades at its right edge until the reader has scrolled to its end.
+const WIDE = ".bd-article :is(pre, .pst-scrollable-table-container, .cell_output, div.math, mjx-container), .scroll, .source .highlight, .paths pre";
+
+/** Whether something goes on beyond its right edge. */
+function goesOn(box) {
+  return getComputedStyle(box).overflowX !== "visible" && box.scrollWidth - box.clientWidth - box.scrollLeft > 1;
+}
+
+function showEdges(boxes) {
+  const areCut = boxes.map(goesOn);
+  for (const [index, box] of boxes.entries()) box.toggleAttribute("data-goes-on", areCut[index]);
+}
+
 addEventListener("load", async () => {
   await window.MathJax?.startup?.promise;
-  for (const formula of document.querySelectorAll('mjx-container[display="true"]')) formula.tabIndex = 0;
+  for (const formula of document.querySelectorAll('mjx-container[display="true"]')) formula.tabIndex = 0; // for the keyboard
+  const sizes = new ResizeObserver((entries) => showEdges(entries.map(({ target }) => target)));
+  for (const box of document.querySelectorAll(WIDE)) {
+    sizes.observe(box);
+    box.addEventListener("scroll", () => showEdges([box]), { passive: true });
+  }
 });
 
 // The theme's name for this button lacks the keys that it shows.
