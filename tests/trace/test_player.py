@@ -307,6 +307,27 @@ def test_a_step_says_what_was_scheduled_and_who_waits(page: Any, trace: Trace) -
         assert request_id in told
 
 
+@pytest.mark.parametrize(
+    ("settings", "fate"),
+    [
+        ({}, "its output so far again, except for tokens that are still in the prefix cache then"),
+        ({"enable_prefix_caching": False}, "its prompt and its output so far again"),
+        ({"preemption_mode": "swap"}, "copied to host memory, and back before it runs again"),
+    ],
+)
+def test_a_step_says_what_becomes_of_who_was_preempted(
+    page: Any, settings: dict[str, Any], fate: str
+) -> None:
+    requests = [SimulatedRequest(0, 16, 20), SimulatedRequest(0, 16, 20)]
+    trace = simulate(requests, num_kv_blocks=10, block_size=4, **settings)
+    start(page, trace)
+    at, record = next((i, r) for i, r in enumerate(trace) if r.preempted)
+    page.evaluate("(at) => player.seek(at)", at)
+    (victim,) = record.preempted
+    told = next(line for line in story(page).splitlines() if line.startswith(f"{victim} loses"))
+    assert told.endswith(fate)
+
+
 def test_hovering_tells_and_leaving_brings_the_selected_back(page: Any, trace: Trace) -> None:
     start(page, trace, views=["pool"])
     page.evaluate("player.seek(4); player.select({ kind: 'request', id: 'r1' })")

@@ -101,7 +101,7 @@ def prefix_trace(num_requests: int = 24, seed: int = 0, **options: Any) -> Trace
     return simulate(requests, **(settings | options))
 
 
-def small_trace() -> Trace:
+def small_trace(**options: Any) -> Trace:
     """Two requests that share a prefix, and two more; so few blocks that arrows are drawn."""
     common = list(range(16))
     requests = [(0, common + [100] * 7, 10), (3, common + [200] * 10, 12), (6, 9, 14), (9, 13, 6)]
@@ -110,6 +110,7 @@ def small_trace() -> Trace:
         num_kv_blocks=12,
         block_size=8,
         max_num_batched_tokens=16,
+        **options,
     )
 
 
@@ -1214,6 +1215,25 @@ def test_drafts_are_told(site):
     assert words[1:] == [
         "This step computes: 0 prefill and 1 decode tokens. Drafts accepted: 1 of 3.",
         "This step computes: 0 prefill and 1 decode tokens.",
+    ]
+
+
+def test_the_legend_of_the_tables_explains_free_blocks_where_they_are_drawn(site):
+    """With arrows into a small pool, its blocks that are free and still cached are hatched; of a
+    large pool, only blocks that requests hold are drawn."""
+    uncached = small_trace(enable_prefix_caching=False)
+    legends = site.evaluate(
+        """texts => texts.map((text) => {
+          const history = readTrace(text);
+          return drawn("tables", history, history.length - 1).texts.map(({ text }) => text);
+        })""",
+        [encode(trace) for trace in (small_trace(), uncached, TRACES["many"]())],
+    )
+    kinds = ("logical blocks", "free block", "free, still cached", "new block", "prefix hit")
+    assert [[kind for kind in kinds if kind in legend] for legend in legends] == [
+        ["logical blocks", "free block", "free, still cached", "new block", "prefix hit"],
+        ["logical blocks", "free block", "new block"],
+        ["new block", "prefix hit"],
     ]
 
 

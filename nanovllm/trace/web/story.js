@@ -4,11 +4,6 @@ import { whyNotAdmitted, lowerLimit } from "./views_steps.js";
 import { inDigits, tokensByKind } from "./views_style.js";
 
 const ENDINGS = { stop: "complete (stop)", length: "at its token limit (length)", abort: "aborted" };
-const PREEMPTIONS = {
-  recompute: "its blocks are freed, and computed again later",
-  swap: "its blocks are copied to host memory",
-};
-
 /** A new element with attributes and a text. */
 export function makeElement(tag, attributes = {}, text = "") {
   const made = document.createElement(tag);
@@ -32,6 +27,13 @@ function inTime(history, span) {
   const unit = history.settings.time_unit;
   if (unit) return countOf(Number(span.toPrecision(3)), unit.replace(/s$/, ""));
   return span < 1 ? `${Number((span * 1000).toPrecision(3))} ms` : `${Number(span.toPrecision(3))} s`;
+}
+
+/** What becomes of a preempted request, by the mode of its preemption. */
+function tellPreemption(mode, { enable_prefix_caching }) {
+  if (mode === "swap") return "loses its blocks, whose content is copied to host memory, and back before it runs again";
+  const kept = enable_prefix_caching === false ? "" : ", except for tokens that are still in the prefix cache then";
+  return `loses its blocks and waits; when it is admitted again, the engine computes its prompt and its output so far again${kept}`;
 }
 
 /** One step in a sentence, for readers who do not see the pictures. */
@@ -107,7 +109,7 @@ export class StoryPanel {
       ["arrived", this._chips(record.arrived)],
       ["admitted", this._chips(record.admitted.keys(), (id) => this._cachedNote(record.admitted.get(id)))],
       ["resumed", this._chips(record.resumed)],
-      ["preempted", this._chips(record.preempted.keys(), (id) => PREEMPTIONS[record.preempted.get(id)])],
+      ["preempted", this._chips(record.preempted.keys(), (id) => tellPreemption(record.preempted.get(id), history.settings))],
       ["finished", this._chips(record.finished.keys(), (id) => inWords(record.finished.get(id)))],
       ["batch", this._chips(record.ids)],
       ["waiting", record.waiting.length && this._chips(record.waiting)],

@@ -180,15 +180,19 @@ function poolRows(history, state, { columns, rows, pitch, label }, height) {
 }
 
 const CACHE_MARKS = ["cached block", "prefix hit", "overwritten"];
+const OF_FREE_BLOCKS = new Set(["free", "cached block", "in transfer"]); // which no request holds
+
+// The marks of blocks of the pool.
+function poolMarks({ settings, seen }) {
+  const cache = settings.enable_prefix_caching === false ? [] : CACHE_MARKS;
+  return ["free", "new block", ...cache, ...(seen.has("held") ? ["in transfer"] : []), "rejected draft"];
+}
 
 export const POOL_VIEW = makeView({
   title: "The pool of blocks",
   nothing: "All blocks of the pool, and the requests that hold them",
   marks: ["free", "new block", ...CACHE_MARKS, "in transfer", "rejected draft"],
-  legend({ settings, seen }) {
-    const cache = settings.enable_prefix_caching === false ? [] : CACHE_MARKS;
-    return ["free", "new block", ...cache, ...(seen.has("held") ? ["in transfer"] : []), "rejected draft"];
-  },
+  legend: poolMarks,
   height(history, width) {
     const { pitch, rows } = poolLayout(history, width);
     return rows * pitch + POOL_WORDS;
@@ -257,7 +261,9 @@ function isMapped(history) {
 export const TABLES_VIEW = makeView({
   title: "Block tables",
   nothing: "The block table of each request",
-  marks: ["new block", "prefix hit", "overwritten", "rejected draft"],
+  marks: ["free", "new block", ...CACHE_MARKS, "in transfer", "rejected draft"],
+  // With arrows into the pool, its free blocks are drawn, too.
+  legend: (history) => (isMapped(history) ? poolMarks(history) : poolMarks(history).filter((mark) => !OF_FREE_BLOCKS.has(mark))),
   follows: (history) => !isMapped(history),
   height(history, width, index) {
     return isMapped(history) ? mappedHeight(history) : rowsLayout(history, width, history.stateAt(index)).height;
