@@ -6,5 +6,6 @@ TRACE = "application/vnd.nanovllm.trace+json"
 # base64.
 RANKS = "application/vnd.nanovllm.ranks+json"
 # A prediction that a page asks for (`question`, `unit`, `among`, and `guess` if the notebook has
-# one), or, with `measured` and maybe `formula`, the answer.
+# one), or, with `measured` and maybe `formula`, the answer; `simulated` is true if the answer was
+# simulated.
 PREDICTION = "application/vnd.nanovllm.prediction+json"

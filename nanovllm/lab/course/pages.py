@@ -17,7 +17,7 @@ from nanovllm.lab.course.unchanged import unchanged_lines
 from nanovllm.lab.site.players import enliven, lectures_module
 
 FOLDED = "Code that imports, sets up, draws, measures or checks"
-ANSWER = "Answer: measured output"
+ANSWER = "Answer: the output"
 
 _PALE = '<span class="unchanged">'
 _CODE = re.compile(r"(?<=<pre><span></span>).*?(?=\n</pre>)", re.DOTALL)

@@ -40,9 +40,18 @@ class Prediction:
             f"{question}\nYou predict: {said}", asked if guess is ... else asked | {"guess": guess}
         )
 
-    def reveal(self, measured: float | str, formula: float | str | None = None) -> None:
+    def reveal(
+        self, measured: float | str, formula: float | str | None = None, *, simulated: bool = False
+    ) -> None:
         """Show the prediction and what was measured, and between them what the lecture's own
-        formula says if there is one."""
+        formula says if there is one.
+
+        Args:
+            measured: the answer.
+            formula: the lecture's own prediction.
+            simulated: the answer comes from a simulator or a device that sleeps, and is shown as
+                simulated.
+        """
         lines = [self.question]
         for source, value in (("you predicted", self.guess), ("by the formula", formula)):
             if value is not None:
@@ -50,10 +59,13 @@ class Prediction:
                     "nothing yet" if value is ... else self._say(value) + _distance(value, measured)
                 )
                 lines.append(f"{source:>16}: {said}")
-        lines.append(f"{'measured':>16}: {self._say(measured)}")
-        answer = {"question": self.question, "unit": self.unit, "measured": _rounded(measured)}
+        lines.append(f"{'simulated' if simulated else 'measured':>16}: {self._say(measured)}")
+        answer: dict[str, Any] = {"question": self.question, "unit": self.unit}
+        answer["measured"] = _rounded(measured)
         if formula is not None:
             answer["formula"] = _rounded(formula)
+        if simulated:
+            answer["simulated"] = True
         _show("\n".join(lines), answer)
 
     def _say(self, value: Any) -> str:

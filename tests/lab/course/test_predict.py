@@ -68,6 +68,31 @@ def test_a_prediction_is_a_number_or_one_of_the_answers() -> None:
         course.predict("Which wins?", "neither", among=("swap", "recompute"))
 
 
+def test_an_answer_may_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    course.predict(QUESTION, 6, unit="times").reveal(4, simulated=True)
+    assert capsys.readouterr().out.endswith("\n       simulated: 4 times\n")
+
+
+# Functions of lectures that run the engine's scheduler on a clock or a device that is simulated.
+SIMULATORS = {"run_on_gpus", "serve_on_gpus", "drive", "viz.simulate"}
+# In 00: whether a simulation's schedule differs from the real one. In 20: how late this machine is
+# with what the simulated GPUs do in time.
+MEASURED_BESIDE = {"with_a_stand_in", "on_time"}
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.name[:2])
+def test_an_answer_from_a_simulator_says_so(path: pathlib.Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for code in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        calls = [each for each in ast.walk(ast.parse(code)) if isinstance(each, ast.Call)]
+        if not SIMULATORS & {ast.unparse(call.func) for call in calls}:
+            continue
+        for call in calls:
+            name, _, method = ast.unparse(call.func).partition(".")
+            if method == "reveal" and name not in MEASURED_BESIDE:
+                assert "simulated=True" in ast.unparse(call), f"{path.name}: {name}"
+
+
 @pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.name[:2])
 def test_a_lecture_asks_before_the_cell_that_measures(path: pathlib.Path) -> None:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]

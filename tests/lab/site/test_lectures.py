@@ -36,7 +36,7 @@ PREDICTIONS = (
     f'policy = course.predict("{POLICY}", ..., among=("swap", "recompute"))',
     "print('both need it')",
     "latency.reveal(1234.6, formula=1500)",
-    "policy.reveal('swap')",
+    "policy.reveal('swap', simulated=True)",
     "print('the same values')",
 )
 
@@ -104,6 +104,12 @@ def test_predictions_lock_and_reveal(page: Any, lecture: str) -> None:
     policy.get_by_label("recompute").check()
     policy.get_by_role("button", name="Lock").click()
     assert told(policy) == ["recompute: no", "swap"] == reveals(page, 1)
+    # The one was measured, the other simulated.
+    for number, source in enumerate(("measured", "simulated")):
+        card = prediction(page, number)
+        assert card.locator("dt").last.inner_text() == source
+        assert card.get_by_role("button", name=f"How it was {source}").is_visible()
+        assert page.locator(".nv-reveal").nth(number).locator("dt").last.inner_text() == source
     assert answers(page) == [True] * 4
 
     # The browser keeps them until the reader predicts again.
@@ -204,6 +210,15 @@ def test_the_site_plays_a_lecture_and_asks_its_predictions(visit: Any) -> None:
     latency.get_by_text("33 ms, 2 times too low").wait_for()
 
 
+def test_the_card_of_a_simulated_answer_says_so(visit: Any) -> None:
+    page = visit("notebooks/22_tensor_parallel.html")
+    for question, source in (("come from eight", "simulated"), ("MB of weights", "measured")):
+        card = page.locator(".nv-prediction").filter(has_text=question)
+        card.get_by_role("textbox").fill("5")
+        card.get_by_role("button", name="Lock").click()
+        assert card.locator("dt").last.inner_text() == source, question
+
+
 def test_what_explains_an_answer_is_covered_and_code_stays_folded(visit: Any, page: Any) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     visit("notebooks/13_scheduler.html")
@@ -217,7 +232,7 @@ def test_what_explains_an_answer_is_covered_and_code_stays_folded(visit: Any, pa
     taker.get_by_role("radio").first.check()
     taker.get_by_role("button", name="Lock").click()
     assert explanation.is_visible() and code.count() == 0 and covers.count() == before - 1
-    taker.get_by_role("button", name="How it was measured").click()
+    taker.get_by_role("button", name="How it was simulated").click()
     place = page.locator(".nv-reveal").filter(has_text="block 4")
     page.wait_for_function(
         "(each) => Math.abs(each.getBoundingClientRect().y) < innerHeight",

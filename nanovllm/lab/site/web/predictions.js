@@ -142,7 +142,7 @@ class Prediction {
     result.append(this.place ? listAnswer(answerAt(this.place), guess) : `You predict: ${say(guess, unit)}`);
     const buttons = makeElement("div", { class: "nv-answers" });
     if (this.place) {
-      const explain = makeElement("button", { type: "button" }, "How it was measured");
+      const explain = makeElement("button", { type: "button" }, `How it was ${sourceOf(answerAt(this.place))}`);
       explain.addEventListener("click", () => this._showPlace());
       buttons.append(explain);
     }
@@ -217,13 +217,17 @@ function explanationOf(question, isAnswer) {
 
 const answerAt = (place) => JSON.parse(place.dataset.answer);
 
-/** What was measured, and how far the guess and the lecture's formula are from it. */
-function listAnswer({ unit, measured, formula }, guess) {
+/** Where an answer comes from: "measured", or "simulated" by a simulator or a device that sleeps. */
+const sourceOf = ({ simulated }) => (simulated ? "simulated" : "measured");
+
+/** The answer, and how far the guess and the lecture's formula are from it. */
+function listAnswer(answer, guess) {
+  const { unit, measured, formula } = answer;
   const list = makeElement("dl");
   const tell = (name, text, look) => list.append(makeElement("dt", {}, name), makeElement("dd", { class: look }, text));
   tell("you predicted", guess === undefined ? "nothing yet" : say(guess, unit) + distance(guess, measured));
   if (formula !== undefined) tell("by the formula", say(formula, unit) + distance(formula, measured));
-  tell("measured", say(measured, unit), "nv-measured");
+  tell(sourceOf(answer), say(measured, unit), "nv-measured");
   return list;
 }
 
