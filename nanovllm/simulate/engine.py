@@ -122,6 +122,7 @@ class SimulatedEngine:
             num_queried_tokens=scheduler.num_queried_tokens,
             num_hit_tokens=scheduler.num_hit_tokens,
             num_evictions=scheduler.manager.pool.num_evictions,
+            num_accepted_tokens=scheduler.stats.spec_decoding.num_accepted_tokens,
         )
 
     @property
@@ -231,10 +232,16 @@ class SimulatedEngine:
         record = self.recorder.begin(plan, self._totals.num_steps, start / SECOND)
         pool = self.scheduler.manager.pool
         held = pool.num_blocks - pool.num_free
-        self._count(1, work.num_decodes, work.decode_context, seconds, held)
-        if work.prefills:
+        # Requests that verify drafts cost what prompts of this length do, and yet they decode.
+        drafting = [s for s in plan.requests if s.num_tokens == 1 + len(s.extra_token_ids) > 1]
+        num_decodes = work.num_decodes + len(drafting)
+        context = work.decode_context + sum(share.start + 1 for share in drafting)
+        num_drafts = sum(len(share.extra_token_ids) for share in drafting)
+        self._count(1, num_decodes, context, seconds, held)
+        self._totals.num_draft_tokens += num_drafts
+        if len(work.prefills) > len(drafting):
             self._totals.num_decode_steps -= 1
-            self._totals.num_prefill_tokens += plan.num_tokens - work.num_decodes
+            self._totals.num_prefill_tokens += plan.num_tokens - num_decodes - num_drafts
         num_stages = len(stages)
         for i in range(num_stages):
             # The last stage gets the rest, so that the parts add up.

@@ -43,9 +43,10 @@ class ReplicaCounters:
 
     Attributes:
         num_steps: steps that it has computed.
-        num_decode_steps: steps of these that computed a single token for each request.
-        num_decodes: tokens that decoding requests computed, one per request and step.
-        decode_context: tokens that these attended to.
+        num_decode_steps: steps of these in which all requests decoded.
+        num_decodes: decoding requests, with or without drafts to verify, summed over the steps.
+        decode_context: tokens that these attended to, drafts not included.
+        num_draft_tokens, num_accepted_tokens: drafts that these computed, and that they got.
         num_prefill_tokens: tokens that other requests computed.
         num_held_blocks: KV blocks that requests hold, summed over the steps.
         busy: time of all steps, in picoseconds.
@@ -60,6 +61,8 @@ class ReplicaCounters:
     num_decode_steps: int = 0
     num_decodes: int = 0
     decode_context: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_prefill_tokens: int = 0
     num_held_blocks: int = 0
     busy: int = 0

@@ -89,6 +89,9 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         num_kv_blocks=plan.resolved.num_kv_blocks,
         dollars_per_hour=plan.price_per_hour * len(fleet.engines),
     )
+    if config.acceptance:
+        for name in ("num_draft_tokens", "num_accepted_tokens"):
+            summary[f"spec_decode_{name}"] = sum(getattr(each, name) for each in result.replicas)
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
@@ -303,11 +306,12 @@ class FleetPlan:
         """Name the part of the mean step that takes most time, and what it spends this time on."""
         num_steps = counters.num_steps
         num_decodes = counters.num_decodes // num_steps
-        num_prompt_tokens = counters.num_prefill_tokens // num_steps
+        # Prompt tokens, and drafts: these are computed like a prompt, next to what decodes.
+        counts = counters.num_prefill_tokens // num_steps, counters.num_draft_tokens // num_steps
         work = StepWork(
             num_decodes=num_decodes,
             decode_context=counters.decode_context // num_steps,
-            prefills=[(0, num_prompt_tokens)] if num_prompt_tokens else [],
+            prefills=[(0, count) for count in counts if count],
             num_samples=num_decodes,
         )
         part = self.cost.bottleneck(work)

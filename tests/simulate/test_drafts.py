@@ -85,6 +85,18 @@ def test_acceptance_by_position_comes_out() -> None:
     assert engine.scheduler.manager.pool.num_free == 2000
 
 
+def test_a_request_that_drafts_decodes() -> None:
+    engine = engine_of([1.0, 1.0])
+    Fleet([engine]).run(workload_of(request_of(0, 50, prompt=10, output=9)))
+    counters = engine.counters
+    # See above: the prompt, a token, twice three of them, and a token.
+    assert (counters.num_steps, counters.num_decode_steps, counters.num_decodes) == (5, 4, 4)
+    assert (counters.num_prefill_tokens, counters.decode_context) == (10, 11 + 12 + 15 + 18)
+    assert (counters.num_draft_tokens, counters.num_accepted_tokens) == (4, 4)
+    stats = speculation_of(engine).stats
+    assert stats.num_draft_tokens == counters.num_draft_tokens
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_workloads_are_served(seed: int) -> None:
     rng = random.Random(seed)

@@ -97,6 +97,28 @@ def test_drafts_on_decode_engines_and_in_fleets_that_fail() -> None:
     assert isinstance(outcomes, dict) and 0 < outcomes["failed"] < outcomes["length"]
 
 
+def test_requests_that_verify_drafts_decode() -> None:
+    """30,000 tokens in, 400 out: most of a step's time goes to the KV of its requests."""
+    long: dict[str, object] = {
+        "num_prompts": 40,
+        "request_rate": 0.7,
+        "random_input_len": 30_000,
+        "random_output_len": 400,
+    }
+    plain = simulate(long)
+    drafting = simulate({**long, "spec_acceptance": "0.8,0.6,0.4"})
+    assert plain["bottleneck"] == drafting["bottleneck"] == "attention (bytes)"
+    drafts = number(drafting, "spec_decode_num_draft_tokens")
+    accepted = number(drafting, "spec_decode_num_accepted_tokens")
+    assert accepted / drafts == pytest.approx(0.6, abs=0.03)
+    for summary, num_accepted in ((plain, 0.0), (drafting, accepted)):
+        (replica,) = summary["replicas"]  # type: ignore[attr-defined]
+        num_decodes = replica["mean_num_decodes"] * replica["num_steps"]
+        # All tokens but the first of each request.
+        assert num_decodes + num_accepted == pytest.approx(40 * 399)
+    assert not any(name.startswith("spec_decode") for name in plain)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
