@@ -59,8 +59,7 @@ class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
         return scheduled
 
 
-@dataclass
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct):
     """A step as plain data: everything that a runner, here or in another process, has to know.
 
     Attributes:
@@ -80,24 +79,25 @@ class SchedulerOutput:
             only the one that samples does.
     """
 
-    requests: list[ScheduledRequest] = field(default_factory=list)
-    removed_ids: list[str] = field(default_factory=list)
-    swap_out: BlockCopies = field(default_factory=list)
-    swap_in: BlockCopies = field(default_factory=list)
-    preempted: dict[str, str] = field(default_factory=dict)
-    admitted: dict[str, int] = field(default_factory=dict)
-    resumed: list[str] = field(default_factory=list)
+    requests: list[ScheduledRequest] = []
+    removed_ids: list[str] = []
+    swap_out: BlockCopies = []
+    swap_in: BlockCopies = []
+    preempted: dict[str, str] = {}
+    admitted: dict[str, int] = {}
+    resumed: list[str] = []
     blocked_by: str = ""
     token_budget: int = 0
     num_prefill_tokens: int = 0
-    extras: dict[str, object] = field(default_factory=dict)
+    extras: dict[str, object] = {}
     all_report: bool = False
-    num_tokens: int = field(init=False)
-    num_samples: int = field(init=False)
+    num_tokens: int = 0
+    num_samples: int = 0
 
     def __post_init__(self) -> None:
-        self.num_tokens = sum(request.num_tokens for request in self.requests)
-        self.num_samples = sum(request.samples > 0 for request in self.requests)
+        if self.requests:
+            self.num_tokens = sum(request.num_tokens for request in self.requests)
+            self.num_samples = sum(request.samples > 0 for request in self.requests)
 
     def add(self, request: ScheduledRequest) -> None:
         """Put a request's share into the step."""

@@ -27,12 +27,12 @@ class Shares(list[ScheduledRequest]):
         return self.silent > 0 or len(self) > 0
 
 
-class SilentPlan(SchedulerOutput):
-    """A plan that nothing reads but its shares and counts: it has no other attributes."""
-
-    def __init__(self, shares: Shares) -> None:
-        self.requests = shares
-        self.num_tokens = self.num_samples = shares.silent
+def silent_plan(shares: Shares) -> SchedulerOutput:
+    """Return a plan with these shares, all of which are silent."""
+    plan = SchedulerOutput()
+    plan.requests = shares
+    plan.num_tokens = plan.num_samples = shares.silent
+    return plan
 
 
 class DecodingQueues(Queues):
@@ -340,7 +340,7 @@ class DecodingQueues(Queues):
         request.num_computed_tokens = len(computed) * manager.block_size
         shares = Shares()
         shares.silent = self.size
-        share = scheduler.share(request, SilentPlan(shares))
+        share = scheduler.share(request, silent_plan(shares))
         end = request.num_computed_tokens + share
         request.num_computed_tokens = 0
         num_idle = [manager.pool.ref_counts[block_id] for block_id in computed].count(0)
@@ -378,7 +378,7 @@ class DecodingQueues(Queues):
         shares = Shares()
         shares.silent = self.size
         shares.context = self.context - self.size
-        plan = SilentPlan(shares)
+        plan = silent_plan(shares)
         for request in self.ending:
             start = request.num_computed_tokens - 1
             plan.add(ScheduledRequest(request.request_id, start, 1, [], [], samples=1))
