@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
@@ -148,6 +148,7 @@ def add_flags(
     settings: type[DataclassInstance],
     parser: argparse._ActionsContainer,
     names: Collection[str] | None = None,
+    helps: Mapping[str, str] | None = None,
 ) -> None:
     """Give the parser, or a group of it, a flag for every field that has one. Its help is the
     field's description in the docstring. A field of type `Annotated[..., parse]` reads its flag's
@@ -155,11 +156,12 @@ def add_flags(
 
     Args:
         names: of the fields, if not all of them are wanted.
+        helps: by field, another help than its description.
     """
     annotated = _hints(settings, include_extras=True)
     hints = _hints(settings)
     choices = choices_of(settings)
-    descriptions = _descriptions(settings)
+    descriptions = {**_descriptions(settings), **(helps or {})}
     for field in flags_of(settings):
         name = field.name
         if names is not None and name not in names:
@@ -176,6 +178,8 @@ def add_flags(
         kinds = [_argument_type(each) for each in metadata if callable(each)] + plain
         if hint in (bool, bool | None):
             options["action"] = argparse.BooleanOptionalAction
+            if field.default is not None and "(default:" not in options["help"]:
+                options["help"] += f" (default: {'on' if field.default else 'off'})"
         else:
             if field.default not in (None, ()):
                 is_list = isinstance(field.default, tuple)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nanovllm.checkpoint.files import read_json
 from nanovllm.checkpoint.home import ModelNotFoundError
+from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.parts import needed_for
 
@@ -102,8 +103,11 @@ def _download_from_hub(name: str, revision: str | None) -> Path:
         )
     except (HFValidationError, OSError) as error:
         # No such model or revision, no access, no network, a full disk.
+        # The rest of a message repeats, in general words, what follows here.
+        reason = str(error).partition("\n")[0].rstrip(".")
+        hint = did_you_mean(name.lower(), [COURSE_MODEL])
         raise ModelNotFoundError(
-            f"the model {name!r} could not be downloaded: {str(error).rstrip('.')}; check the name "
+            f"the model {name!r} could not be downloaded: {reason}{hint}; check the name "
             "(https://huggingface.co/models), the network and HF_HUB_OFFLINE, or use "
             f"{COURSE_MODEL!r} or a local folder. A model with restricted access needs its "
             "licence to be accepted there, and `hf auth login`"

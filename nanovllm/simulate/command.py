@@ -24,6 +24,10 @@ from nanovllm.simulate.settings import (
     known_settings,
 )
 
+MODEL_HELP = (
+    "known model (an unknown name prints the list), or path of a config.json; with --calibrate, a "
+    "model as for `nanovllm serve`"
+)
 EXAMPLES = """examples:
   nanovllm simulate --request-rate 20 --replicas 2
   nanovllm simulate --workload trace.jsonl --model llama-3.1-70b -tp 4 --machine H200 --replicas 8
@@ -39,7 +43,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         if "workload" in names:
             add_flags(SyntheticWorkload, parser.add_argument_group("synthetic workload"))
     for title, names in ENGINE_GROUPS.items():
-        add_flags(EngineConfig, parser.add_argument_group(title), names)
+        add_flags(EngineConfig, parser.add_argument_group(title), names, {"model": MODEL_HELP})
     parser.set_defaults(model=DEFAULT_MODEL)
 
 

@@ -30,7 +30,7 @@ def copy_lectures(root: Path) -> list[str]:
             continue
         copy = folder / lecture.name
         original = originals / lecture.name
-        if not copy.exists() or (original.exists() and copy.read_bytes() == original.read_bytes()):
+        if not copy.exists() or (original.exists() and _work(copy) == _work(original)):
             fresh = _without_outputs(lecture)
             copy.write_bytes(fresh)
             original.write_bytes(fresh)
@@ -72,6 +72,17 @@ def _exported(path: Path) -> list[str]:
         "".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
     ]
     return [source for source in sources if source.startswith("#|")]
+
+
+def _work(path: Path) -> object:
+    """What a learner changes: a notebook's cells and their outputs. JupyterLab changes the rest when
+    it opens a notebook."""
+    if path.suffix != ".ipynb":
+        return path.read_bytes()
+    return [
+        (source_of(cell), cell.get("outputs"), cell.get("execution_count"))
+        for cell in json.loads(path.read_bytes())["cells"]
+    ]
 
 
 def _text(path: Path) -> object:

@@ -60,6 +60,18 @@ def test_a_copy_that_was_run_leaves_git_status_clean(root: Path) -> None:
     assert git(root, "status", "--porcelain") == before
 
 
+def test_a_copy_that_was_only_opened_is_updated(root: Path) -> None:
+    copy_lectures(root)
+    copy = root / FOLDER / "10_first.ipynb"
+    opened = json.loads(copy.read_text())
+    # JupyterLab writes this when it saves a notebook that nobody has changed.
+    opened["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
+    copy.write_text(json.dumps(opened))
+    write_lecture(root / "notebooks/10_first.ipynb", "new")
+    assert copy_lectures(root) == []
+    assert "new" in copy.read_text()
+
+
 def test_a_learners_work_is_never_overwritten(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
