@@ -75,7 +75,7 @@ def _exported(path: Path) -> list[str]:
 
 
 def _work(path: Path) -> object:
-    """What a learner changes: a notebook's cells and their outputs. JupyterLab changes the rest when
+    """What a learner changes: a notebook's cells and their outputs. JupyterLab changes others when
     it opens a notebook."""
     if path.suffix != ".ipynb":
         return path.read_bytes()
