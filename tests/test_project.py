@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from nanovllm.assembly.flags import Parser
 from nanovllm.cli import doors
+from nanovllm.lab.course.blanks import Course
 from nanovllm.server.access import ready_message
 from tests import english
 
@@ -103,8 +104,7 @@ PEERS = {"llama_cpp", "vllm"}
             OPTIONAL,
             {"_typeshed"},  # only mypy reads it, which brings it
         ),
-        # pytest: the tests of `make gpu`, and with hypothesis those that labs run in the browser
-        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course", "site"], PEERS | {"hypothesis", "pytest"}),
+        (["nanovllm/lab/**/*.py"], [*OPTIONAL, "course", "site"], PEERS),
         (["notebooks/*.ipynb", "notebooks/[!c]*.py"], ["course"], set()),
     ],
     ids=["engine", "lab", "lectures"],
@@ -128,6 +128,41 @@ def test_every_import_is_declared(files: list[str], extras: list[str], others: s
         # What is not installed here is known by its own name.
         if not {canonical(each) for each in provided_by.get(name, [name])} & declared
     } == set()
+
+
+def judges() -> set[pathlib.Path]:
+    """The tests that `course check` runs on what readers write, and what they import of others."""
+    found: set[pathlib.Path] = set()
+    named = {
+        test.partition("::")[0] for blank in Course(ROOT).blanks.values() for test in blank.tests
+    }
+    todo = [ROOT / "tests/conftest.py", *(ROOT / name for name in named)]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                todo.append((ROOT / str(node.module).replace(".", "/")).with_suffix(".py"))
+    return found
+
+
+def test_a_reader_who_checks_has_what_the_tests_import() -> None:
+    """`make lab` installs no more than the course's extra."""
+    paths = judges()
+    assert len(paths) > 20
+    foreign = set().union(*(imported(path.read_text("utf-8")) for path in paths))
+    foreign -= {*sys.stdlib_module_names, "nanovllm", "tests"}
+    provided_by = importlib.metadata.packages_distributions()
+    declared = distributions(["course"])
+    assert {
+        name
+        for name in foreign
+        if not {canonical(each) for each in provided_by.get(name, [name])} & declared
+    } == set()
+    # Plugins whose options are in pytest's settings.
+    assert {"pytest-timeout", "pytest-xdist"} <= declared
 
 
 def test_environment_yml_agrees_with_pyproject() -> None:

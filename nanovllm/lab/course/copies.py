@@ -75,8 +75,8 @@ def _exported(path: Path) -> list[str]:
 
 
 def _work(path: Path) -> object:
-    """What a learner changes: a notebook's cells and their outputs. JupyterLab changes others when
-    it opens a notebook."""
+    """A notebook's cells and their outputs: what a learner changes. JupyterLab changes other parts
+    when it opens a notebook."""
     if path.suffix != ".ipynb":
         return path.read_bytes()
     return [
