@@ -68,8 +68,8 @@ class Fleet:
         engines: idle, with the same `gaps`, which then count for the whole fleet.
         router: by default, round robin.
         by_priority: requests run in the order of their priorities.
-        group_size: engines after one another that form a group, see `lock_step`. Then they are
-            `LockStepEngine`s. They fail together.
+        group_size: engines after one another that form a group. They fail together. If they share
+            experts, they are `LockStepEngine`s.
 
     Attributes:
         now: the time of the last event, in picoseconds.

@@ -118,15 +118,17 @@ class UnreliableFleet(Fleet):
                 self._lost.add(request_id)
                 if engine.abort(request_id, self.now):
                     self._await(replica)
-        if self.engines[outage.replica].end is None:
-            self._advance(outage.replica)
+        for replica in group:
+            if self.engines[replica].end is None:
+                self._advance(replica)
         if outage.end is not None:
             self.at(outage.end, functools.partial(self._start, group))
 
     def _start(self, group: range) -> None:
-        """A group is ready, with empty caches, but not before its last step has ended."""
-        if (end := self.engines[group[0]].end) is not None:
-            self.at(end + 1, functools.partial(self._start, group))
+        """A group is ready, with empty caches, but not before its last steps have ended."""
+        ends = [end for replica in group if (end := self.engines[replica].end) is not None]
+        if ends:
+            self.at(max(ends) + 1, functools.partial(self._start, group))
             return
         self._num_outages.subtract(group)
         for replica in group:

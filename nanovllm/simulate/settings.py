@@ -92,10 +92,10 @@ class FleetConfig(Keywords):
             none)
         retry_failed: send requests of a failed engine to another one, unless their client has a
             token
-        data_parallel_size: number of engines that share experts, run their steps together, and fail
-            together
-        expert_imbalance: with data_parallel_size, the most by which unevenly loaded experts make an
-            engine's step longer, as a share of it; each step draws its own
+        data_parallel_size: number of engines that fail together; with --enable-expert-parallel and
+            a model with experts, they share these, and run their steps together
+        expert_imbalance: with engines that share experts, the most by which unevenly loaded experts
+            make an engine's step longer, as a share of it; each step draws its own
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
             such as 0.8,0.6,0.4
         draft_time: with --spec-acceptance, time in ms to draft a token for all requests

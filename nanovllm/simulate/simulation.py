@@ -68,8 +68,6 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     config = create(FleetConfig, settings)
     goodput = parse_numbers("--goodput", config.goodput, TIMES, "a time in ms, such as ttft:200")
     engine = {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1}
-    if config.data_parallel_size > 1 and not settings.get("async_scheduling"):
-        engine["async_scheduling"] = False
     if config.acceptance:
         # The method does not matter, except that the runner drafts.
         drafts = {"method": "eagle3", "num_speculative_tokens": len(config.acceptance)}
@@ -77,6 +75,11 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if config.kv_store_size and not settings.get("kv_offloading_size"):
         engine["kv_connector"] = "pool"
     plan = plan_fleet(config, create(EngineConfig, engine))
+    if config.expert_imbalance and not plan.in_lock_step:
+        raise UsageError(
+            "--expert-imbalance needs engines that share experts: --data-parallel-size of 2 or "
+            "more, --enable-expert-parallel, and a model with experts"
+        )
     block_size = plan.resolved.given.block_size
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, fast=perfetto is None)
@@ -142,6 +145,7 @@ class FleetPlan:
         price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
         num_host_blocks, num_store_blocks: room for KV blocks in each engine's host memory, and in
             the store.
+        in_lock_step: groups of engines share experts, and run their steps together.
     """
 
     config: FleetConfig
@@ -150,6 +154,7 @@ class FleetPlan:
     price_per_hour: float
     num_host_blocks: int = 0
     num_store_blocks: int = 0
+    in_lock_step: bool = False
 
     @property
     def description(self) -> str:
@@ -176,7 +181,7 @@ class FleetPlan:
         )
 
     def create_fleet(self, workload: Workload, fast: bool = True) -> Fleet:
-        """Create engines, put them in lock-step, and create their routers.
+        """Create engines, put those in lock-step that share experts, and create their routers.
 
         Args:
             fast: see `create_engine`.
@@ -251,20 +256,19 @@ class FleetPlan:
     def _create_engines(
         self, count: int, fast: bool, connector: type[KVConnectorScheduler] = KVConnectorScheduler
     ) -> list[SimulatedEngine]:
-        group_size = self.config.data_parallel_size
         engines = [
             create_engine(
-                LockStepEngine if group_size > 1 else SimulatedEngine,
+                LockStepEngine if self.in_lock_step else SimulatedEngine,
                 self.resolved,
                 self.cost,
                 connector=self._create_connector(connector),
                 runner=self._create_runner(),
-                fast=fast and group_size == 1,
+                fast=fast and not self.in_lock_step,
             )
             for _ in range(count)
         ]
         members = [engine for engine in engines if isinstance(engine, LockStepEngine)]
-        put_in_lock_step(members, group_size, self.config.expert_imbalance)
+        put_in_lock_step(members, self.config.data_parallel_size, self.config.expert_imbalance)
         return engines
 
     def _create_runner(self) -> SimulatedRunner:
@@ -335,13 +339,16 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
         data_parallel_size=config.data_parallel_size,
         enable_expert_parallel=engine.enable_expert_parallel,
     )
-    if config.data_parallel_size > 1 and (
-        engine.async_scheduling or layout.pipeline_parallel_size > 1
-    ):
+    has_groups = config.data_parallel_size > 1
+    # As `DataParallelCore` decides.
+    in_lock_step = has_groups and layout.enable_expert_parallel and model.config.moe is not None
+    if in_lock_step and (engine.async_scheduling or layout.pipeline_parallel_size > 1):
         raise UsageError(
-            "--data-parallel-size cannot be combined with --async-scheduling or "
-            "--pipeline-parallel-size: lock-step is simulated without them"
+            "--data-parallel-size with --enable-expert-parallel cannot be combined with "
+            "--async-scheduling or --pipeline-parallel-size: lock-step is simulated without them"
         )
+    if in_lock_step:
+        engine = replace(engine, async_scheduling=False)
     cost = create_cost(model, machine, layout)
     utilization = engine.gpu_memory_utilization
     fitting = kv_blocks(model, machine, layout, engine.block_size, utilization)
@@ -358,7 +365,7 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
         price = machine.price_per_hour or 0.0
     size = engine.block_size * model.kv_bytes_per_token(1)
     tiers = _tier_blocks(config, engine, bytes_per_token / layout.pipeline_parallel_size, size)
-    return FleetPlan(config, resolved, cost, price * layout.devices, *tiers)
+    return FleetPlan(config, resolved, cost, price * layout.devices, *tiers, in_lock_step)
 
 
 def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost) -> FleetPlan:

@@ -49,6 +49,7 @@ class Setup:
     prefill: int = 0
     engines: int = 2
     group_size: int = 1
+    in_lock_step: bool = True
     outages: Sequence[Outage] = ()
     acceptance: Sequence[float] = ()
     num_host: int = 0
@@ -103,7 +104,7 @@ class Setup:
             )
 
         engines = [create(i < self.prefill) for i in range(self.engines)]
-        if self.group_size > 1:
+        if self.group_size > 1 and self.in_lock_step:
             put_in_lock_step(engines, self.group_size, self.imbalance)
         fleet = self._fleet(engines)
         link = Link("test", self.latency / SECOND, SECOND)
@@ -220,6 +221,17 @@ def test_a_group_fails_together() -> None:
     assert served["r1"].first_token == 2020 + 1000 + 1100 + 11 + 10
     assert served["r3"].first_token == served["r1"].first_token
     assert [served[f"r{i}"].replica for i in (1, 2, 3)] == [2, 2, 3]
+
+
+def test_idle_engines_of_a_group_that_fails_lose_their_requests_at_once() -> None:
+    requests = [request_of(i, 0, prompt=10, output=3) for i in range(2)]
+    setup = Setup(
+        prefill=2, engines=6, group_size=2, in_lock_step=False, outages=[Outage(2, 2050, None)]
+    )
+    served = setup.run(*requests)
+    # During the transfers of both. The links of the prefill engines are occupied until 2130.
+    assert served["r0"].first_token == served["r1"].first_token == 2050 + 2010 + 120 + 1110
+    assert [served[f"r{i}"].replica for i in range(2)] == [4, 5]
 
 
 def test_prefill_engines_in_lock_step() -> None:

@@ -10,6 +10,15 @@ from nanovllm.simulate.simulation import simulate
 
 FEW: dict[str, object] = {"num_prompts": 60, "request_rate": 30.0, "random_output_len": 64}
 
+SHARED_EXPERTS: dict[str, object] = {
+    "model": "deepseek-v3",
+    "machine": "H200x8",
+    "tensor_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "replicas": 4,
+    "data_parallel_size": 4,
+}
+
 
 def run(**settings: object) -> Summary:
     return simulate(FEW | settings)
@@ -61,17 +70,35 @@ def test_weights_keep_prefixes_and_balance_load() -> None:
 
 
 def test_lock_step_and_uneven_experts() -> None:
-    settings = {
-        "model": "deepseek-v3",
-        "machine": "H200x8",
-        "tensor_parallel_size": 2,
-        "enable_expert_parallel": True,
-        "replicas": 4,
-        "data_parallel_size": 4,
-    }
-    even = run(**settings)
-    uneven = run(**settings, expert_imbalance=0.5)
+    even = run(**SHARED_EXPERTS)
+    uneven = run(**SHARED_EXPERTS, expert_imbalance=0.5)
     assert number(uneven, "mean_tpot_ms") > 1.15 * number(even, "mean_tpot_ms")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_expert_parallel": True},  # the model has no experts
+        {"model": "qwen3-30b-a3b"},  # each engine has all experts
+        {"routing_policy": "load", "metrics_interval": 0.3},
+        {"routing_policy": "precise", "routing_weights": ["prefix:3", "kv:2", "queue:2"]},
+        {"async_scheduling": True},
+        {"pipeline_parallel_size": 2},
+    ],
+)
+def test_engines_that_share_no_experts_run_their_own_steps(settings: dict[str, object]) -> None:
+    apart = run(replicas=4, **settings)
+    grouped = run(replicas=4, data_parallel_size=4, **settings)
+    assert "DP 4" in str(grouped["setup"])
+    assert grouped | {"setup": ""} == apart | {"setup": ""}
+
+
+def test_engines_that_share_no_experts_fail_together() -> None:
+    together = run(replicas=4, data_parallel_size=2, failures="0@0.5")
+    both = run(replicas=4, failures=["0@0.5", "1@0.5"])
+    assert together | {"setup": ""} == both | {"setup": ""}
+    assert together["outcomes"] != {"length": 60}
 
 
 def test_accepted_drafts_save_steps() -> None:
@@ -129,9 +156,16 @@ def test_requests_that_verify_drafts_decode() -> None:
         ({"spec_acceptance": "0.3,0.5"}, "do not increase"),
         ({"spec_acceptance": "x"}, "such as 0.8,0.6,0.4, got 'x'"),
         ({"replicas": 3, "data_parallel_size": 2}, "multiple of --data-parallel-size 2, got 3"),
+        (SHARED_EXPERTS | {"async_scheduling": True}, "cannot be combined with --async-scheduling"),
+        ({"expert_imbalance": 0.5}, "--expert-imbalance needs engines that share experts"),
         (
-            {"replicas": 2, "data_parallel_size": 2, "async_scheduling": True},
-            "cannot be combined with --async-scheduling",
+            {"replicas": 2, "data_parallel_size": 2, "expert_imbalance": 0.5},
+            "--expert-imbalance needs engines that share experts",
+        ),
+        (
+            {"model": "qwen3-30b-a3b", "data_parallel_size": 2, "replicas": 2}
+            | {"expert_imbalance": 0.5},
+            "--expert-imbalance needs engines that share experts",
         ),
     ],
 )

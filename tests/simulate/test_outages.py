@@ -19,7 +19,11 @@ from tests.simulate.engines import engine_of, request_of, workload_of
 
 
 def fleet_of(
-    outages: list[Outage], num_replicas: int = 2, policy: str = "round_robin", retries: bool = True
+    outages: list[Outage],
+    num_replicas: int = 2,
+    policy: str = "round_robin",
+    retries: bool = True,
+    group_size: int = 1,
 ) -> UnreliableFleet:
     engines: list[SimulatedEngine] = [
         engine_of(block_size=4, async_scheduling=False) for _ in range(num_replicas)
@@ -30,7 +34,7 @@ def fleet_of(
         lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens),
     )
     router.watch(engines)
-    return UnreliableFleet(engines, router, outages, retries=retries)
+    return UnreliableFleet(engines, router, outages, retries=retries, group_size=group_size)
 
 
 def run(fleet: UnreliableFleet, *requests: WorkloadRequest) -> dict[str, ServedRequest]:
@@ -64,6 +68,17 @@ def test_a_replica_that_starts_late_gets_no_requests_before() -> None:
     requests = [request_of(i, 10_000 * i, prompt=10, output=2) for i in range(6)]
     served = run(fleet_of([Outage(1, 0, 35_000)]), *requests)
     assert [served[f"r{i}"].replica for i in range(6)] == [0, 0, 0, 0, 1, 0]
+
+
+def test_a_group_is_ready_when_the_last_step_of_all_its_engines_has_ended() -> None:
+    requests = [
+        request_of(0, 0, prompt=10, output=1),  # replica 0, until 2010
+        request_of(1, 5, prompt=100, output=1),  # replica 1, until 11105
+        request_of(2, 5000, prompt=10, output=1),
+        request_of(3, 12_000, prompt=10, output=1),
+    ]
+    served = run(fleet_of([Outage(0, 3000, 4000)], group_size=2), *requests)
+    assert [served[f"r{i}"].outcome for i in range(4)] == ["length", "length", "failed", "length"]
 
 
 def test_without_any_replica_requests_fail() -> None:
