@@ -232,6 +232,7 @@ class DisaggregatedFleet(UnreliableFleet):
             request.num_prompt_tokens = source.num_prompt_tokens
             if prefilled is not None:
                 request.num_cached_tokens = prefilled.num_cached_tokens
+                request.scheduled = prefilled.scheduled
         elif request.finish_reason == "length":
             if not self.num_extra:  # the client gets no token from the prefill engine
                 request.first_token = request.last_token = None

@@ -161,8 +161,9 @@ class Fleet:
         engine = self.engines[replica]
         try:
             has_changed = engine.arrive(request, self.now)
-        except ValueError:
+        except ValueError as error:
             request.finish_reason = "rejected"
+            request.rejection = str(error)
             request.replica = -1
             self._end(request)
             return

@@ -76,9 +76,11 @@ def summarize(
         summary["num_transfers"] = result.num_transfers
         summary["num_transferred_bytes"] = result.num_transferred_bytes
         summary["mean_transfer_ms"] = result.transfer_time / result.num_transfers / MILLISECOND
-    if dollars:
-        summary["dollars_per_million_output_tokens"] = dollars / max(1, num_output) * 1e6
-        summary["dollars_per_million_tokens"] = dollars / max(1, num_input + num_output) * 1e6
+    if dollars and num_output:
+        summary["dollars_per_million_output_tokens"] = dollars / num_output * 1e6
+        summary["dollars_per_million_tokens"] = dollars / (num_input + num_output) * 1e6
+    if rejections := [each.rejection for each in result.requests if each.rejection]:
+        summary["rejection"] = rejections[0]
     return summary
 
 

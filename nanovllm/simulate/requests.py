@@ -47,6 +47,7 @@ class SimulatedRequest(Request):
         scheduled: when the first step was planned that computes it; None: not yet.
         first_token, last_token: when these were sampled; None: not yet.
         replica: the engine that serves it.
+        rejection: why the engine has rejected it; "": it has not.
         has_copies: it has computed a block whose content is cached as another block.
         is_member: see `DecodingQueues`, like all that follows.
         is_ending: its last token is in flight, so that the next step has no share for it.
@@ -70,6 +71,7 @@ class SimulatedRequest(Request):
         "last_token",
         "num_tokens",
         "planned",
+        "rejection",
         "replica",
         "scheduled",
         "taken",
@@ -100,6 +102,7 @@ class SimulatedRequest(Request):
         self.arrival = source.arrival
         self.scheduled = self.first_token = self.last_token = None
         self.replica = self.planned = self.taken = 0
+        self.rejection = ""
         self.has_copies = self.is_member = self.is_ending = False
         self.last_step = self.event = NEVER
         self.last_event = -1
@@ -133,6 +136,7 @@ class SimulatedRequest(Request):
             replica=self.replica,
             num_preemptions=self.num_preemptions,
             outcome=self.finish_reason or "unfinished",
+            rejection=self.rejection,
         )
 
 

@@ -22,6 +22,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
         outcome: "length": it is complete; "abort": its client has disconnected; "rejected": its
             prompt is too long for the engine; "failed": its replica has failed, or none was
             ready; "unfinished": the simulation ended before it.
+        rejection: why it was rejected, in the words of the scheduler; "": it was not.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
     replica: int = -1
     num_preemptions: int = 0
     outcome: str = "length"
+    rejection: str = ""
 
 
 @dataclass(kw_only=True)

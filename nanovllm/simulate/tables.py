@@ -52,7 +52,7 @@ def print_summary(summary: Summary) -> None:
     totals = Table(Column(style="bold"), Column(justify="right"), show_header=False)
     names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
     latencies = Table("ms", *(Column(name, justify="right") for name in names))
-    shown = {"setup"}
+    shown = {"setup", "rejection"}
     for time, label in TIME_ROWS.items():
         cells = [f"{name}_{time}_ms" for name in names]
         latencies.add_row(label, *(_shown(summary[cell]) for cell in cells))
@@ -66,7 +66,11 @@ def print_summary(summary: Summary) -> None:
     engines = Table("engine", *ENGINE_COLUMNS.values())
     for number, replica in enumerate(replicas[:MAX_ENGINES]):
         engines.add_row(str(number), *(_shown(replica[name]) for name in ENGINE_COLUMNS))
-    Console(width=WIDTH).print(summary["setup"], totals, latencies, engines, highlight=False)
+    console = Console(width=WIDTH)
+    console.print(summary["setup"], totals, highlight=False)
+    if "rejection" in summary:
+        console.print(f"rejected: {summary['rejection']}", highlight=False)
+    console.print(latencies, engines, highlight=False)
 
 
 def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:
@@ -81,7 +85,7 @@ def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summ
         if "error" in summary:
             errors.append(f"{_shown(dict(point))}: {summary['error']}")
             continue
-        row = (_shown(summary[name]) for name in columns)
+        row = (_shown(summary.get(name, "")) for name in columns)
         table.add_row(*map(_shown, point.values()), *row, "*" * bool(summary["on_frontier"]))
     console.print(table, *errors, highlight=False)
 

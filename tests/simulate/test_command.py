@@ -134,6 +134,17 @@ def test_a_sweep_has_every_combination(capsys: pytest.CaptureFixture[str]) -> No
     assert "replicas 1, max_num_batched_tokens 64: max_num_batched_tokens (64) must be" in table
 
 
+def test_rejected_requests_have_a_reason_and_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--random-input-len", "200000"]
+    table = run(capsys, *words)
+    assert "rejected 40" in table
+    assert "\nrejected: a prompt must have 1 to 131071 tokens here, got 200000\n" in table
+    assert "dollars" not in table
+    sweep = run(capsys, *words, "--sweep", "random-input-len=200000,100", "--processes", "1")
+    lines = [line for line in sweep.splitlines() if "mlp" in line or "none" in line]
+    assert len(lines) == 2, "a point without a price has a row, too"
+
+
 def test_values_of_a_sweep_are_read_as_flags_are() -> None:
     words = ["max-num-batched-tokens=8k,512", "enable_prefix_caching=true,false", "machine=A100"]
     assert parse_sweep(words) == {

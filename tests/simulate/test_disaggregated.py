@@ -91,6 +91,13 @@ def test_times_of_one_request() -> None:
     check_empty(fleet)
 
 
+def test_a_request_queues_until_the_prefill_engine_computes_it() -> None:
+    fleet = fleet_of(max_num_seqs=1, async_scheduling=False)
+    requests = [request_of(0, 0, prompt=10, output=3), request_of(1, 100, prompt=10, output=3)]
+    served = by_id(fleet.run(workload_of(*requests)).requests)
+    assert (served["r0"].scheduled, served["r1"].scheduled) == (0, 2010)
+
+
 def test_the_first_token_may_come_from_the_prefill_engine() -> None:
     fleet = fleet_of(first_token="prefill")
     requests = [request_of(0, 50, prompt=10, output=3), request_of(1, 10**6, prompt=10, output=1)]

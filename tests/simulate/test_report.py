@@ -1,5 +1,6 @@
 """The summary of a simulation: vLLM's names and formulas, goodput, replicas and prices."""
 
+import dataclasses
 import json
 import random
 
@@ -109,6 +110,17 @@ def test_prices_are_per_million_tokens() -> None:
     summary = summarize(result_of(served(100, 20, 100)), dollars_per_hour=3600.0)
     assert summary["dollars_per_million_tokens"] == pytest.approx(2.0 / 200 * 1e6)
     assert summary["dollars_per_million_output_tokens"] == pytest.approx(2.0 / 100 * 1e6)
+
+
+def test_without_output_there_is_no_price_of_it_but_a_reason() -> None:
+    requests = [request_of(i, 0, prompt=9000 + i, output=1) for i in range(3)]
+    result = Fleet([engine_of()]).run(workload_of(*requests))
+    # Refused at once, although an engine costs money as long as it is there.
+    summary = summarize(dataclasses.replace(result, duration=SECOND), dollars_per_hour=3600.0)
+    assert summary["outcomes"] == {"rejected": 3}
+    assert summary["rejection"] == "a prompt must have 1 to 1599 tokens here, got 9000"
+    assert not any(name.startswith("dollars") for name in summary)
+    assert "rejection" not in summarize(result_of(served(100, 20, 11)))
 
 
 def test_a_fleet_without_requests_has_a_summary() -> None:
