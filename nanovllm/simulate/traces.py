@@ -211,6 +211,14 @@ def _bench_requests(path: str | Path, text: bytes) -> Iterator[WorkloadRequest]:
     """The requests of a result of `vllm bench serve`, in the order of their starts."""
     try:
         result = msgspec.json.decode(text, type=BenchResult)
+        sizes = {name: len(column) for name, column in msgspec.structs.asdict(result).items()}
+        longest = max(sizes, key=lambda name: sizes[name])
+        shortest = min(sizes, key=lambda name: sizes[name])
+        if sizes[shortest] < sizes[longest]:
+            raise ValueError(
+                f"missing, although {longest} has {sizes[longest]} entries: each request has one "
+                f"in every list - at $.{shortest}[{sizes[shortest]}]"
+            )
         rows = sorted(zip(result.start_times, result.input_lens, result.output_lens, strict=True))
     except ValueError as error:
         if "required field" in str(error):

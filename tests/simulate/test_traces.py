@@ -170,7 +170,12 @@ DAMAGE = {
     "row 4: earlier than the row before": BURST_GPT.replace("46.5", "45.5"),
     "row 1, column input_lens: Expected int >= 1": json.dumps(BENCH | {"input_lens": [2, -1, 3]}),
     "required field start_times: record it with --save-detailed": '{"request_throughput": 1}',
-    "zip.. argument 2 is shorter": json.dumps(BENCH | {"input_lens": [2]}),
+    "row 1, column input_lens: missing, although start_times has 3": json.dumps(
+        BENCH | {"input_lens": [2]}
+    ),
+    "row 2, column start_times: missing, although output_lens has 4": json.dumps(
+        BENCH | {"start_times": [1.0, 2.0], "output_lens": [1, 2, 3, 4]}
+    ),
     "is empty": "",
     "is no workload: name a file with Mooncake": "a,b\n1,2\n",
     "has no request with output tokens": AZURE.split("\n")[0],
