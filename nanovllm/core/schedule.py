@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from nanovllm.core.request import BlockCopies, Request
@@ -126,8 +124,7 @@ class SampledToken(msgspec.Struct, gc=False):
     error: str = ""
 
 
-@dataclass
-class ModelRunnerOutput:
+class ModelRunnerOutput(msgspec.Struct):
     """What the runner returns for a step.
 
     Attributes:
@@ -137,7 +134,7 @@ class ModelRunnerOutput:
         others: the `extras` of the other runners, if all report.
     """
 
-    sampled: dict[str, list[SampledToken]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    extras: dict[str, object] = field(default_factory=dict)
-    others: list[dict[str, object]] = field(default_factory=list)
+    sampled: dict[str, list[SampledToken]] = {}
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    extras: dict[str, object] = {}
+    others: list[dict[str, object]] = []

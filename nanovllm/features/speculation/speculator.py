@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from nanovllm.core.runner_hooks import LaunchedStep, RunnerHooks, Wait
 from nanovllm.core.sampling import Sampler, SamplingRow
