@@ -72,6 +72,8 @@ class SimulatedEngine:
         num_stages: stages of the pipeline, each of which takes an equal part of a step's time.
         gaps: counts the times between tokens; engines may share one.
         runner: takes the place of the ranks. With `group`, it is a plain `SimulatedRunner`.
+        copy_time: time to copy a KV block between device and host memory, when a request is
+            swapped: the step that makes the copies begins with them.
 
     Attributes:
         group: the scheduler's queues, if they advance decoding requests as a group. Then steps in
@@ -92,12 +94,14 @@ class SimulatedEngine:
         num_stages: int = 1,
         gaps: TokenGaps | None = None,
         runner: SimulatedRunner | None = None,
+        copy_time: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.steps_ahead = steps_ahead
         self.gaps = gaps or TokenGaps()
         self.runner = runner or SimulatedRunner()
+        self.copy_time = copy_time
         self.recorder = Recorder()
         queues = scheduler.queues
         self.group = queues if isinstance(queues, DecodingQueues) else None
@@ -224,7 +228,8 @@ class SimulatedEngine:
 
     def _launch(self, plan: SchedulerOutput, now: int) -> None:
         work = work_of(plan)
-        seconds = self.cost.step(work)
+        num_copies = len(plan.swap_out) + len(plan.swap_in)
+        seconds = num_copies * self.copy_time + self.cost.step(work)
         stages = self._stage_ends
         start = end = max(now, stages[0])
         if start > stages[-1]:
@@ -467,6 +472,7 @@ def create_engine(
     *,
     connector: KVConnectorScheduler | None = None,
     runner: SimulatedRunner | None = None,
+    copy_time: int = 0,
     fast: bool = True,
 ) -> EngineT:
     """Create an engine with these settings.
@@ -474,7 +480,7 @@ def create_engine(
     Args:
         kind: its class.
         connector: see `create_scheduler`.
-        runner: see `SimulatedEngine`.
+        runner, copy_time: see `SimulatedEngine`.
         fast: make steps in one call in which requests only decode, with equal results. Settings
             with which more happens, such as drafts, are simulated step by step. Between two calls,
             `manager.pool` does not show the blocks that such steps take, unless the engine is
@@ -499,4 +505,5 @@ def create_engine(
         steps_ahead=given.pipeline_parallel_size - 1 or int(config.async_scheduling),
         num_stages=given.pipeline_parallel_size,
         runner=runner,
+        copy_time=copy_time,
     )

@@ -99,8 +99,8 @@ class FleetConfig(Keywords):
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
             such as 0.8,0.6,0.4
         draft_time: with --spec-acceptance, time in ms to draft a token for all requests
-        kv_offloading_bandwidth: with --kv-offloading-size or --kv-store-size, GB/s between a device
-            and host memory, in one direction (default: the machine's)
+        kv_offloading_bandwidth: with --kv-offloading-size, --kv-store-size or --preemption-mode
+            swap, GB/s between a device and host memory, in one direction (default: the machine's)
         kv_store_size: GiB of a store for KV blocks that all engines share, such as a disk or a
             server: behind host memory, or alone (0: there is none)
         kv_store_bandwidth: GB/s at which all engines together read from the store

@@ -229,18 +229,33 @@ class FleetPlan:
             return None
         assert isinstance(self.cost, Roofline)
         layout = self.cost.layout
-        host = self.cost.machine.host_link
-        bandwidth = (self.config.kv_offloading_bandwidth or host.bandwidth / 1e9) * 1e9
+        host = self._host_link(self.cost)
         size = self.cost.model.kv_bytes_per_token(layout.tensor_parallel_size)
         return Tiers(
             fleet,
             # Each device has its own link.
-            replace(host, bandwidth=bandwidth * layout.devices),
+            replace(host, bandwidth=host.bandwidth * layout.devices),
             Link(
                 "store", self.config.kv_store_latency / 1000, self.config.kv_store_bandwidth * 1e9
             ),
             size * layout.tensor_parallel_size * self.resolved.given.block_size,
         )
+
+    def _host_link(self, cost: Roofline) -> Link:
+        """Return the link of a device to host memory."""
+        host = cost.machine.host_link
+        bandwidth = self.config.kv_offloading_bandwidth
+        return replace(host, bandwidth=1e9 * bandwidth) if bandwidth else host
+
+    @property
+    def _copy_time(self) -> int:
+        """The time to copy a block to or from host memory, in picoseconds: the sum over the stages
+        of a pipeline. A measured machine has no link: copies are free."""
+        if isinstance(self.cost, MeasuredCost):
+            return 0
+        size = self.cost.model.kv_bytes_per_token(self.cost.layout.tensor_parallel_size)
+        block = size * self.resolved.given.block_size
+        return round(block / self._host_link(self.cost).bandwidth * SECOND)
 
     @cached_property
     def _store(self) -> HostKeys | None:
@@ -263,6 +278,7 @@ class FleetPlan:
                 self.cost,
                 connector=self._create_connector(connector),
                 runner=self._create_runner(),
+                copy_time=self._copy_time,
                 fast=fast and not self.in_lock_step,
             )
             for _ in range(count)

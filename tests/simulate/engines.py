@@ -50,11 +50,16 @@ def config_of(num_blocks: int = 100, model_max_len: int = 4096, **options: Any) 
 
 
 def engine_of(
-    num_blocks: int = 100, model_max_len: int = 4096, *, fast: bool = True, **options: Any
+    num_blocks: int = 100,
+    model_max_len: int = 4096,
+    *,
+    copy_time: int = 0,
+    fast: bool = True,
+    **options: Any,
 ) -> SimulatedEngine:
     """An engine with these settings."""
     config = config_of(num_blocks, model_max_len, **options)
-    return create_engine(SimulatedEngine, config, AffineCost(), fast=fast)
+    return create_engine(SimulatedEngine, config, AffineCost(), copy_time=copy_time, fast=fast)
 
 
 def request_of(number: int, arrival: int, prompt: int, output: int, **more: Any) -> WorkloadRequest:

@@ -187,7 +187,7 @@ class Case:
         config = config_of(**self.options)
         kind = LoggedEngine if logged else SimulatedEngine
         engines = [
-            create_engine(kind, config, AffineCost(per_idle=0.3), fast=fast)
+            create_engine(kind, config, AffineCost(per_idle=0.3), copy_time=70, fast=fast)
             for _ in range(self.num_replicas)
         ]
         by_priority = config.given.scheduling_policy == "priority"

@@ -58,6 +58,23 @@ def test_the_first_step_after_a_pause_takes_longer() -> None:
     assert second.first_token == 9000 + round(0.5 * (9000 - first.last_token)) + 2010
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_swapped_blocks_are_copied_before_their_step_computes(fast: bool) -> None:
+    work = workload_of(*(request_of(i, 0, prompt=8, output=4) for i in range(2)))
+    options = {"block_size": 4, "preemption_mode": "swap", "enable_prefix_caching": False}
+    engine = engine_of(5, copy_time=70, fast=fast, **options)
+    result = Fleet([engine]).run(work)
+    requests = {each.request_id: each for each in result.requests}
+    assert result.replicas[0].num_preemptions == 1
+    # Both prompts; r0 takes the last block, and two blocks of r1 leave.
+    prompts = 1000 + 16 * 100 + 16
+    r0_end = prompts + (2 * 70 + 1100 + 9) + (1100 + 10) + (1100 + 11)
+    assert requests["r0"].last_token == r0_end
+    # They come back.
+    assert requests["r1"].last_token == r0_end + (2 * 70 + 1100 + 9) + (1100 + 10) + (1100 + 11)
+    assert result.replicas[0].busy == result.duration
+
+
 def test_stages_overlap() -> None:
     work = workload_of(*(request_of(i, 0, prompt=10, output=20) for i in range(2)))
     options = {"max_num_batched_tokens": 10, "max_num_seqs": 2}

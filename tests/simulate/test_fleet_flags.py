@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.report import Summary
-from nanovllm.simulate.simulation import simulate
+from nanovllm.simulate.roofline import Roofline
+from nanovllm.simulate.settings import FleetConfig
+from nanovllm.simulate.simulation import plan_fleet, simulate
+from nanovllm.simulate.workload import SECOND, Workload
 
 FEW: dict[str, object] = {"num_prompts": 60, "request_rate": 30.0, "random_output_len": 64}
 
@@ -99,6 +103,30 @@ def test_engines_that_share_no_experts_fail_together() -> None:
     both = run(replicas=4, failures=["0@0.5", "1@0.5"])
     assert together | {"setup": ""} == both | {"setup": ""}
     assert together["outcomes"] != {"length": 60}
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_swapped_blocks_take_the_links_of_all_devices_to_host_memory(
+    layout: dict[str, int],
+) -> None:
+    engine = EngineConfig("llama-3.1-8b", num_kv_blocks=500, preemption_mode="swap", **layout)
+    plan = plan_fleet(FleetConfig(), engine)
+    (simulated,) = plan.create_fleet(Workload("none", [], 16)).engines
+    assert isinstance(plan.cost, Roofline)
+    block_bytes = 16 * 32 * 2 * 8 * 128 * 2
+    # In a pipeline, each stage takes an equal part of this time.
+    seconds = block_bytes / layout.get("tensor_parallel_size", 1)
+    seconds /= plan.cost.machine.host_link.bandwidth
+    assert simulated.copy_time == pytest.approx(seconds * SECOND)
+
+
+def test_the_time_of_swaps_depends_on_the_link() -> None:
+    crowded = {"preemption_mode": "swap", "num_kv_blocks": 400, "random_input_len": 2000}
+    usual = run(**crowded)
+    assert number(usual, "num_preemptions") > 0
+    quick, slow = (run(**crowded, kv_offloading_bandwidth=speed) for speed in (1e6, 0.1))
+    assert number(quick, "mean_tpot_ms") < number(usual, "mean_tpot_ms")
+    assert 1.4 * number(usual, "mean_tpot_ms") < number(slow, "mean_tpot_ms")
 
 
 def test_accepted_drafts_save_steps() -> None:
