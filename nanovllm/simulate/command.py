@@ -120,6 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
         return run_replay(arguments.replay, arguments.by_time, arguments.json)
     if arguments.by_time is not None:
         raise UsageError("--by-time is for replays: name a trace with --replay")
+    for flag in ("ray", "processes"):
+        if vars(arguments)[flag] and not arguments.sweep:
+            raise UsageError(
+                f"--{flag} has no effect without --sweep: set it, too, or omit --{flag}"
+            )
     if arguments.calibrate is not None:
         run_calibration(settings, arguments.calibrate)
     elif arguments.sweep:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta
 
-from nanovllm.assembly.flags import DataclassInstance, flags_of
+from nanovllm.assembly.flags import DataclassInstance, flags_of, words_of
 from nanovllm.data.checks import Amount, Keywords, Positive
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
@@ -59,6 +59,14 @@ FLEET_GROUPS = {
     "failures": ("failures", "cold_start", "retry_failed"),
     "speculative decoding": ("spec_acceptance", "draft_time"),
     "objectives and price": ("goodput", "slo_attainment", "price_per_hour"),
+}
+# Flags that have an effect only with another one.
+NEEDED_FLAGS = {
+    "--speedup": "--workload",
+    "--limit": "--workload",
+    "--cold-start": "--failures",
+    "--no-retry-failed": "--failures",
+    "--draft-time": "--spec-acceptance",
 }
 DEFAULT_MODEL = "llama-3.1-8b"
 T = TypeVar("T", bound=DataclassInstance)
@@ -140,6 +148,17 @@ class FleetConfig(Keywords):
         super().__post_init__()
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("--prefill and --decode need each other: set both, or none")
+        if self.prefill and self.replicas > 1:
+            raise ValueError(
+                "--replicas has no effect with --prefill and --decode, which count the engines: "
+                "omit it"
+            )
+        given = {word.partition("=")[0] for word in words_of(self)}
+        for flag, needed in NEEDED_FLAGS.items():
+            if flag in given and needed not in given:
+                raise ValueError(
+                    f"{flag} has no effect without {needed}: set it, too, or omit {flag}"
+                )
         if self.routing_weights and self.routing_policy in ("random", "round_robin"):
             raise ValueError(
                 "--routing-weights needs --routing-policy load, estimated or precise, got "

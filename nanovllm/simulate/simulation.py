@@ -402,6 +402,13 @@ def _measured_plan(config: FleetConfig, engine: EngineConfig, cost: MeasuredCost
             f"--machine {config.machine} describes one whole engine: omit --tensor-parallel-size, "
             "--pipeline-parallel-size, --data-parallel-size, --prefill, --decode and tiers of KV"
         )
+    given = {word.partition("=")[0] for word in words_of(engine)}
+    for flag in ("--kv-cache-dtype", "--gpu-memory-utilization", "--enable-expert-parallel"):
+        if flag in given:
+            raise UsageError(
+                f"{flag} has no effect with --machine {config.machine}: omit it, or set it with "
+                "--calibrate, which measures the engine"
+            )
     resolved = _resolve(
         engine,
         max_len=cost.max_model_len,

@@ -103,6 +103,12 @@ def test_a_file_is_a_machine(tmp_path):
     for wrong in ({"model": "qwen3-8b"}, {"tensor_parallel_size": 2}, {"prefill": 1, "decode": 1}):
         with pytest.raises(UsageError, match="omit --"):
             simulate({**few, **wrong})
+    fixed = {"kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.5, "enable_expert_parallel": True}
+    for name, value in fixed.items():
+        with pytest.raises(
+            UsageError, match=f"--{name.replace('_', '-')} has no effect with --mac"
+        ):
+            simulate({**few, name: value})
     path.write_text(json.dumps({"model": "x"}))
     with pytest.raises(UsageError, match=r"no file of --calibrate: .*missing required field"):
         simulate(few)

@@ -190,6 +190,16 @@ MISTAKES = {
     "raise num_kv_blocks": ["--max-model-len", "100000", "--num-kv-blocks", "9"],
     "--num-prompts has no effect with --workload": ["--workload", "x", "--num-prompts", "9"],
     "x: No such file": ["--workload", "x"],
+    "--limit has no effect without --workload: set it, too, or omit --limit": ["--limit", "9"],
+    "--speedup has no effect without --workload": ["--speedup", "2"],
+    "--cold-start has no effect without --failures": ["--cold-start", "9"],
+    "--no-retry-failed has no effect without --failures": ["--no-retry-failed"],
+    "--draft-time has no effect without --spec-acceptance": ["--draft-time", "1"],
+    "--replicas has no effect with --prefill and --decode, which count the engines: omit it": [
+        *("--replicas", "4", "--prefill", "1", "--decode", "1")
+    ],
+    "--ray has no effect without --sweep": ["--ray"],
+    "--processes has no effect without --sweep": ["--processes", "2"],
     "request_rate must be": ["--request-rate", "-1"],
     "replicas must be an integer of at least 1": ["--replicas", "0"],
     "--goodput must be a name of ttft": ["--goodput", "itl:1"],
