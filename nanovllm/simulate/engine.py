@@ -232,8 +232,9 @@ class SimulatedEngine:
         seconds = num_copies * self.copy_time + self.cost.step(work)
         stages = self._stage_ends
         start = end = max(now, stages[0])
-        if start > stages[-1]:
-            seconds += self.cost.after_idle(start - stages[-1])
+        last_end = stages[-1]
+        if start > last_end:
+            seconds += self.cost.after_idle(start - last_end)
         record = self.recorder.begin(plan, self._totals.num_steps, start / SECOND)
         pool = self.scheduler.manager.pool
         held = pool.num_blocks - pool.num_free
@@ -242,7 +243,6 @@ class SimulatedEngine:
         num_decodes = work.num_decodes + len(drafting)
         context = work.decode_context + sum(share.start + 1 for share in drafting)
         num_drafts = sum(len(share.extra_token_ids) for share in drafting)
-        self._count(1, num_decodes, context, seconds, held)
         self._totals.num_draft_tokens += num_drafts
         if len(work.prefills) > len(drafting):
             self._totals.num_decode_steps -= 1
@@ -253,6 +253,8 @@ class SimulatedEngine:
             part = seconds * (i + 1) // num_stages - seconds * i // num_stages
             end = stages[i] = max(end, stages[i]) + part
         end = stages[-1] = end + self.runner.time_after(plan)
+        # In a pipeline, the step before may still run.
+        self._count(1, num_decodes, context, end - max(start, last_end), held)
         for name in plan.admitted:
             request = self.scheduler.queues.requests[name]
             assert isinstance(request, SimulatedRequest)

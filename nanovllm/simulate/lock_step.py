@@ -45,6 +45,7 @@ class LockStepEngine(SimulatedEngine):
         if end is not None:
             self._stage_ends[0] = end
             for step in self._in_flight:
+                self._totals.busy += end - step.end
                 step.end = end
 
 

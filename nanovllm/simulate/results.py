@@ -51,7 +51,7 @@ class ReplicaCounters:
         num_draft_tokens, num_accepted_tokens: drafts that these computed, and that they got.
         num_prefill_tokens: tokens that other requests computed.
         num_held_blocks: KV blocks that requests hold, summed over the steps.
-        busy: time of all steps, in picoseconds.
+        busy: time in which one of its steps ran, in picoseconds.
         num_requests: requests that were sent to it.
         num_preemptions: how often a request lost its blocks.
         num_queried_tokens, num_hit_tokens: tokens that admissions looked up in the prefix cache,

@@ -49,6 +49,12 @@ def speculation_of(engine: SimulatedEngine) -> Speculation:
 # With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.
 
 
+def test_an_engine_is_busy_while_it_drafts() -> None:
+    engine = engine_of([1.0, 1.0], draft_time=250)
+    result = Fleet([engine]).run(workload_of(request_of(0, 50, prompt=10, output=9)))
+    assert result.replicas[0].busy == result.duration - 50
+
+
 def test_times_of_one_request() -> None:
     engine = engine_of([1.0, 1.0])
     result = Fleet([engine]).run(workload_of(request_of(0, 50, prompt=10, output=9)))

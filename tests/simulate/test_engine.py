@@ -80,8 +80,13 @@ def test_stages_overlap() -> None:
     options = {"max_num_batched_tokens": 10, "max_num_seqs": 2}
     one = Fleet([engine_of(**options)]).run(work)
     two = Fleet([engine_of(pipeline_parallel_size=2, **options)]).run(work)
-    assert two.replicas[0].busy > one.replicas[0].busy, "each step computes one of the requests"
-    assert two.duration < 0.7 * two.replicas[0].busy
+    (counters,) = two.replicas
+    num_steps = counters.num_steps
+    assert num_steps > one.replicas[0].num_steps, "each step computes one of the requests"
+    num_tokens = counters.num_prefill_tokens + counters.num_decodes
+    alone = 1000 * num_steps + 100 * num_tokens + 2 * 10 + counters.decode_context
+    assert two.duration < 0.7 * alone
+    assert counters.busy == two.duration, "at every time, a step runs"
 
 
 def test_an_abort_takes_effect_after_the_step_in_flight() -> None:

@@ -43,6 +43,16 @@ def test_a_step_takes_as_long_as_the_slowest() -> None:
     assert served["r1"].first_token == 5 + 11_100
 
 
+def test_an_engine_is_busy_until_the_step_of_all_has_ended() -> None:
+    requests = [request_of(0, 0, prompt=10, output=3), request_of(1, 5, prompt=100, output=2)]
+    result = fleet_of(2, 2).run(workload_of(*requests))
+    # Engine 1 has no request in the first step, which ends at 2010.
+    assert [each.busy for each in result.replicas] == [result.duration, result.duration - 2010]
+    uneven = fleet_of(2, 2, imbalance=5.0).run(workload_of(*requests))
+    assert uneven.duration > 2 * result.duration
+    assert uneven.replicas[0].busy == uneven.duration
+
+
 def random_requests(seed: int) -> list[WorkloadRequest]:
     rng = random.Random(seed)
     at = 0
