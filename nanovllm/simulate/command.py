@@ -220,7 +220,7 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
     Raises:
         UsageError: not a list, or an unknown setting.
     """
-    parser = Parser(prog="nanovllm simulate --sweep", add_help=False)
+    parser = Parser(prog="nanovllm simulate", add_help=False)
     add_settings(parser)
     lists: dict[str, list[object]] = {}
     for word in words:

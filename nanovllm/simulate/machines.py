@@ -104,17 +104,21 @@ def _read() -> _File:
 
 
 def find_machine(name: str) -> Machine:
-    """Return a machine by its name: "H100", or "H100x4" for nodes of 4.
+    """Return a machine by its name, in any case: "H100", or "H100x4" for nodes of 4.
 
     Raises:
         UsageError: an unknown name; the message has the list.
     """
     known = _read().machine
-    match = re.fullmatch(rf"({'|'.join(known)})(?:x([1-9]\d?))?", name)
+    match = re.fullmatch(rf"({'|'.join(known)})(x([1-9]\d?))?", name, re.IGNORECASE)
     if match is None:
         raise UsageError(
             f"--machine {name!r} is unknown: choose {', '.join(known)}, with the devices per node "
             "after it (H100x8), or a file that --calibrate has written"
         )
-    machine = known[match[1]]
-    return msgspec.structs.replace(machine, name=name, devices=int(match[2] or machine.devices))
+    name = next(each for each in known if each.lower() == match[1].lower())
+    return msgspec.structs.replace(
+        known[name],
+        name=name + (match[2] or "").lower(),
+        devices=int(match[3] or known[name].devices),
+    )

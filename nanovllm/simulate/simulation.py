@@ -161,7 +161,11 @@ class FleetPlan:
         """Name model, machine, layout, engines and router in a line."""
         config = self.config
         given = self.resolved.given
-        model = self.cost.model if isinstance(self.cost, MeasuredCost) else self.cost.model.name
+        model, machine = (
+            (self.cost.model, config.machine)
+            if isinstance(self.cost, MeasuredCost)
+            else (self.cost.model.name, self.cost.machine.name)
+        )
         layout = [f"TP {given.tensor_parallel_size}", f"PP {given.pipeline_parallel_size}"]
         if config.data_parallel_size > 1:
             layout.append(f"DP {config.data_parallel_size}")
@@ -176,7 +180,7 @@ class FleetPlan:
         if self.num_store_blocks:
             blocks += f"; a store of {self.num_store_blocks:,} blocks"
         return (
-            f"{model} on {config.machine}, {', '.join(layout)}; {engines}, each with "
+            f"{model} on {machine}, {', '.join(layout)}; {engines}, each with "
             f"{blocks}; router: {config.routing_policy}"
         )
 
@@ -374,7 +378,7 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
         max_len=model.config.max_position_embeddings,
         fitting=fitting,
         bytes_per_token=bytes_per_token / layout.pipeline_parallel_size,
-        on_gpu=not config.machine.startswith("laptop"),
+        on_gpu=not machine.name.startswith("laptop"),
     )
     price = config.price_per_hour
     if price is None:

@@ -69,8 +69,12 @@ def print_summary(summary: Summary) -> None:
     console = Console(width=WIDTH)
     console.print(summary["setup"], totals, highlight=False)
     if "rejection" in summary:
-        console.print(f"rejected: {summary['rejection']}", highlight=False)
+        reason = f"rejected: {summary['rejection']}"
+        console.print(reason, highlight=False, markup=False, soft_wrap=True)
     console.print(latencies, engines, highlight=False)
+    if (num_more := len(replicas) - MAX_ENGINES) > 0:
+        verb = "engine is" if num_more == 1 else "engines are"
+        console.print(f"{num_more:,} more {verb} in the output of --json", highlight=False)
 
 
 def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:
@@ -87,7 +91,9 @@ def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summ
             continue
         row = (_shown(summary.get(name, "")) for name in columns)
         table.add_row(*map(_shown, point.values()), *row, "*" * bool(summary["on_frontier"]))
-    console.print(table, *errors, highlight=False)
+    console.print(table)
+    for error in errors:
+        console.print(error, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_comparison(comparison: Summary) -> None:

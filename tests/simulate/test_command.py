@@ -131,7 +131,10 @@ def test_a_sweep_has_every_combination(capsys: pytest.CaptureFixture[str]) -> No
     assert one[0]["p99_ttft_ms"] == single["p99_ttft_ms"]
     table = run(capsys, *SMALL, *sweeps, "--processes", "1")
     assert "P99 TTFT" in table
-    assert "replicas 1, max_num_batched_tokens 64: max_num_batched_tokens (64) must be" in table
+    # A line for each of the others.
+    errors = [line for line in table.splitlines() if "must be at least" in line]
+    starts = [f"replicas {n}, max_num_batched_tokens 64: max_num_batched" for n in (1, 2)]
+    assert [line[: len(starts[0])] for line in errors] == starts
 
 
 def test_rejected_requests_have_a_reason_and_no_price(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +146,24 @@ def test_rejected_requests_have_a_reason_and_no_price(capsys: pytest.CaptureFixt
     sweep = run(capsys, *words, "--sweep", "random-input-len=200000,100", "--processes", "1")
     lines = [line for line in sweep.splitlines() if "mlp" in line or "none" in line]
     assert len(lines) == 2, "a point without a price has a row, too"
+
+
+def test_a_wrong_value_of_a_sweep_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--sweep", "replicas=1,x"])
+    assert capsys.readouterr().err.endswith("'x' (see nanovllm simulate --help)\n")
+
+
+def test_the_names_of_machines_have_no_case() -> None:
+    upper = simulate({**FEW, "machine": "H100x4"})
+    assert simulate({**FEW, "machine": "h100X4"}) == upper
+    assert "on H100x4," in str(upper["setup"])
+
+
+def test_a_table_says_how_many_engines_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    table = run(capsys, *SMALL, "--replicas", "19")
+    assert table.endswith("3 more engines are in the output of --json\n")
+    assert "more engine" not in run(capsys, *SMALL, "--replicas", "16")
 
 
 def test_values_of_a_sweep_are_read_as_flags_are() -> None:
