@@ -27,13 +27,13 @@ def main() -> int:
         remedy = "`make site` installs what is missing, or pip install -e '.[site]'"
         print(f"error: the site needs the package {missing}: {remedy}", file=sys.stderr)
         return 1
+    print(f"Writing the pages to {out}: a minute or two", flush=True)
     try:
         build(out)
     except (ArchiveError, BuildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(table(out))
-    print(f"The site is in {out}; `nanovllm docs` opens it")
+    print(f"{table(out)}\nThe site is in {out}; `nanovllm docs` (in .venv/bin) opens it")
     return 0
 
 

@@ -35,4 +35,4 @@ def table(site: Path, rows: int = 5) -> str:
     """The heaviest pages, as a table."""
     heaviest = [*weights(site).items()][:rows]
     lines = [f"{size / 1e3:8,.0f}  {page}" for page, size in heaviest]
-    return "\n".join([f"kB gzipped, at most {BOUND / 1e3:,.0f}", *lines])
+    return "\n".join([f"The heaviest pages, in kB gzipped (at most {BOUND / 1e3:,.0f}):", *lines])
