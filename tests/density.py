@@ -71,9 +71,10 @@ STAND_INS = set(
 # the site's other pages, and 170 for the traces and predictions that lectures store, and that pages
 # play and ask; 180 for what labs draw and measure beside the engine's rule: lanes, host and device,
 # and the engine's own lock-step; 30 for steps that fail and for what a contest draws; 40 for what
-# pages of lectures leave out; 80 for the site's search over sections, and for answers that were
-# simulated; 34 for `nanovllm docs`; 8 for checks of plans in flight. A new feature brings its own
-# number.
+# pages of lectures leave out; 83 for the site's search over sections, and for answers that were
+# simulated; 34 for `nanovllm docs`; 8 for checks of plans in flight; 56 for simulated copies of swapped
+# blocks, counts of drafts, reasons of rejections, and flags that would have no effect. A new
+# feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -89,8 +90,8 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_608,
-    "statements, engine": 25_802,
-    "statements, lab": 11_250,
+    "statements, engine": 25_858,
+    "statements, lab": 11_253,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.features.speculation.scheduling import DRAFTS, num_drafts_wanted
 from nanovllm.router.policies import random_bits
-from nanovllm.simulate.engine import SimulatedRunner
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.runner import SimulatedRunner
 
 
 class DraftingRunner(SimulatedRunner):
@@ -26,6 +27,16 @@ class DraftingRunner(SimulatedRunner):
         self.draft_time = draft_time
         self.seed = seed
         self._num_draws = 0
+
+    def decodes(self, plan: SchedulerOutput, work: StepWork) -> tuple[int, int, int]:
+        """See `SimulatedRunner`. Requests that verify drafts cost what prompts of this length do,
+        and yet they decode."""
+        drafting = [s for s in plan.requests if s.num_tokens == 1 + len(s.extra_token_ids) > 1]
+        return (
+            work.num_decodes + len(drafting),
+            work.decode_context + sum(share.start + 1 for share in drafting),
+            sum(len(share.extra_token_ids) for share in drafting),
+        )
 
     def time_after(self, plan: SchedulerOutput) -> int:
         """Return the time to make as many drafts as the request with most of them gets."""

@@ -13,7 +13,7 @@ from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.recorder import Recorder
 from nanovllm.core.request import RequestStatus
-from nanovllm.core.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.resolved_config import ResolvedConfig
@@ -23,13 +23,12 @@ from nanovllm.simulate.pool import SimulatedManager
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
 from nanovllm.simulate.run import Run
+from nanovllm.simulate.runner import SimulatedRunner
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.connector import KVConnectorScheduler
     from nanovllm.trace.record import StepRecord
-
-TOKEN = SampledToken(0)
 
 
 class StepInFlight(msgspec.Struct, gc=False):
@@ -45,20 +44,6 @@ class StepInFlight(msgspec.Struct, gc=False):
     start: int
     end: int
     record: StepRecord | None = None
-
-
-class SimulatedRunner:
-    """Takes the place of the ranks of an engine. This base class samples a token for each request
-    that samples, and adds nothing to the time that `StepCost` predicts."""
-
-    def time_after(self, plan: SchedulerOutput) -> int:
-        """Return by how much the result arrives later."""
-        return 0
-
-    def sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Return the result of a step."""
-        names = [share.request_id for share in plan.requests if share.samples]
-        return ModelRunnerOutput({name: [TOKEN] for name in names})
 
 
 class SimulatedEngine:
@@ -238,13 +223,9 @@ class SimulatedEngine:
         record = self.recorder.begin(plan, self._totals.num_steps, start / SECOND)
         pool = self.scheduler.manager.pool
         held = pool.num_blocks - pool.num_free
-        # Requests that verify drafts cost what prompts of this length do, and yet they decode.
-        drafting = [s for s in plan.requests if s.num_tokens == 1 + len(s.extra_token_ids) > 1]
-        num_decodes = work.num_decodes + len(drafting)
-        context = work.decode_context + sum(share.start + 1 for share in drafting)
-        num_drafts = sum(len(share.extra_token_ids) for share in drafting)
+        num_decodes, context, num_drafts = self.runner.decodes(plan, work)
         self._totals.num_draft_tokens += num_drafts
-        if len(work.prefills) > len(drafting):
+        if len(work.prefills) > num_decodes - work.num_decodes:
             self._totals.num_decode_steps -= 1
             self._totals.num_prefill_tokens += plan.num_tokens - num_decodes - num_drafts
         num_stages = len(stages)

@@ -26,7 +26,7 @@ from nanovllm.simulate.disaggregated import (
     TieredDecodeConnector,
     TieredPrefillConnector,
 )
-from nanovllm.simulate.engine import SimulatedEngine, SimulatedRunner, create_engine
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.machines import GIB, find_machine
@@ -38,6 +38,7 @@ from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import FleetResult, ReplicaCounters
 from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
 from nanovllm.simulate.routers import PolicyRouter
+from nanovllm.simulate.runner import SimulatedRunner
 from nanovllm.simulate.settings import (
     DEFAULT_MODEL,
     FleetConfig,
