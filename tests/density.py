@@ -72,9 +72,9 @@ STAND_INS = set(
 # play and ask; 180 for what labs draw and measure beside the engine's rule: lanes, host and device,
 # and the engine's own lock-step; 30 for steps that fail and for what a contest draws; 40 for what
 # pages of lectures leave out; 83 for the site's search over sections, and for answers that were
-# simulated; 34 for `nanovllm docs`; 8 for checks of plans in flight; 56 for simulated copies of swapped
-# blocks, counts of drafts, reasons of rejections, and flags that would have no effect. A new
-# feature brings its own number.
+# simulated; 34 for `nanovllm docs`; 8 for checks of plans in flight; 56 for simulated copies of
+# swapped blocks, counts of drafts, reasons of rejections, and flags that would have no effect. A
+# new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
