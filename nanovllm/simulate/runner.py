@@ -1,4 +1,4 @@
-"""What takes the place of the ranks of a simulated engine."""
+"""Takes the place of the ranks of a simulated engine."""
 
 from __future__ import annotations
 
