@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import random
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -264,7 +264,9 @@ class LockStepExecutor(Executor):
         self.meeting.vote(step, bool(plan.extras.get(LOCK_STEP, True)))
         if self.waits_at_launch:  # as collectives on a CPU do; a GPU's are only enqueued
             self.meeting.result(step)
-        return lambda: dataclasses.replace(result, extras={LOCK_STEP: self.meeting.result(step)})
+        return lambda: msgspec.structs.replace(
+            result, extras={LOCK_STEP: self.meeting.result(step)}
+        )
 
 
 class Everyone(dict[str, Any]):
