@@ -162,11 +162,8 @@ class FleetPlan:
         """Name model, machine, layout, engines and router in a line."""
         config = self.config
         given = self.resolved.given
-        model, machine = (
-            (self.cost.model, config.machine)
-            if isinstance(self.cost, MeasuredCost)
-            else (self.cost.model.name, self.cost.machine.name)
-        )
+        model = self.cost.model if isinstance(self.cost, MeasuredCost) else self.cost.model.name
+        machine = config.machine if isinstance(self.cost, MeasuredCost) else self.cost.machine.name
         layout = [f"TP {given.tensor_parallel_size}", f"PP {given.pipeline_parallel_size}"]
         if config.data_parallel_size > 1:
             layout.append(f"DP {config.data_parallel_size}")

@@ -69,8 +69,9 @@ def print_summary(summary: Summary) -> None:
     console = Console(width=WIDTH)
     console.print(summary["setup"], totals, highlight=False)
     if "rejection" in summary:
-        reason = f"rejected: {summary['rejection']}"
-        console.print(reason, highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"rejected: {summary['rejection']}", highlight=False, markup=False, soft_wrap=True
+        )
     console.print(latencies, engines, highlight=False)
     if (num_more := len(replicas) - MAX_ENGINES) > 0:
         verb = "engine is" if num_more == 1 else "engines are"
