@@ -6,10 +6,11 @@ import pytest
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
+from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.report import Summary
 from nanovllm.simulate.roofline import Roofline
 from nanovllm.simulate.settings import FleetConfig
-from nanovllm.simulate.simulation import plan_fleet, simulate
+from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.workload import SECOND, Workload
 
 FEW: dict[str, object] = {"num_prompts": 60, "request_rate": 30.0, "random_output_len": 64}

@@ -24,10 +24,10 @@ from nanovllm.lab.processes import run_ranks
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.calibrate import StepTimer
 from nanovllm.simulate.measured import MeasuredCost, write_cost
+from nanovllm.simulate.plan import FleetPlan, plan_fleet
 from nanovllm.simulate.report import summarize
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.settings import FleetConfig
-from nanovllm.simulate.simulation import FleetPlan, plan_fleet
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
 CALIBRATION_SECONDS = 120.0
