@@ -96,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--perfetto",
         type=pathlib.Path,
         metavar="FILE",
-        help="write all steps and requests to a file for https://ui.perfetto.dev",
+        help="write all steps, requests, KV transfers and failures to a file for "
+        "https://ui.perfetto.dev",
     )
     output.add_argument(
         "--processes",

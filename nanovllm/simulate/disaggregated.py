@@ -278,7 +278,7 @@ class DisaggregatedFleet(UnreliableFleet):
                 ended.invalid_block_ids[request_id] = set(block_ids)
             report(self, replica, ended)
 
-        self.links.send(source, replica, num_bytes, arrived)
+        self.links.send(source, replica, num_bytes, arrived, request_id)
 
     def _release(self, request_id: str) -> None:
         """A decode engine does not need what is held for a request."""

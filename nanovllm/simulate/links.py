@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.scheduling import KVTransfer
@@ -29,6 +30,24 @@ class Transfer:
     arrived: Callable[[], None]
 
 
+class SentKV(NamedTuple):
+    """A transfer that has ended. Times are in picoseconds.
+
+    Attributes:
+        source, target: the engines at its ends.
+        begin, end: when it began, and when all bytes had arrived.
+        alone: how long it would have taken without other transfers.
+    """
+
+    request_id: str
+    source: int
+    target: int
+    num_bytes: int
+    begin: int
+    end: int
+    alone: int
+
+
 class Links:
     """One link per engine, for what it sends and receives; all have the same bandwidth.
 
@@ -46,6 +65,7 @@ class Links:
         num_bytes: bytes that were sent.
         num_transfers: how often.
         time: the time of all transfers, in picoseconds.
+        watch: called with each transfer that has ended; None: nothing watches.
     """
 
     def __init__(
@@ -60,6 +80,7 @@ class Links:
         self.num_bytes = 0
         self.num_transfers = 0
         self.time = 0
+        self.watch: Callable[[SentKV], None] | None = None
         self._at = at
         self._now = now
         self._moving: list[Transfer] = []
@@ -70,17 +91,37 @@ class Links:
         # The number of the event that ends the next transfer: earlier ones are void.
         self._event = 0
 
-    def send(self, source: int, target: int, num_bytes: int, arrived: Callable[[], None]) -> None:
-        """Begin a transfer, and call `arrived` when it is complete."""
+    def send(
+        self,
+        source: int,
+        target: int,
+        num_bytes: int,
+        arrived: Callable[[], None],
+        request_id: str = "",
+    ) -> None:
+        """Begin a transfer for a request, and call `arrived` when it is complete."""
         begin = self._now()
+        left = round(num_bytes * SECOND / self.bandwidth)
 
         def count_and_tell() -> None:
-            self.time += self._now() - begin
+            end = self._now()
+            self.time += end - begin
+            if self.watch is not None:
+                self.watch(
+                    SentKV(
+                        request_id=request_id,
+                        source=source,
+                        target=target,
+                        num_bytes=num_bytes,
+                        begin=begin,
+                        end=end,
+                        alone=self.latency + left,
+                    )
+                )
             arrived()
 
         self.num_bytes += num_bytes
         self.num_transfers += 1
-        left = round(num_bytes * SECOND / self.bandwidth)
         transfer = Transfer(source, target, left, count_and_tell)
         self._at(begin + self.latency, lambda: self._start(transfer))
 

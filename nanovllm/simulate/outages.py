@@ -18,6 +18,9 @@ from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
+# The end of the id of a request that is sent again.
+_AGAIN = ", again"
+
 
 class Outage(NamedTuple):
     """A time in which a replica serves nothing: it has failed, or has not started yet.
@@ -31,6 +34,11 @@ class Outage(NamedTuple):
     replica: int
     begin: int
     end: int | None
+
+
+def client_id(request_id: str) -> str:
+    """Return the id that the client of a request knows, also if it was sent again."""
+    return request_id.partition(_AGAIN)[0]
 
 
 def parse_outages(
@@ -72,6 +80,7 @@ class UnreliableFleet(Fleet):
         retries: send lost requests to another engine.
 
     Attributes:
+        stopped: called with the number of an engine that has failed, or has not started yet.
         restarted: called with the number of an engine that is ready again.
     """
 
@@ -88,7 +97,8 @@ class UnreliableFleet(Fleet):
         super().__init__(engines, router, by_priority, group_size)
         self.outages = outages
         self.retries = retries
-        self.restarted: Callable[[int], None] = lambda replica: None
+        self.stopped: list[Callable[[int], None]] = []
+        self.restarted: list[Callable[[int], None]] = []
         self._num_outages: Counter[int] = Counter()  # that last, by engine
         self._sources: dict[str, WorkloadRequest] = {}
         # Requests of a failed engine, until its step in flight should have ended.
@@ -112,6 +122,8 @@ class UnreliableFleet(Fleet):
         group = self.groups[outage.replica]
         self._num_outages.update(group)
         for replica in group:
+            for stopped in self.stopped:
+                stopped(replica)
             self.router.set_available(replica, False)
             engine = self.engines[replica]
             for request_id in list(engine.scheduler.queues.requests):
@@ -135,7 +147,8 @@ class UnreliableFleet(Fleet):
             if not self._num_outages[replica]:
                 self.engines[replica].scheduler.manager.pool.reset_prefix_cache()
                 self.router.set_available(replica, True)
-                self.restarted(replica)
+                for restarted in self.restarted:
+                    restarted(replica)
 
     def _arrive(self, source: WorkloadRequest) -> None:
         if self.router.available:
@@ -154,7 +167,7 @@ class UnreliableFleet(Fleet):
         self._lost.discard(name)
         if is_lost and (source.abort is None or source.abort > self.now):
             if self.retries and request.first_token is None and self.router.available:
-                again = f"{name}, again"
+                again = name + _AGAIN
                 self._client_ids[again] = self._client_ids.pop(name, name)
                 self._arrive(msgspec.structs.replace(source, request_id=again))
                 return

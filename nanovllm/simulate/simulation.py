@@ -11,10 +11,8 @@ from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
-from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.report import TIMES, Summary, summarize
-from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.settings import (
     DEFAULT_MODEL,
     FleetConfig,
@@ -33,7 +31,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     Args:
         settings: fields of `FleetConfig` and `SyntheticWorkload`, and those of `EngineConfig` that
             `ENGINE_FLAGS` lists. Without a model, it is llama-3.1-8b.
-        perfetto: a file to write all steps to; see `perfetto.write_events`.
+        perfetto: a file to write all steps to; see `perfetto.FleetRecorder`.
 
     Raises:
         UsageError: an unknown setting, or one that makes no sense, alone or with another.
@@ -60,7 +58,14 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, fast=perfetto is None)
     tiers = plan.create_tiers(fleet)
-    result = fleet.run(workload) if perfetto is None else _recorded_run(fleet, workload, perfetto)
+    if perfetto is None:
+        result = fleet.run(workload)
+    else:
+        from nanovllm.simulate.perfetto import FleetRecorder
+
+        recorder = FleetRecorder(fleet, tiers)
+        result = fleet.run(workload)
+        recorder.write(perfetto, result.duration)
     summary = summarize(
         result,
         goodput=goodput,
@@ -75,16 +80,6 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
     return {"setup": plan.description, **summary}
-
-
-def _recorded_run(fleet: Fleet, workload: Workload, perfetto: Path) -> FleetResult:
-    """Run a fleet, and write its steps to a file."""
-    from nanovllm.simulate.perfetto import record_steps, write_events
-
-    traces = record_steps(fleet.engines)
-    result = fleet.run(workload)
-    write_events(perfetto, traces)
-    return result
 
 
 def find_load(settings: Mapping[str, object]) -> Summary:

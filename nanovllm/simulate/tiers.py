@@ -131,7 +131,7 @@ class Tiers:
             hooks = engine.scheduler.hooks
             hooks.arrived = (*hooks.arrived, connector.save)
         if isinstance(fleet, UnreliableFleet):
-            fleet.restarted = lambda replica: self._connector(replica).forget_host()
+            fleet.restarted.append(lambda replica: self._connector(replica).forget_host())
 
     def _connector(self, replica: int) -> TierConnector:
         connector = transfer_of(self.fleet.engines[replica]).connector
@@ -144,14 +144,14 @@ class Tiers:
 
         def load_from_host() -> None:
             num_bytes = round((num_host + num_store) * self.kv_bytes_per_block)
-            self.host.send(replica, replica, num_bytes, arrived)
+            self.host.send(replica, replica, num_bytes, arrived, request_id)
 
         def arrived() -> None:
             report(self.fleet, replica, KVConnectorOutput(finished_recving={request_id}))
 
         if num_store:
             num_bytes = round(num_store * self.kv_bytes_per_block)
-            self.store.send(_STORE, replica, num_bytes, load_from_host)
+            self.store.send(_STORE, replica, num_bytes, load_from_host, request_id)
         else:
             load_from_host()
 

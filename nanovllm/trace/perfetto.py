@@ -1,20 +1,28 @@
 """A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from nanovllm.trace.record import StepRecord
-
-MICROSECONDS = 1e6
 
 Event = dict[str, object]
 
 
-def trace_events(steps: Iterable[StepRecord]) -> Iterator[Event]:
-    """Steps as Chrome trace events: a track for the steps, one for each request (what it computed
-    when, its first token, its preemptions and its end), and counters for tokens, blocks and queues.
+def trace_events(
+    steps: Iterable[StepRecord],
+    first_track: int = 1,
+    arrows: Mapping[tuple[int, str], Event] | None = None,
+) -> Iterator[Event]:
+    """Steps as Chrome trace events: a track for the steps, one for each request (its arrival, what
+    it computed when, its first token, its preemptions and its end), and counters for tokens, blocks
+    and queues.
+
+    Args:
+        first_track: the number of the first request's track. Tracks from 1 to there are free.
+        arrows: more fields for the span of a request in a step, by the step's number and the
+            request's id: the arrows that begin or end there.
     """
-    timeline = _Timeline()
+    timeline = _Timeline(first_track, arrows or {})
     for step in steps:
         yield from timeline.events(step)
         yield from _counters(step)
@@ -24,7 +32,9 @@ def trace_events(steps: Iterable[StepRecord]) -> Iterator[Event]:
 class _Timeline:
     """The tracks of the engine and of the requests, in the order in which they begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_track: int, arrows: Mapping[tuple[int, str], Event]) -> None:
+        self._first_track = first_track
+        self._arrows = arrows
         self._tracks = {"": 0}  # the engine's
         self._busy_until: dict[int, float] = defaultdict(float)
 
@@ -36,6 +46,8 @@ class _Timeline:
             yield self._span(f"step {step.step}", 0, step, counts)
         for request_id in step.arrived:
             self._track(request_id)
+        for request_id, arrival in step.arrivals.items():
+            yield self._instant("arrived", request_id, arrival.time)
         for share in step.requests:
             details: dict[str, object] = {"start": share.start, "blocks": share.new_block_ids}
             if cached := step.admitted.get(share.request_id):
@@ -43,7 +55,8 @@ class _Timeline:
             if share.num_drafts:
                 details |= {"drafts": share.num_drafts, "accepted": share.num_accepted}
             track = self._track(share.request_id)
-            yield self._span(f"{share.kind} {share.num_tokens}", track, step, details)
+            span = self._span(f"{share.kind} {share.num_tokens}", track, step, details)
+            yield span | self._arrows.get((step.step, share.request_id), {})
             if share.samples_first_token:
                 yield self._instant("first token", share.request_id, end)
         for request_id, mode in step.preempted.items():
@@ -60,7 +73,7 @@ class _Timeline:
 
     def _track(self, request_id: str) -> int:
         """The number of a request's track, which begins with its first event."""
-        return self._tracks.setdefault(request_id, len(self._tracks))
+        return self._tracks.setdefault(request_id, self._first_track + len(self._tracks) - 1)
 
     def _span(self, name: str, track: int, step: StepRecord, arguments: object) -> Event:
         # Steps of a pipeline overlap, which spans of a track must not: each is shown from the end
@@ -68,14 +81,7 @@ class _Timeline:
         begin = max(step.start, self._busy_until[track])
         end = step.start + step.duration
         self._busy_until[track] = end
-        return {
-            "name": name,
-            "ph": "X",
-            "tid": track,
-            "ts": begin * MICROSECONDS,
-            "dur": (end - begin) * MICROSECONDS,
-            "args": arguments,
-        }
+        return span_event(name, track, begin, end, arguments)
 
     def _instant(self, name: str, request_id: str, at: float) -> Event:
         return {
@@ -83,7 +89,7 @@ class _Timeline:
             "ph": "i",
             "s": "t",
             "tid": self._track(request_id),
-            "ts": at * MICROSECONDS,
+            "ts": microseconds(at),
         }
 
 
@@ -96,4 +102,24 @@ def _counters(step: StepRecord) -> Iterator[Event]:
         "waiting requests": len(step.waiting),
     }
     for name, value in counters.items():
-        yield {"name": name, "ph": "C", "ts": step.start * MICROSECONDS, "args": {"value": value}}
+        yield {"name": name, "ph": "C", "ts": microseconds(step.start), "args": {"value": value}}
+
+
+def span_event(name: str, track: int, begin: float, end: float, arguments: object) -> Event:
+    """Return a span of a track, from `begin` to `end` in seconds. Spans of a track must not
+    overlap: Perfetto would not show the later one."""
+    start = microseconds(begin)
+    return {
+        "name": name,
+        "ph": "X",
+        "tid": track,
+        "ts": start,
+        "dur": round(microseconds(end) - start, 3),
+        "args": arguments,
+    }
+
+
+def microseconds(seconds: float) -> float:
+    """Return a time in microseconds, rounded to a nanosecond as Perfetto does: so a span that
+    begins where another ends does not overlap it."""
+    return round(seconds * 1e6, 3)
