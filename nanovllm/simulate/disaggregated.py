@@ -15,7 +15,7 @@ from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import ReplicaRouter
+from nanovllm.simulate.fleet import ReplicaRouter, groups_of
 from nanovllm.simulate.links import Links, report, transfer_of
 from nanovllm.simulate.outages import Outage, UnreliableFleet
 from nanovllm.simulate.requests import SimulatedRequest
@@ -138,10 +138,12 @@ class DisaggregatedFleet(UnreliableFleet):
     Args:
         prefill, decode: engines with a `PrefillConnector` or a `DecodeConnector`.
         routers: of these engines.
-        outages, retries, by_priority, group_size: see `UnreliableFleet`. The prefill engines have
-            the first numbers.
-        bandwidth, latency: of each engine's link; see `Links`.
-        kv_bytes_per_token: KV of a token, in bytes, on all ranks of an engine.
+        outages, retries, by_priority: see `UnreliableFleet`. The prefill engines have the first
+            numbers.
+        bandwidths: bytes per second of a prefill engine's link, and of a decode engine's.
+        latency: of each link; see `Links`.
+        kv_bytes_per_token: KV of a token, in bytes, on all ranks of a decode engine.
+        group_sizes: engines of a prefill group, and of a decode group; see `Fleet`.
         first_token: the stage whose first token the client gets: "decode", as with vLLM's and our
             router, or "prefill", as in DistServe, where the decode engine continues after it.
     """
@@ -155,13 +157,13 @@ class DisaggregatedFleet(UnreliableFleet):
         routers: tuple[ReplicaRouter, ReplicaRouter],
         outages: Sequence[Outage] = (),
         *,
-        bandwidth: float,
+        bandwidths: tuple[float, float],
         latency: int,
         kv_bytes_per_token: float,
         first_token: str = "decode",
         retries: bool = True,
         by_priority: bool = False,
-        group_size: int = 1,
+        group_sizes: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__(
             [*prefill, *decode],
@@ -169,10 +171,16 @@ class DisaggregatedFleet(UnreliableFleet):
             outages,
             retries=retries,
             by_priority=by_priority,
-            group_size=group_size,
         )
-        self.links = Links(bandwidth, latency, self.at, lambda: self.now)
-        self.num_prefill = len(prefill)
+        num_prefill = len(prefill)
+        self.num_prefill = num_prefill
+        self.groups = [
+            *groups_of(range(num_prefill), group_sizes[0]),
+            *groups_of(range(num_prefill, len(self.engines)), group_sizes[1]),
+        ]
+        self.links = Links(
+            lambda engine: bandwidths[engine >= num_prefill], latency, self.at, lambda: self.now
+        )
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_extra = int(first_token == "prefill")
         # Requests that were sent to decode engines, as their prefill engines have left them.

@@ -87,10 +87,7 @@ class Fleet:
         self.router = router or RoundRobin(len(engines))
         self.by_priority = by_priority
         self.now = 0
-        self.groups = [
-            range(number - number % group_size, number - number % group_size + group_size)
-            for number in range(len(engines))
-        ]
+        self.groups = groups_of(range(len(engines)), group_size)
         self._make: RequestMaker
         self._served: list[ServedRequest] = []
         # (time, kind, number of the action or engine, version of the engine's event)
@@ -206,6 +203,12 @@ class Fleet:
 
     def _end(self, request: SimulatedRequest) -> None:
         self._served.append(request.served())
+
+
+def groups_of(engines: range, group_size: int) -> list[range]:
+    """Return, for each engine, the group that it belongs to: `group_size` after one another."""
+    begins = (number - (number - engines.start) % group_size for number in engines)
+    return [range(begin, begin + group_size) for begin in begins]
 
 
 @contextmanager

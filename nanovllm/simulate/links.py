@@ -20,7 +20,7 @@ class Transfer:
 
     Attributes:
         source, target: the engines at its ends.
-        left: how long the rest would take with a link's whole bandwidth, in picoseconds.
+        left: bytes that are to be sent, times `SECOND`.
         arrived: called when all bytes have arrived.
     """
 
@@ -49,14 +49,14 @@ class SentKV(NamedTuple):
 
 
 class Links:
-    """One link per engine, for what it sends and receives; all have the same bandwidth.
+    """One link per engine, for what it sends and receives.
 
     A transfer of n bytes alone takes `latency + n / bandwidth`. The transfers at a link share its
     bandwidth equally, and a transfer gets the smaller of its shares at its two ends: a link's
     sending and its receiving half are independent.
 
     Args:
-        bandwidth: bytes per second of each link.
+        bandwidth: returns the bytes per second of an engine's link.
         latency: picoseconds before the first byte arrives.
         at: calls a function at a time of the virtual clock.
         now: returns the time of the virtual clock.
@@ -70,7 +70,7 @@ class Links:
 
     def __init__(
         self,
-        bandwidth: float,
+        bandwidth: Callable[[int], float],
         latency: int,
         at: Callable[[int, Callable[[], None]], None],
         now: Callable[[], int],
@@ -101,7 +101,7 @@ class Links:
     ) -> None:
         """Begin a transfer for a request, and call `arrived` when it is complete."""
         begin = self._now()
-        left = round(num_bytes * SECOND / self.bandwidth)
+        bandwidth = min(self.bandwidth(source), self.bandwidth(target))
 
         def count_and_tell() -> None:
             end = self._now()
@@ -115,14 +115,14 @@ class Links:
                         num_bytes=num_bytes,
                         begin=begin,
                         end=end,
-                        alone=self.latency + left,
+                        alone=self.latency + round(num_bytes * SECOND / bandwidth),
                     )
                 )
             arrived()
 
         self.num_bytes += num_bytes
         self.num_transfers += 1
-        transfer = Transfer(source, target, left, count_and_tell)
+        transfer = Transfer(source, target, num_bytes * SECOND, count_and_tell)
         self._at(begin + self.latency, lambda: self._start(transfer))
 
     def _start(self, transfer: Transfer) -> None:
@@ -132,9 +132,12 @@ class Links:
         self._receivers[transfer.target] += 1
         self._expect_next()
 
-    def _share(self, transfer: Transfer) -> int:
-        """Return how many transfers share the bandwidth that this one gets."""
-        return max(self._senders[transfer.source], self._receivers[transfer.target])
+    def _share(self, transfer: Transfer) -> tuple[int, int]:
+        """Return a bandwidth, and how many transfers share it: at the end where less is left for
+        this one."""
+        sending = round(self.bandwidth(transfer.source)), self._senders[transfer.source]
+        receiving = round(self.bandwidth(transfer.target)), self._receivers[transfer.target]
+        return sending if sending[0] * receiving[1] < receiving[0] * sending[1] else receiving
 
     def _progress(self) -> None:
         """Move all transfers forward to now."""
@@ -142,21 +145,29 @@ class Links:
         elapsed = now - self._time
         self._time = now
         for transfer in self._moving:
-            transfer.left -= elapsed // self._share(transfer)
+            bandwidth, sharers = self._share(transfer)
+            transfer.left -= elapsed * bandwidth // sharers
 
     def _expect_next(self) -> None:
         if self._moving:
             self._event += 1
             event = self._event
-            rest = min(transfer.left * self._share(transfer) for transfer in self._moving)
-            self._at(self._time + rest, lambda: self._end(event))
+            self._at(self._time + min(map(self._time_left, self._moving)), lambda: self._end(event))
+
+    def _time_left(self, transfer: Transfer) -> int:
+        """Return how long the rest takes if nothing changes, in whole picoseconds."""
+        bandwidth, sharers = self._share(transfer)
+        return (transfer.left * sharers + bandwidth // 2) // bandwidth
 
     def _end(self, event: int) -> None:
         if event != self._event:
             return
         self._progress()
-        ended = [transfer for transfer in self._moving if transfer.left <= 0]
-        self._moving = [transfer for transfer in self._moving if transfer.left > 0]
+        ended: list[Transfer] = []
+        moving: list[Transfer] = []
+        for transfer in self._moving:
+            (moving if self._time_left(transfer) > 0 else ended).append(transfer)
+        self._moving = moving
         for transfer in ended:
             self._senders[transfer.source] -= 1
             self._receivers[transfer.target] -= 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm.router.policies import random_bits
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.requests import SimulatedRequest
 
@@ -52,23 +51,15 @@ class LockStepEngine(SimulatedEngine):
 class LockStepGroup:
     """Engines in lock-step.
 
-    A step takes as long as the slowest of its group. Its experts are unevenly loaded: they take up
-    to `imbalance` longer than evenly loaded ones, a share that is uniformly distributed. A request
-    that arrives during a step waits for the next one, even if its own engine computes nothing.
+    A step takes as long as the slowest of its group. A request that arrives during a step waits for
+    the next one, even if its own engine computes nothing.
 
     Args:
         engines: without steps ahead, and made with `fast=False`.
-        imbalance: the largest share by which a step is longer.
-        seed: of these shares.
     """
 
-    def __init__(
-        self, engines: Sequence[LockStepEngine], imbalance: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, engines: Sequence[LockStepEngine]) -> None:
         self.engines = engines
-        self.imbalance = imbalance
-        self.seed = seed
-        self._num_draws = 0
         for engine in engines:
             assert engine.group is None, "each step of one engine is a step of all"
             engine.group_in_step = self
@@ -79,7 +70,7 @@ class LockStepGroup:
         if end is not None and end > now:
             return True
         computing = [engine for engine in self.engines if engine.begin_alone(now)]
-        end = max((self._end_of(engine, now) for engine in computing), default=None)
+        end = max((engine.end for engine in computing if engine.end is not None), default=None)
         for engine in self.engines:
             engine.hold_until(end)
         return bool(computing)
@@ -88,16 +79,8 @@ class LockStepGroup:
         """Take the results of all engines."""
         return [request for engine in self.engines for request in engine.finish_alone()]
 
-    def _end_of(self, engine: LockStepEngine, now: int) -> int:
-        assert engine.end is not None
-        self._num_draws += 1
-        share = self.imbalance * random_bits(self.seed, self._num_draws) / 2**64
-        return engine.end + round((engine.end - now) * share)
 
-
-def put_in_lock_step(
-    engines: Sequence[LockStepEngine], group_size: int, imbalance: float = 0.0, seed: int = 0
-) -> None:
-    """Form groups of engines after one another, each with its own shares."""
+def put_in_lock_step(engines: Sequence[LockStepEngine], group_size: int) -> None:
+    """Form groups of engines after one another."""
     for first in range(0, len(engines), group_size):
-        LockStepGroup(engines[first : first + group_size], imbalance, seed + first)
+        LockStepGroup(engines[first : first + group_size])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Protocol
 
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.workload import SECOND
@@ -19,6 +21,17 @@ TIMES: dict[str, Callable[[ServedRequest], float]] = {
 }
 
 
+class EngineFacts(Protocol):
+    """What reports say about an engine that it does not count."""
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks in its KV pool."""
+
+    def bottleneck(self, counters: ReplicaCounters) -> str:
+        """Name what limits it; it has computed a step."""
+
+
 def time_per_token(served: ServedRequest) -> float | None:
     """Return the mean time between the tokens of a request; None: it has a single one."""
     if served.first_token is None or served.last_token is None or served.num_output_tokens < 2:
@@ -30,16 +43,14 @@ def summarize(
     result: FleetResult,
     *,
     goodput: Mapping[str, float] | None = None,
-    bottleneck: Callable[[ReplicaCounters], str] | None = None,
-    num_kv_blocks: int = 1,
+    engines: Sequence[EngineFacts] = (),
     dollars_per_hour: float = 0.0,
 ) -> Summary:
     """Return the result as plain data. Times are in milliseconds, except `duration` in seconds.
 
     Args:
         goodput: the longest time in ms, by name, of a request that counts in `request_goodput`.
-        bottleneck: names what limits an engine.
-        num_kv_blocks: blocks in an engine's KV pool.
+        engines: what is known of each engine, if anything is.
         dollars_per_hour: cost of all machines.
     """
     done = [each for each in result.requests if each.outcome == "length"]
@@ -49,6 +60,11 @@ def summarize(
     dollars = dollars_per_hour * seconds / 3600
     queried = sum(each.num_queried_tokens for each in result.replicas)
     hit = sum(each.num_hit_tokens for each in result.replicas)
+    replicas = [
+        _replica(counters, engine, max(1, result.duration))
+        for counters, engine in zip_longest(result.replicas, engines)
+    ]
+    busiest = max(range(len(replicas)), key=lambda number: result.replicas[number].busy)
     summary: Summary = {
         "duration": seconds,
         "completed": len(done),
@@ -63,14 +79,8 @@ def summarize(
         **_latencies(result, done),
         "prefix_cache_hit_rate": hit / max(1, queried),
         "num_preemptions": sum(each.num_preemptions for each in result.replicas),
-        "bottleneck": _bottleneck(max(result.replicas, key=lambda each: each.busy), bottleneck),
-        "replicas": [
-            {
-                **_replica(each, max(1, result.duration), num_kv_blocks),
-                "bottleneck": _bottleneck(each, bottleneck),
-            }
-            for each in result.replicas
-        ],
+        "bottleneck": replicas[busiest]["bottleneck"],
+        "replicas": replicas,
     }
     if result.num_transfers:
         summary["num_transfers"] = result.num_transfers
@@ -131,8 +141,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[index] + (upper - values[index]) * (place - index)
 
 
-def _replica(counters: ReplicaCounters, duration: int, num_kv_blocks: int) -> Summary:
+def _replica(counters: ReplicaCounters, engine: EngineFacts | None, duration: int) -> Summary:
     num_steps = max(1, counters.num_steps)
+    num_kv_blocks = 1 if engine is None else engine.num_kv_blocks
     return {
         "num_requests": counters.num_requests,
         "num_steps": counters.num_steps,
@@ -143,10 +154,5 @@ def _replica(counters: ReplicaCounters, duration: int, num_kv_blocks: int) -> Su
         "prefix_cache_hit_rate": counters.num_hit_tokens / max(1, counters.num_queried_tokens),
         "num_preemptions": counters.num_preemptions,
         "num_evictions": counters.num_evictions,
+        "bottleneck": engine.bottleneck(counters) if engine and counters.num_steps else "none",
     }
-
-
-def _bottleneck(
-    counters: ReplicaCounters, bottleneck: Callable[[ReplicaCounters], str] | None
-) -> str:
-    return bottleneck(counters) if bottleneck is not None and counters.num_steps else "none"

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta
 
 from nanovllm.assembly.flags import DataclassInstance, flags_of, words_of
-from nanovllm.data.checks import Amount, Keywords, Positive
+from nanovllm.data.checks import Amount, Keywords, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload
@@ -22,6 +23,8 @@ ENGINE_GROUPS = {
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "enable_expert_parallel",
+        "enable_eplb",
+        "eplb_config",
         "max_model_len",
     ),
     "KV cache of an engine": (
@@ -47,7 +50,16 @@ ENGINE_GROUPS = {
 }
 ENGINE_FLAGS = tuple(itertools.chain(*ENGINE_GROUPS.values()))
 FLEET_GROUPS = {
-    "fleet": ("machine", "replicas", "prefill", "decode", "data_parallel_size", "expert_imbalance"),
+    "fleet": (
+        "machine",
+        "replicas",
+        "prefill",
+        "prefill_config",
+        "decode",
+        "decode_config",
+        "data_parallel_size",
+        "expert_imbalance",
+    ),
     "workload from a file": ("workload", "speedup", "limit"),
     "KV beyond the device": (
         "kv_offloading_bandwidth",
@@ -67,7 +79,23 @@ NEEDED_FLAGS = {
     "--cold-start": "--failures",
     "--no-retry-failed": "--failures",
     "--draft-time": "--spec-acceptance",
+    "--prefill-config": "--prefill",
+    "--decode-config": "--decode",
 }
+# Settings of engines that are the same for prefill and decode: what defines a KV block and its
+# content, where such blocks are kept, and in which order requests run.
+COMMON_SETTINGS = (
+    "model",
+    "kv_cache_dtype",
+    "block_size",
+    "kv_offloading_size",
+    "scheduling_policy",
+)
+# Settings that --prefill-config and --decode-config may have.
+ROLE_SETTINGS = (
+    *("machine", "data_parallel_size", "expert_imbalance", "price_per_hour"),
+    *(name for name in ENGINE_FLAGS if name not in COMMON_SETTINGS),
+)
 DEFAULT_MODEL = "llama-3.1-8b"
 T = TypeVar("T", bound=DataclassInstance)
 
@@ -85,6 +113,9 @@ class FleetConfig(Keywords):
         replicas: number of engines
         prefill: with --decode, number of engines that only compute prompts, instead of --replicas
         decode: with --prefill, number of engines that fetch the KV of prompts, and generate outputs
+        prefill_config: settings of the prefill engines that differ from those of the others, as
+            JSON such as {"tensor_parallel_size": 2, "machine": "H200"}
+        decode_config: the same for the decode engines
         machine: machine of the engines, such as H100 or A100; H100x4 has four devices per node; or
             a file that --calibrate has written
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
@@ -102,8 +133,8 @@ class FleetConfig(Keywords):
             token
         data_parallel_size: number of engines that fail together; with --enable-expert-parallel and
             a model with experts, they share these, and run their steps together
-        expert_imbalance: with engines that share experts, the most by which unevenly loaded experts
-            make an engine's step longer, as a share of it; each step draws its own
+        expert_imbalance: with --enable-expert-parallel, tokens of the busiest rank's experts,
+            relative to the mean of all ranks
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
             such as 0.8,0.6,0.4
         draft_time: with --spec-acceptance, time in ms to draft a token for all requests
@@ -125,6 +156,8 @@ class FleetConfig(Keywords):
     replicas: Annotated[int, Meta(ge=1, le=100_000)] = 1
     prefill: Annotated[int, Meta(ge=0, le=100_000)] = 0
     decode: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    prefill_config: str | None = None
+    decode_config: str | None = None
     machine: str = "H100"
     routing_policy: Literal["random", "round_robin", "load", "estimated", "precise"] = "estimated"
     routing_weights: str | Sequence[str] | None = None
@@ -133,7 +166,7 @@ class FleetConfig(Keywords):
     cold_start: Amount | None = None
     retry_failed: bool = True
     data_parallel_size: Positive = 1
-    expert_imbalance: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    expert_imbalance: Annotated[float, Meta(ge=1, le=1e9)] = 1.0
     spec_acceptance: str | None = None
     draft_time: Amount = 0.0
     kv_offloading_bandwidth: Annotated[float, Meta(gt=0)] | None = None
@@ -164,15 +197,6 @@ class FleetConfig(Keywords):
                 "--routing-weights needs --routing-policy load, estimated or precise, got "
                 f"{self.routing_policy}"
             )
-        counts = {"--replicas": self.replicas}
-        if self.prefill:
-            counts = {"--prefill": self.prefill, "--decode": self.decode}
-        for flag, count in counts.items():
-            if count % self.data_parallel_size:
-                raise ValueError(
-                    f"{flag} must be a multiple of --data-parallel-size {self.data_parallel_size}, "
-                    f"got {count}"
-                )
 
     @property
     def num_engines(self) -> int:
@@ -222,6 +246,27 @@ def parse_numbers(
                 f"{flag} must be a name of {', '.join(names)} and {kind}, got {word!r}"
             )
     return numbers
+
+
+def parse_role(flag: str, text: str) -> dict[str, object]:
+    """Read the settings of a role from JSON. Names may have dashes, as flags have.
+
+    Raises:
+        UsageError: no JSON object, or a setting that a role cannot have.
+    """
+    try:
+        settings = msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f'{flag} must be JSON such as {{"tensor_parallel_size": 2}}, got {text!r}: {error}'
+        ) from None
+    settings = {name.replace("-", "_"): value for name, value in settings.items()}
+    for name in settings:
+        if name not in ROLE_SETTINGS and name in known_settings():
+            raise UsageError(f"{flag} cannot have {name}: it is one for all engines, set it alone")
+        if name not in ROLE_SETTINGS:
+            raise UsageError(f"{flag}: no setting {name!r}{did_you_mean(name, ROLE_SETTINGS)}")
+    return settings
 
 
 def known_settings() -> dict[str, type]:

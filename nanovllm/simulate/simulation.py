@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,19 +41,10 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     config = create(FleetConfig, settings)
     goodput = parse_numbers("--goodput", config.goodput, TIMES, "a time in ms, such as ttft:200")
     engine = {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1}
-    if config.acceptance:
-        # The method does not matter, except that the runner drafts.
-        drafts = {"method": "eagle3", "num_speculative_tokens": len(config.acceptance)}
-        engine["speculative_config"] = json.dumps(drafts)
     if config.kv_store_size and not settings.get("kv_offloading_size"):
         engine["kv_connector"] = "pool"
     plan = plan_fleet(config, create(EngineConfig, engine))
-    if config.expert_imbalance and not plan.in_lock_step:
-        raise UsageError(
-            "--expert-imbalance needs engines that share experts: --data-parallel-size of 2 or "
-            "more, --enable-expert-parallel, and a model with experts"
-        )
-    block_size = plan.resolved.given.block_size
+    block_size = plan.block_size
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, fast=perfetto is None)
     tiers = plan.create_tiers(fleet)
@@ -69,9 +59,8 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     summary = summarize(
         result,
         goodput=goodput,
-        bottleneck=plan.bottleneck,
-        num_kv_blocks=plan.resolved.num_kv_blocks,
-        dollars_per_hour=plan.price_per_hour * len(fleet.engines),
+        engines=plan.engines,
+        dollars_per_hour=sum(each.price_per_hour for each in plan.engines),
     )
     if config.acceptance:
         for name in ("num_draft_tokens", "num_accepted_tokens"):

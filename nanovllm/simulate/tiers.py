@@ -112,19 +112,21 @@ class Tiers:
 
     Args:
         fleet: its engines have a `TierConnector` each.
-        host, store: from host memory to the devices of an engine, and from the store to all hosts.
-        kv_bytes_per_block: KV of a block, in bytes, on all ranks of an engine.
+        hosts: of each engine, the link from host memory to all of its devices; their latencies are
+            equal.
+        store: from the store to all hosts.
+        kv_bytes_per_block: of each engine, KV of a block, in bytes, on all of its ranks.
     """
 
-    def __init__(self, fleet: Fleet, host: Link, store: Link, kv_bytes_per_block: float) -> None:
+    def __init__(
+        self, fleet: Fleet, hosts: Sequence[Link], store: Link, kv_bytes_per_block: Sequence[float]
+    ) -> None:
         self.fleet = fleet
         self.kv_bytes_per_block = kv_bytes_per_block
         self.num_host_blocks = 0
         self.num_store_blocks = 0
-        self.host, self.store = (
-            Links(link.bandwidth, round(link.latency * SECOND), fleet.at, lambda: fleet.now)
-            for link in (host, store)
-        )
+        self.host = self._links(lambda replica: hosts[replica].bandwidth, hosts[0].latency)
+        self.store = self._links(lambda replica: store.bandwidth, store.latency)
         for replica, engine in enumerate(fleet.engines):
             connector = self._connector(replica)
             connector.load = functools.partial(self._load, replica)
@@ -132,6 +134,10 @@ class Tiers:
             hooks.arrived = (*hooks.arrived, connector.save)
         if isinstance(fleet, UnreliableFleet):
             fleet.restarted.append(lambda replica: self._connector(replica).forget_host())
+
+    def _links(self, bandwidth: Callable[[int], float], latency: float) -> Links:
+        fleet = self.fleet
+        return Links(bandwidth, round(latency * SECOND), fleet.at, lambda: fleet.now)
 
     def _connector(self, replica: int) -> TierConnector:
         connector = transfer_of(self.fleet.engines[replica]).connector
@@ -141,16 +147,17 @@ class Tiers:
     def _load(self, replica: int, request_id: str, num_host: int, num_store: int) -> None:
         self.num_host_blocks += num_host
         self.num_store_blocks += num_store
+        block_bytes = self.kv_bytes_per_block[replica]
 
         def load_from_host() -> None:
-            num_bytes = round((num_host + num_store) * self.kv_bytes_per_block)
+            num_bytes = round((num_host + num_store) * block_bytes)
             self.host.send(replica, replica, num_bytes, arrived, request_id)
 
         def arrived() -> None:
             report(self.fleet, replica, KVConnectorOutput(finished_recving={request_id}))
 
         if num_store:
-            num_bytes = round(num_store * self.kv_bytes_per_block)
+            num_bytes = round(num_store * block_bytes)
             self.store.send(_STORE, replica, num_bytes, load_from_host, request_id)
         else:
             load_from_host()

@@ -57,7 +57,6 @@ class Setup:
     num_blocks: int = 100
     latency: int = 0
     first_token: str = "decode"
-    imbalance: float = 0.0
 
     def fleet(self) -> tuple[UnreliableFleet, Tiers | None]:
         """Create the fleet, and what is below the devices."""
@@ -105,10 +104,12 @@ class Setup:
 
         engines = [create(i < self.prefill) for i in range(self.engines)]
         if self.group_size > 1 and self.in_lock_step:
-            put_in_lock_step(engines, self.group_size, self.imbalance)
+            put_in_lock_step(engines, self.group_size)
         fleet = self._fleet(engines)
         link = Link("test", self.latency / SECOND, SECOND)
-        return fleet, Tiers(fleet, link, link, KV_BYTES * BLOCK) if has_tiers else None
+        sizes = [KV_BYTES * BLOCK] * self.engines
+        hosts = [link] * self.engines
+        return fleet, Tiers(fleet, hosts, link, sizes) if has_tiers else None
 
     def _fleet(self, engines: Sequence[SimulatedEngine]) -> UnreliableFleet:
         if not self.prefill:
@@ -119,11 +120,11 @@ class Setup:
             engines[self.prefill :],
             (RoundRobin(self.prefill), RoundRobin(self.engines - self.prefill)),
             self.outages,
-            bandwidth=SECOND,
+            bandwidths=(SECOND, SECOND),
             latency=self.latency,
             kv_bytes_per_token=KV_BYTES,
             first_token=self.first_token,
-            group_size=self.group_size,
+            group_sizes=(self.group_size, self.group_size),
         )
 
     def run(self, *requests: WorkloadRequest) -> dict[str, ServedRequest]:
@@ -317,7 +318,6 @@ def test_every_request_ends_once_in_every_combination(seed: int) -> None:
         num_blocks=rng.choice([24, 40, 200]),
         latency=rng.choice([0, 500]),
         first_token=rng.choice(["decode", "prefill"]) if prefill else "decode",
-        imbalance=rng.choice([0.0, 0.5]),
     )
     at = 0
     requests = []

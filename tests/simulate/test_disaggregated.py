@@ -51,7 +51,7 @@ def fleet_of(
         [engine_of(PrefillConnector, num_blocks, **options) for _ in range(num_prefill)],
         [engine_of(DecodeConnector, num_blocks, **options) for _ in range(num_decode)],
         (RoundRobin(num_prefill), RoundRobin(num_decode)),
-        bandwidth=SECOND,
+        bandwidths=(SECOND, SECOND),
         latency=latency,
         kv_bytes_per_token=KV_BYTES,
         first_token=first_token,

@@ -13,6 +13,7 @@ from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.workload import SECOND, Workload
 
+APART: dict[str, object] = {"prefill": 1, "decode": 2}
 FEW: dict[str, object] = {"num_prompts": 60, "request_rate": 30.0, "random_output_len": 64}
 
 SHARED_EXPERTS: dict[str, object] = {
@@ -76,8 +77,8 @@ def test_weights_keep_prefixes_and_balance_load() -> None:
 
 def test_lock_step_and_uneven_experts() -> None:
     even = run(**SHARED_EXPERTS)
-    uneven = run(**SHARED_EXPERTS, expert_imbalance=0.5)
-    assert number(uneven, "mean_tpot_ms") > 1.15 * number(even, "mean_tpot_ms")
+    uneven = run(**SHARED_EXPERTS, expert_imbalance=1.5)
+    assert number(uneven, "mean_ttft_ms") > 1.15 * number(even, "mean_ttft_ms")
 
 
 @pytest.mark.parametrize(
@@ -113,11 +114,12 @@ def test_swapped_blocks_take_the_links_of_all_devices_to_host_memory(
     engine = EngineConfig("llama-3.1-8b", num_kv_blocks=500, preemption_mode="swap", **layout)
     plan = plan_fleet(FleetConfig(), engine)
     (simulated,) = plan.create_fleet(Workload("none", [], 16)).engines
-    assert isinstance(plan.cost, Roofline)
+    cost = plan.kinds[0].cost
+    assert isinstance(cost, Roofline)
     block_bytes = 16 * 32 * 2 * 8 * 128 * 2
     # In a pipeline, each stage takes an equal part of this time.
     seconds = block_bytes / layout.get("tensor_parallel_size", 1)
-    seconds /= plan.cost.machine.host_link.bandwidth
+    seconds /= cost.machine.host_link.bandwidth
     assert simulated.copy_time == pytest.approx(seconds * SECOND)
 
 
@@ -153,6 +155,77 @@ def test_drafts_on_decode_engines_and_in_fleets_that_fail() -> None:
     assert isinstance(outcomes, dict) and 0 < outcomes["failed"] < outcomes["length"]
 
 
+def test_prefill_and_decode_with_layouts_of_their_own() -> None:
+    """Settings that say the same change nothing; others change what their engines do alone."""
+    plain = run(**APART)
+    same = run(**APART, prefill_config='{"tensor-parallel-size": 1}', decode_config="{}")
+    assert same == plain
+    wide = run(**APART, prefill_config='{"tensor_parallel_size": 2}')
+    assert "engines for prefill: 1 on H100, TP 2, PP 1" in str(wide["setup"])
+    assert "engines for decode: 2 on H100, TP 1, PP 1" in str(wide["setup"])
+    assert number(wide, "mean_ttft_ms") < 0.8 * number(plain, "mean_ttft_ms")
+    assert number(wide, "mean_tpot_ms") == pytest.approx(number(plain, "mean_tpot_ms"), rel=0.02)
+    # Four devices instead of three, at the same price per device.
+    dollars = [
+        number(each, "dollars_per_million_tokens") / number(each, "duration")
+        for each in (wide, plain)
+    ]
+    assert dollars[0] == pytest.approx(dollars[1] * 4 / 3)
+    small = run(**APART, decode_config='{"machine": "A100", "max_num_seqs": 4}')
+    assert number(small, "mean_tpot_ms") > 1.5 * number(plain, "mean_tpot_ms")
+    assert small["num_transferred_bytes"] == plain["num_transferred_bytes"]
+
+
+def test_transfers_take_the_slower_of_both_links() -> None:
+    """Four devices send and one receives, or the other way round: as many bytes, as many at once as
+    the single device can."""
+    one = run(**APART, request_rate=0.5)
+    for wide in ("prefill_config", "decode_config"):
+        uneven = run(**APART, request_rate=0.5, **{wide: '{"tensor_parallel_size": 4}'})
+        assert uneven["num_transferred_bytes"] == one["num_transferred_bytes"]
+        assert number(uneven, "mean_transfer_ms") == pytest.approx(number(one, "mean_transfer_ms"))
+    both = run(**APART, request_rate=0.5, tensor_parallel_size=4)
+    assert number(both, "mean_transfer_ms") < 0.3 * number(one, "mean_transfer_ms")
+
+
+def test_experts_over_more_ranks_for_decode_than_for_prefill() -> None:
+    """DeepSeek's production layout: 4 nodes for prefill, 18 for decode, 32 redundant experts."""
+    summary = simulate(
+        {
+            "model": "deepseek-v3",
+            "machine": "H800",
+            "enable_expert_parallel": True,
+            "enable_eplb": True,
+            "eplb_config": '{"num_redundant_experts": 32}',
+            "prefill": 32,
+            "prefill_config": '{"data_parallel_size": 32}',
+            "decode": 144,
+            "decode_config": '{"data_parallel_size": 144, "max_num_seqs": 128}',
+            "block_size": 64,
+            "num_prompts": 500,
+            "request_rate": 400.0,
+            "random_input_len": 4000,
+            "random_output_len": 20,
+        }
+    )
+    setup = str(summary["setup"])
+    assert "engines for prefill: 32 on H800, TP 1, PP 1, DP 32, EP, 32 redundant experts" in setup
+    assert "engines for decode: 144 on H800, TP 1, PP 1, DP 144, EP, 32 redundant experts" in setup
+    assert summary["outcomes"] == {"length": 500}
+    replicas = summary["replicas"]
+    assert isinstance(replicas, list) and len(replicas) == 176
+    # The steps of a group are steps of all its engines.
+    assert len({each["utilization"] for each in replicas[:32] if each["num_steps"]}) <= 3
+    # More experts on a rank leave less room for KV.
+    assert number(summary, "num_transfers") == 500
+
+
+def test_drafts_of_engines_that_share_experts() -> None:
+    plain = run(**SHARED_EXPERTS)
+    drafting = run(**SHARED_EXPERTS, spec_acceptance="0.8,0.6")
+    assert number(drafting, "mean_tpot_ms") < 0.8 * number(plain, "mean_tpot_ms")
+
+
 def test_requests_that_verify_drafts_decode() -> None:
     """30,000 tokens in, 400 out: most of a step's time goes to the KV of its requests."""
     long: dict[str, object] = {
@@ -186,16 +259,48 @@ def test_requests_that_verify_drafts_decode() -> None:
         ({"spec_acceptance": "x"}, "such as 0.8,0.6,0.4, got 'x'"),
         ({"replicas": 3, "data_parallel_size": 2}, "multiple of --data-parallel-size 2, got 3"),
         (SHARED_EXPERTS | {"async_scheduling": True}, "cannot be combined with --async-scheduling"),
-        ({"expert_imbalance": 0.5}, "--expert-imbalance needs engines that share experts"),
+        ({"expert_imbalance": 1.5}, "--expert-imbalance needs ranks that share experts"),
         (
-            {"replicas": 2, "data_parallel_size": 2, "expert_imbalance": 0.5},
-            "--expert-imbalance needs engines that share experts",
+            {"replicas": 2, "data_parallel_size": 2, "expert_imbalance": 1.5},
+            "--expert-imbalance needs ranks that share experts",
         ),
         (
             {"model": "qwen3-30b-a3b", "data_parallel_size": 2, "replicas": 2}
-            | {"expert_imbalance": 0.5},
-            "--expert-imbalance needs engines that share experts",
+            | {"expert_imbalance": 1.5},
+            "--expert-imbalance needs ranks that share experts",
         ),
+        ({"expert_imbalance": 0.5}, "expert_imbalance must be a finite number of at least 1"),
+        ({"prefill_config": "{}"}, "--prefill-config has no effect without --prefill"),
+        (APART | {"prefill_config": "tp=2"}, r"--prefill-config must be JSON such as .*got 'tp=2'"),
+        (APART | {"decode_config": '{"block_size": 8}'}, "cannot have block_size: it is one for"),
+        (
+            APART | {"decode_config": '{"tensor_parallel": 2}'},
+            r"--decode-config: no setting 'tensor_parallel'.*tensor_parallel_size",
+        ),
+        (
+            APART | {"decode_config": '{"tensor_parallel_size": 3}'},
+            "--decode-config: 32 heads and 8 KV heads|--decode-config: .*heads.*3",
+        ),
+        (
+            APART | {"decode_config": '{"tensor_parallel_size": "two"}'},
+            "--decode-config: tensor_parallel_size must be an integer",
+        ),
+        (
+            APART | {"decode_config": '{"data_parallel_size": 3}'},
+            "--decode must be a multiple of --data-parallel-size 3, got 2",
+        ),
+        (
+            APART | {"prefill_config": '{"tensor_parallel_size": 2}', "kv_store_size": 10.0},
+            "--kv-store-size needs prefill and decode engines with the same",
+        ),
+        (
+            {"model": "deepseek-v3", "machine": "H200", "enable_expert_parallel": True}
+            | {"replicas": 12, "data_parallel_size": 12},
+            "experts",
+        ),
+        ({"pipeline_parallel_size": 2, "spec_acceptance": "0.5"}, "--spec-acceptance cannot be"),
+        ({"enable_eplb": True}, "enable_eplb moves whole experts between ranks"),
+        (SHARED_EXPERTS | {"enable_eplb": True, "eplb_config": "{"}, "--eplb-config takes a JSON"),
     ],
 )
 def test_mistakes(settings: dict[str, object], message: str) -> None:

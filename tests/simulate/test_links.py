@@ -34,7 +34,7 @@ def times_of(
 ) -> tuple[list[int], Links]:
     """When transfers (begin, source, target, bytes) arrive."""
     clock = Clock()
-    links = Links(bandwidth, latency, clock.at, lambda: clock.now)
+    links = Links(lambda engine: bandwidth, latency, clock.at, lambda: clock.now)
     ends = [0] * len(transfers)
 
     def begin(number: int, source: int, target: int, num_bytes: int) -> None:

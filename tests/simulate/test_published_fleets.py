@@ -277,7 +277,7 @@ def meets_targets(tp_prefill: int, tp_decode: int, rate_per_gpu: float, runs: in
             [distserve_engine(PrefillConnector, DISTSERVE[tp_prefill])],
             [distserve_engine(DecodeConnector, DISTSERVE[tp_decode])],
             (RoundRobin(1), RoundRobin(1)),
-            bandwidth=1e18,  # DistServe's simulator transfers in no time
+            bandwidths=(1e18, 1e18),  # DistServe's simulator transfers in no time
             latency=0,
             kv_bytes_per_token=1,
             first_token="prefill",

@@ -20,6 +20,16 @@ from tests.simulate.engines import AffineCost, config_of, engine_of, request_of,
 MS = SECOND // 1000
 
 
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """An engine that is limited by its steps."""
+
+    num_kv_blocks: int = 1
+
+    def bottleneck(self, counters: ReplicaCounters) -> str:
+        return f"{counters.num_steps} steps"
+
+
 def served(ttft: int, tpot: int, output: int, outcome: str = "length") -> ServedRequest:
     """A request with these times in ms."""
     return ServedRequest(
@@ -135,7 +145,7 @@ def test_a_fleet_without_requests_has_a_summary() -> None:
 def test_a_summary_adds_up() -> None:
     requests = [request_of(i, i * 700, prompt=20 + i, output=1 + i % 5) for i in range(30)]
     result = Fleet([engine_of(), engine_of()]).run(workload_of(*requests))
-    summary = summarize(result, bottleneck=lambda counters: f"{counters.num_steps} steps")
+    summary = summarize(result, engines=[Facts(), Facts()])
     assert summary["completed"] == 30
     assert sum(replica["num_requests"] for replica in summary["replicas"]) == 30
     assert summary["replicas"][0]["bottleneck"].endswith(" steps")
@@ -193,6 +203,6 @@ def test_requests_with_the_same_prefix_hold_its_blocks_once() -> None:
     usages = vars(singly)["usages"]
     assert singly.counters.decode_context > 64 * 4 * len(usages)
     result = Fleet([create_engine(SimulatedEngine, config, AffineCost())]).run(work)
-    (replica,) = summarize(result, num_kv_blocks=64)["replicas"]
+    (replica,) = summarize(result, engines=[Facts(num_kv_blocks=64)])["replicas"]
     assert replica["mean_kv_usage"] == pytest.approx(sum(usages) / len(usages))
     assert max(usages) < 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.simulate.test_hit_rates import BLOCK, tree_trace, whole
 # A block takes 10 bytes, and a link moves a byte in a picosecond, unless a test says otherwise.
 BLOCK_BYTES = 10
 ENDLESS = 10**5
+IN_NO_TIME = 10**9 * SECOND
 
 
 def tiered(
@@ -54,7 +54,7 @@ def tiered(
     ]
     fleet = Fleet(engines)
     link = Link("test", latency / SECOND, bandwidth)
-    return fleet, Tiers(fleet, link, link, BLOCK_BYTES)
+    return fleet, Tiers(fleet, [link] * num_engines, link, [BLOCK_BYTES] * num_engines)
 
 
 def ttfts(result: FleetResult) -> list[int]:
@@ -145,7 +145,7 @@ def test_a_load_is_worth_it_until_its_bytes_take_as_long_as_its_tokens(
     num_links = 1 + ("num_store" in tiers_of)
     # A tier saves the time of 20 tokens in the step, and of the context nothing.
     break_even = num_links * 5 * BLOCK_BYTES * SECOND / (20 * 100)
-    for factor in (0.01, 0.5, 0.999, 1.001, 2, 1000, math.inf):
+    for factor in (0.01, 0.5, 0.999, 1.001, 2, 1000, IN_NO_TIME):
         fleet, _ = tiered(bandwidth=break_even * factor, **tiers_of)
         loaded = ttfts(fleet.run(workload_of(*asked_again(), prefix_block_size=8)))[2]
         assert (loaded < COMPUTED) == (factor > 1), factor
@@ -165,7 +165,7 @@ def test_endless_tiers_with_endless_bandwidth_are_an_endless_cache(
     work = workload_of(*requests, prefix_block_size=BLOCK)
     engine = engine_of(ENDLESS, 10**5, block_size=BLOCK, async_scheduling=False)
     endless = Fleet([engine]).run(work)
-    fleet, tiers = tiered(num_blocks=12, block_size=BLOCK, bandwidth=math.inf, **tiers_of)
+    fleet, tiers = tiered(num_blocks=12, block_size=BLOCK, bandwidth=IN_NO_TIME, **tiers_of)
     result = fleet.run(work)
     assert ttfts(result) == ttfts(endless)
     (counters,) = result.replicas
@@ -198,7 +198,7 @@ def test_random_workloads_are_served_and_leave_nothing_behind(seed: int) -> None
         num_blocks=rng.choice([20, 40]),
         num_host=num_host,
         num_store=rng.choice([20, 500]) if not num_host else rng.choice([0, 100]),
-        bandwidth=rng.choice([SECOND, SECOND / 100, math.inf]),
+        bandwidth=rng.choice([SECOND, SECOND / 100, IN_NO_TIME]),
         latency=rng.choice([0, 900]),
     )
     requests = random_requests(rng, 60)

@@ -1,0 +1,417 @@
+"""Plans engines that are all the same: everything that their settings leave open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nanovllm.assembly.flags import words_of
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.eplb_config import EPLBConfig
+from nanovllm.data.errors import UsageError
+from nanovllm.data.resolved_config import ResolvedConfig, resolve
+from nanovllm.distributed.cost_model import Link
+from nanovllm.kv_transfer.connector import KVConnectorScheduler
+from nanovllm.kv_transfer.stores.store import HostKeys
+from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState, Weights
+from nanovllm.simulate.cost import StepWork
+from nanovllm.simulate.disaggregated import (
+    DecodeConnector,
+    PrefillConnector,
+    TieredDecodeConnector,
+    TieredPrefillConnector,
+)
+from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
+from nanovllm.simulate.machines import GIB, find_machine
+from nanovllm.simulate.measured import MeasuredCost, read_cost
+from nanovllm.simulate.models import Layout, ModelShape, find_model
+from nanovllm.simulate.requests import RequestMaker
+from nanovllm.simulate.results import ReplicaCounters
+from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
+from nanovllm.simulate.routers import PolicyRouter
+from nanovllm.simulate.runner import SimulatedRunner
+from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, parse_numbers
+from nanovllm.simulate.tiers import TierConnector
+from nanovllm.simulate.workload import SECOND, Workload
+
+# The connector with tiers of each kind of engine.
+TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {
+    KVConnectorScheduler: TierConnector,
+    PrefillConnector: TieredPrefillConnector,
+    DecodeConnector: TieredDecodeConnector,
+}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Describes engines that are all the same: those of a fleet, or those for prefill or decode.
+
+    Attributes:
+        config: the settings of the fleet, with the engines' own ones in place of the common ones.
+        count: how many engines there are.
+        price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
+        num_host_blocks: room for KV blocks in an engine's host memory.
+        in_lock_step: groups of engines share experts, and run their steps together.
+    """
+
+    config: FleetConfig
+    count: int
+    resolved: ResolvedConfig
+    cost: Roofline | MeasuredCost
+    price_per_hour: float
+    num_host_blocks: int = 0
+    in_lock_step: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model."""
+        return self.cost.model if isinstance(self.cost, MeasuredCost) else self.cost.model.name
+
+    @property
+    def layout(self) -> str:
+        """Machine and layout in words."""
+        given = self.resolved.given
+        words = [f"TP {given.tensor_parallel_size}", f"PP {given.pipeline_parallel_size}"]
+        if self.config.data_parallel_size > 1:
+            words.append(f"DP {self.config.data_parallel_size}")
+        if isinstance(self.cost, MeasuredCost):
+            return ", ".join([self.config.machine, *words])
+        layout = self.cost.layout
+        if layout.enable_expert_parallel:
+            words.append("EP")
+        if layout.num_redundant_experts:
+            words.append(f"{layout.num_redundant_experts} redundant experts")
+        return ", ".join([self.cost.machine.name, *words])
+
+    @property
+    def memory(self) -> str:
+        """The KV blocks of an engine in words."""
+        words = f"{self.num_kv_blocks:,} KV blocks of {self.resolved.given.block_size} tokens"
+        if self.num_host_blocks:
+            words += f", and {self.num_host_blocks:,} in host memory"
+        return words
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """KV blocks of an engine."""
+        return self.resolved.num_kv_blocks
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of an engine."""
+        return self.resolved.given.world_size
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """KV of a token, in bytes, on all ranks of an engine."""
+        assert isinstance(self.cost, Roofline)
+        tp = self.cost.layout.tensor_parallel_size
+        return self.cost.model.kv_bytes_per_token(tp) * tp
+
+    @property
+    def kv_link(self) -> Link:
+        """The link of all devices of an engine to other engines: each device has its own."""
+        assert isinstance(self.cost, Roofline)
+        between = self.cost.machine.between
+        return replace(between, bandwidth=between.bandwidth * self.num_devices)
+
+    @property
+    def host_link(self) -> Link:
+        """The link of a device to host memory."""
+        assert isinstance(self.cost, Roofline)
+        host = self.cost.machine.host_link
+        bandwidth = self.config.kv_offloading_bandwidth
+        return replace(host, bandwidth=1e9 * bandwidth) if bandwidth else host
+
+    @property
+    def _copy_time(self) -> int:
+        """The time to copy a block to or from host memory, in picoseconds: the sum over the stages
+        of a pipeline. A measured machine has no link: copies are free."""
+        if isinstance(self.cost, MeasuredCost):
+            return 0
+        size = self.cost.model.kv_bytes_per_token(self.cost.layout.tensor_parallel_size)
+        block = size * self.resolved.given.block_size
+        return round(block / self.host_link.bandwidth * SECOND)
+
+    def create_engines(
+        self,
+        fast: bool = True,
+        connector: type[KVConnectorScheduler] = KVConnectorScheduler,
+        store: HostKeys | None = None,
+    ) -> list[SimulatedEngine]:
+        """Create the engines, and put those in lock-step that share experts.
+
+        Args:
+            fast: see `create_engine`.
+            connector: of each engine, if it has no tiers.
+            store: the KV blocks that all engines share.
+        """
+        engines = [
+            create_engine(
+                LockStepEngine if self.in_lock_step else SimulatedEngine,
+                self.resolved,
+                self.cost,
+                connector=self._create_connector(connector, store),
+                runner=self._create_runner(),
+                copy_time=self._copy_time,
+                fast=fast and not self.in_lock_step,
+            )
+            for _ in range(self.count)
+        ]
+        members = [engine for engine in engines if isinstance(engine, LockStepEngine)]
+        put_in_lock_step(members, self.config.data_parallel_size)
+        return engines
+
+    def _create_connector(
+        self, kind: type[KVConnectorScheduler], store: HostKeys | None
+    ) -> KVConnectorScheduler | None:
+        """Create the connector of an engine of this kind, with the tiers that there are."""
+        config = self.resolved.given
+        if self.num_host_blocks or store is not None:
+            return TIERED[kind](config, self.num_host_blocks, store)
+        return kind(config, {}, ()) if kind is not KVConnectorScheduler else None
+
+    def _create_runner(self) -> SimulatedRunner:
+        """Create what takes the place of an engine's ranks. Those of prefill engines never draft,
+        since their requests end with their first token."""
+        if not self.config.acceptance:
+            return SimulatedRunner()
+        from nanovllm.simulate.drafts import DraftingRunner
+
+        draft_time = round(self.config.draft_time * SECOND / 1000)
+        return DraftingRunner(self.config.acceptance, draft_time)
+
+    def create_router(self, engines: Sequence[SimulatedEngine], workload: Workload) -> PolicyRouter:
+        """Create the router of the engines."""
+        config = self.config
+        weights = parse_numbers(
+            "--routing-weights", config.routing_weights, Weights._fields, "a number, such as kv:2"
+        )
+        state = RouterState(
+            len(engines), self.num_kv_blocks, weights=Weights(**weights) if weights else None
+        )
+        block_size = self.resolved.given.block_size
+        maker = RequestMaker(block_size, workload.prefix_block_size)
+        num_compared = ROUTED_BLOCKS * block_size
+        router = PolicyRouter(
+            Router(config.routing_policy, state),
+            lambda source: maker.prompt_names(
+                source.prefix_ids, min(source.num_prompt_tokens, num_compared)
+            ),
+            refresh=round(config.metrics_interval * SECOND),
+        )
+        router.watch(engines)
+        return router
+
+    def bottleneck(self, counters: ReplicaCounters) -> str:
+        """Name the part of the mean step that takes most time, and what it spends this time on."""
+        num_steps = counters.num_steps
+        num_decodes = counters.num_decodes // num_steps
+        # Prompt tokens, and drafts: these are computed like a prompt, next to what decodes.
+        counts = counters.num_prefill_tokens // num_steps, counters.num_draft_tokens // num_steps
+        work = StepWork(
+            num_decodes=num_decodes,
+            decode_context=counters.decode_context // num_steps,
+            prefills=[(0, count) for count in counts if count],
+            num_samples=num_decodes,
+        )
+        part = self.cost.bottleneck(work)
+        return f"{part.name} ({part.bound})"
+
+
+def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfig) -> EnginePlan:
+    """Decide everything that the settings of engines leave open.
+
+    Args:
+        flag: the one that counts the engines.
+
+    Raises:
+        UsageError: an unknown machine or model, a layout that is impossible, or too little memory.
+    """
+    group_size = config.data_parallel_size
+    if count % group_size:
+        raise UsageError(
+            f"{flag} must be a multiple of --data-parallel-size {group_size}, got {count}"
+        )
+    path = Path(config.machine)
+    if path.is_file():
+        if config.acceptance:
+            engine = _with_drafts(engine, len(config.acceptance))
+        return _measured_plan(count, config, engine, read_cost(path))
+    machine = find_machine(config.machine)
+    model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
+    layout = _layout(config, engine, model)
+    # As `DataParallelCore` decides.
+    in_lock_step = model.config.moe is not None and layout.expert_ranks > 1 and group_size > 1
+    if in_lock_step and (engine.async_scheduling or layout.pipeline_parallel_size > 1):
+        raise UsageError(
+            "--data-parallel-size with --enable-expert-parallel cannot be combined with "
+            "--async-scheduling or --pipeline-parallel-size: lock-step is simulated without them"
+        )
+    if in_lock_step:
+        engine = replace(engine, async_scheduling=False)
+    if config.acceptance:
+        engine = _with_drafts(engine, len(config.acceptance))
+    cost = create_cost(model, machine, layout)
+    utilization = engine.gpu_memory_utilization
+    fitting = kv_blocks(model, machine, layout, engine.block_size, utilization)
+    bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
+    bytes_per_token /= layout.pipeline_parallel_size
+    resolved = _resolve(
+        engine,
+        max_len=model.config.max_position_embeddings,
+        fitting=fitting,
+        bytes_per_token=bytes_per_token,
+        on_gpu=not machine.name.startswith("laptop"),
+    )
+    price = config.price_per_hour
+    if price is None:
+        price = machine.price_per_hour or 0.0
+    return EnginePlan(
+        config=config,
+        count=count,
+        resolved=resolved,
+        cost=cost,
+        price_per_hour=price * layout.devices,
+        num_host_blocks=_host_blocks(engine, bytes_per_token),
+        in_lock_step=in_lock_step,
+    )
+
+
+def _layout(config: FleetConfig, engine: EngineConfig, model: ModelShape) -> Layout:
+    """Return how an engine divides the model.
+
+    Raises:
+        UsageError: uneven experts that no two ranks share.
+    """
+    layout = Layout(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        enable_expert_parallel=engine.enable_expert_parallel,
+        num_redundant_experts=_num_redundant_experts(engine),
+        expert_imbalance=config.expert_imbalance,
+    )
+    if config.expert_imbalance > 1 and (model.config.moe is None or layout.expert_ranks == 1):
+        raise UsageError(
+            "--expert-imbalance needs ranks that share experts: --enable-expert-parallel, a model "
+            "with experts, and a --data-parallel-size or --tensor-parallel-size of 2 or more"
+        )
+    return layout
+
+
+def _num_redundant_experts(engine: EngineConfig) -> int:
+    if engine.eplb_config is None:
+        return 0
+    try:
+        return EPLBConfig.from_json(engine.eplb_config).num_redundant_experts
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _with_drafts(engine: EngineConfig, num_drafts: int) -> EngineConfig:
+    """Let a model draft.
+
+    Raises:
+        UsageError: engines draft without a model then.
+    """
+    if engine.pipeline_parallel_size > 1:
+        raise UsageError(
+            "--spec-acceptance cannot be combined with --pipeline-parallel-size: all layers must "
+            "be on one stage"
+        )
+    # Which model drafts does not matter. So far, engines refuse one for experts on several ranks.
+    # Their plans do not depend on where experts are.
+    drafts = {"method": "eagle3", "num_speculative_tokens": num_drafts}
+    return replace(
+        engine,
+        speculative_config=json.dumps(drafts),
+        enable_expert_parallel=False,
+        enable_eplb=False,
+        eplb_config=None,
+    )
+
+
+def _measured_plan(
+    count: int, config: FleetConfig, engine: EngineConfig, cost: MeasuredCost
+) -> EnginePlan:
+    """Return engines like the one that was measured.
+
+    Raises:
+        UsageError: settings that the measurement says nothing about.
+    """
+    if engine.model not in (DEFAULT_MODEL, cost.model):
+        raise UsageError(f"--machine {config.machine} was measured with {cost.model}: omit --model")
+    if (
+        engine.world_size > 1
+        or config.prefill
+        or config.data_parallel_size > 1
+        or engine.kv_transfer
+    ):
+        raise UsageError(
+            f"--machine {config.machine} describes one whole engine: omit --tensor-parallel-size, "
+            "--pipeline-parallel-size, --data-parallel-size, --prefill, --decode and tiers of KV"
+        )
+    given = {word.partition("=")[0] for word in words_of(engine)}
+    for flag in ("--kv-cache-dtype", "--gpu-memory-utilization", "--enable-expert-parallel"):
+        if flag in given:
+            raise UsageError(
+                f"{flag} has no effect with --machine {config.machine}: omit it, or set it with "
+                "--calibrate, which measures the engine"
+            )
+    resolved = _resolve(
+        engine,
+        max_len=cost.max_model_len,
+        fitting=cost.num_kv_blocks * cost.block_size // engine.block_size,
+        bytes_per_token=cost.kv_bytes_per_token,
+        on_gpu=cost.on_gpu,
+    )
+    return EnginePlan(config, count, resolved, cost, config.price_per_hour or 0.0)
+
+
+def _host_blocks(engine: EngineConfig, bytes_per_token: float) -> int:
+    """Return how many blocks fit in an engine's host memory.
+
+    Args:
+        bytes_per_token: KV of a token on one rank.
+    """
+    size = engine.kv_offloading_size
+    block_bytes = bytes_per_token * engine.block_size * engine.world_size
+    return blocks_in("--kv-offloading-size", size, block_bytes, engine) if size else 0
+
+
+def blocks_in(flag: str, size: float, block_bytes: float, engine: EngineConfig) -> int:
+    """Return how many blocks fit into a tier of `size` GiB.
+
+    Raises:
+        UsageError: none; or the engine cannot use them.
+    """
+    num_blocks = int(size * GIB / block_bytes)
+    if not num_blocks:
+        raise UsageError(
+            f"{flag} {size} GiB has no room for a KV block of {block_bytes:,.0f} bytes: raise it"
+        )
+    if not engine.enable_prefix_caching:
+        raise UsageError(f"{flag} needs --enable-prefix-caching: blocks have names by it")
+    return num_blocks
+
+
+def _resolve(
+    engine: EngineConfig, *, max_len: int, fitting: int, bytes_per_token: float, on_gpu: bool
+) -> ResolvedConfig:
+    num_blocks = engine.num_kv_blocks or fitting
+    try:
+        engine.check_limits(max_len, num_blocks)
+        num_host_blocks = engine.count_host_blocks(int(bytes_per_token * engine.block_size))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return resolve(
+        engine,
+        model_max_len=max_len,
+        num_kv_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        on_gpu=on_gpu,
+    )
