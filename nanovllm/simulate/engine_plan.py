@@ -323,7 +323,7 @@ def _with_drafts(engine: EngineConfig, num_drafts: int) -> EngineConfig:
             "--spec-acceptance cannot be combined with --pipeline-parallel-size: all layers must "
             "be on one stage"
         )
-    # Which model drafts does not matter. So far, engines refuse one for experts on several ranks.
+    # Which model drafts does not matter. So far, engines with experts on several ranks have none.
     # Their plans do not depend on where experts are.
     drafts = {"method": "eagle3", "num_speculative_tokens": num_drafts}
     return replace(
@@ -384,7 +384,7 @@ def _host_blocks(engine: EngineConfig, bytes_per_token: float) -> int:
 
 
 def blocks_in(flag: str, size: float, block_bytes: float, engine: EngineConfig) -> int:
-    """Return how many blocks fit into a tier of `size` GiB.
+    """Return how many blocks a tier of `size` GiB can hold.
 
     Raises:
         UsageError: none; or the engine cannot use them.

@@ -56,7 +56,7 @@ class FleetPlan:
 
     @property
     def engines(self) -> list[EnginePlan]:
-        """What describes each engine, by its number."""
+        """The plan of each engine, by its number."""
         return [kind for kind in self.kinds for _ in range(kind.count)]
 
     def create_fleet(self, workload: Workload, fast: bool = True) -> Fleet:
@@ -159,7 +159,7 @@ def _store_blocks(config: FleetConfig, kinds: Sequence[EnginePlan]) -> int:
     """Return how many blocks fit in the store, which has each part of a block once.
 
     Raises:
-        UsageError: engines whose ranks have other parts of a block than those of other engines.
+        UsageError: prefill and decode ranks have different parts of a block.
     """
     cost = kinds[0].cost
     assert isinstance(cost, Roofline)

@@ -22,7 +22,7 @@ TIMES: dict[str, Callable[[ServedRequest], float]] = {
 
 
 class EngineFacts(Protocol):
-    """What reports say about an engine that it does not count."""
+    """Describes an engine for a report, beyond what it counts."""
 
     @property
     def num_kv_blocks(self) -> int:
