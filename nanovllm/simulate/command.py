@@ -25,14 +25,15 @@ from nanovllm.simulate.settings import (
 )
 
 MODEL_HELP = (
-    "known model (an unknown name prints the list), or path of a config.json; with --calibrate, a "
-    "model as for `nanovllm serve`"
+    "known model (see --list), or path of a config.json; with --calibrate, a model as for "
+    "`nanovllm serve`"
 )
 EXAMPLES = """examples:
   nanovllm simulate --request-rate 20 --replicas 2
   nanovllm simulate --workload trace.jsonl --model llama-3.1-70b -tp 4 --machine H200 --replicas 8
   nanovllm simulate --goodput ttft:300 tpot:25 --find-load
   nanovllm simulate --request-rate 12 --sweep max-num-batched-tokens=512,2048,8192
+  nanovllm simulate --list
 """
 
 
@@ -68,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find the highest --request-rate (with --workload, the highest --speedup) at which "
         "--slo-attainment of the requests keep --goodput",
+    )
+    output.add_argument(
+        "--list",
+        action="store_true",
+        help="instead of simulating, print the machines and models that --machine and --model know "
+        "by name, with the sources of their numbers",
     )
     output.add_argument(
         "--calibrate",
@@ -111,12 +118,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, replay or calibrate, and print what comes out; returns 1 if a replay differs.
+    """Simulate, replay, calibrate or list, and print what comes out; returns 1 if a replay differs.
 
     Raises:
         UsageError: settings or files that cannot be used.
     """
     settings = {name: vars(arguments)[name] for name in known_settings()}
+    if arguments.list:
+        return run_list(arguments.json)
     if arguments.replay is not None:
         return run_replay(arguments.replay, arguments.by_time, arguments.json)
     if arguments.by_time is not None:
@@ -132,6 +141,19 @@ def run(arguments: argparse.Namespace) -> int:
         run_sweep(settings, arguments)
     else:
         run_once(settings, arguments)
+    return 0
+
+
+def run_list(as_json: bool) -> int:
+    """Print the machines and models that are known by name."""
+    if as_json:
+        from nanovllm.simulate.sources import catalog
+
+        print(json.dumps(catalog()))
+    else:
+        from nanovllm.simulate.tables import print_catalog
+
+        print_catalog()
     return 0
 
 

@@ -101,12 +101,12 @@ class Links:
     ) -> None:
         """Begin a transfer for a request, and call `arrived` when it is complete."""
         begin = self._now()
-        bandwidth = min(self.bandwidth(source), self.bandwidth(target))
 
         def count_and_tell() -> None:
             end = self._now()
             self.time += end - begin
             if self.watch is not None:
+                bandwidth = min(self.bandwidth(source), self.bandwidth(target))
                 self.watch(
                     SentKV(
                         request_id=request_id,

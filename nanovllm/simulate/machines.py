@@ -56,6 +56,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host: link to the host's memory.
         efficiency: name of the corrections.
         price_per_hour: in US dollars; None: unknown.
+        price_source: where this price is from.
         devices: per node.
     """
 
@@ -68,6 +69,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Link
     efficiency: str
     price_per_hour: float | None = None
+    price_source: str = ""
     devices: int = 8
     name: str = ""
 
@@ -103,6 +105,16 @@ def _read() -> _File:
     return msgspec.convert(tomllib.loads(text), _File)
 
 
+def known_machines() -> dict[str, Machine]:
+    """Return the machines that `find_machine` knows, by name."""
+    return dict(_read().machine)
+
+
+def known_corrections() -> dict[str, Efficiency]:
+    """Return the measured corrections of all machines, by `Machine.efficiency`."""
+    return dict(_read().efficiency)
+
+
 def find_machine(name: str) -> Machine:
     """Return a machine by its name, in any case: "H100", or "H100x4" for nodes of 4.
 
@@ -114,7 +126,7 @@ def find_machine(name: str) -> Machine:
     if match is None:
         raise UsageError(
             f"--machine {name!r} is unknown: choose {', '.join(known)}, with the devices per node "
-            "after it (H100x8), or a file that --calibrate has written"
+            "after it (H100x8), or a file that --calibrate has written; --list describes them"
         )
     name = next(each for each in known if each.lower() == match[1].lower())
     return msgspec.structs.replace(

@@ -97,12 +97,14 @@ class ModelShape:
     Attributes:
         bytes_per_weight: of the layers' matrices; embedding, head and routers have 2.
         bytes_per_element: of the KV cache.
+        source: where the shape is from.
     """
 
     name: str
     config: ModelConfig
     bytes_per_weight: float = 2
     bytes_per_element: float = 2
+    source: str = ""
 
     @property
     def num_parameters(self) -> int:
@@ -201,7 +203,8 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
     if name not in _read() and not path.is_file():
         known = ", ".join(_read())
         raise UsageError(
-            f"--model {name!r} is unknown: choose {known}, or give the path of a config.json"
+            f"--model {name!r} is unknown: choose {known}, which --list describes, or give the "
+            "path of a config.json"
         )
     try:
         raw = _read().get(name) or read_json(path)
@@ -211,4 +214,10 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
     full = 4 if "float32" in (raw.get("torch_dtype"), raw.get("dtype")) else 2
     rules = config.quantization.rules if config.quantization else ()
     weight = rules[0].format.bits / 8 if rules else full
-    return ModelShape(name, config, weight, full if kv_cache_dtype == "auto" else 1)
+    return ModelShape(
+        name,
+        config,
+        bytes_per_weight=weight,
+        bytes_per_element=full if kv_cache_dtype == "auto" else 1,
+        source=f"huggingface.co/{raw['source']}" if name in _read() else str(path),
+    )

@@ -116,8 +116,8 @@ class FleetConfig(Keywords):
         prefill_config: settings of the prefill engines that differ from those of the others, as
             JSON such as {"tensor_parallel_size": 2, "machine": "H200"}
         decode_config: the same for the decode engines
-        machine: machine of the engines, such as H100 or A100; H100x4 has four devices per node; or
-            a file that --calibrate has written
+        machine: machine of the engines, such as H100 or A100 (see --list); H100x4 has four devices
+            per node; or a file that --calibrate has written
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
             one), estimated (the one that was already sent the prompt's prefix), or precise (the one
             that has it cached)

@@ -19,6 +19,7 @@ from nanovllm.simulate.settings import (
     known_settings,
     parse_numbers,
 )
+from nanovllm.simulate.sources import sources_of
 from nanovllm.simulate.sweep import highest_load
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import Workload
@@ -68,7 +69,8 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
-    return {"setup": plan.description, **summary}
+    sources = sources_of([kind.cost for kind in plan.kinds], config.machine)
+    return {"setup": plan.description, "sources": sources, **summary}
 
 
 def find_load(settings: Mapping[str, object]) -> Summary:

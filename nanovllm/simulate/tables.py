@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
+from nanovllm.simulate.machines import Efficiency, known_corrections, known_machines
+from nanovllm.simulate.models import find_model, model_names
 from nanovllm.simulate.report import PERCENTILES, Summary
 
 MAX_ENGINES = 16
@@ -34,6 +36,23 @@ ENGINE_COLUMNS = {
     "num_preemptions": "preempted",
     "bottleneck": "bottleneck",
 }
+MACHINE_COLUMNS = (
+    *("GiB", "GB/s", "BF16", "FP8", "in a node", "between nodes", "to the host"),
+    *("devices", "$/h", "corrections"),
+)
+MACHINE_UNITS = (
+    "per device: memory in GiB and GB/s, dense TFLOP/s with BF16 and FP8, links in GB/s in one "
+    "direction, and US dollars per hour; devices per node"
+)
+CORRECTION_UNITS = (
+    "shares of a machine's numbers that programs reach; from all_to_all on, seconds (machines.py "
+    "describes each)"
+)
+MODEL_COLUMNS = ("billions", "bytes", "KV bytes", "layers", "experts", "positions", "source")
+MODEL_UNITS = (
+    "parameters in billions, and bytes of each; KV bytes per token; experts per token, and of a "
+    "layer; the source is a repository of huggingface.co"
+)
 SWEEP_COLUMNS = {
     "request_rate": "rate",
     "speedup": "speedup",
@@ -52,7 +71,7 @@ def print_summary(summary: Summary) -> None:
     totals = Table(Column(style="bold"), Column(justify="right"), show_header=False)
     names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
     latencies = Table("ms", *(Column(name, justify="right") for name in names))
-    shown = {"setup", "rejection"}
+    shown = {"setup", "sources", "rejection"}
     for time, label in TIME_ROWS.items():
         cells = [f"{name}_{time}_ms" for name in names]
         latencies.add_row(label, *(_shown(summary[cell]) for cell in cells))
@@ -67,7 +86,9 @@ def print_summary(summary: Summary) -> None:
     for number, replica in enumerate(replicas[:MAX_ENGINES]):
         engines.add_row(str(number), *(_shown(replica[name]) for name in ENGINE_COLUMNS))
     console = Console(width=WIDTH)
-    console.print(summary["setup"], totals, highlight=False)
+    console.print(summary["setup"], highlight=False)
+    console.print(_sources_line(summary["sources"]), highlight=False, markup=False, soft_wrap=True)
+    console.print(totals, highlight=False)
     if "rejection" in summary:
         console.print(
             f"rejected: {summary['rejection']}", highlight=False, markup=False, soft_wrap=True
@@ -76,6 +97,94 @@ def print_summary(summary: Summary) -> None:
     if (num_more := len(replicas) - MAX_ENGINES) > 0:
         verb = "engine is" if num_more == 1 else "engines are"
         console.print(f"{num_more:,} more {verb} in the output of --json", highlight=False)
+
+
+def _sources_line(sources: object) -> str:
+    """Say in a line where the times of steps come from. `--list` and --json have more."""
+    assert isinstance(sources, dict)
+    if "calibration" in sources:
+        interval = f"{sources['low']:.2f} to {sources['high']:.2f}"
+        return (
+            f"step times: {sources['calibration']}, {sources['measured']}; half are within "
+            f"{sources['error']:.1%} of the prediction, and 16 in a row take {interval} of it"
+        )
+    machines, corrections = (
+        " and ".join(source.partition(";")[0] for source in sources[kind].values())
+        for kind in ("machines", "corrections")
+    )
+    return f"step times: computed from {machines}, corrected by {corrections}"
+
+
+def print_catalog() -> None:
+    """Print all machines, corrections and models that are known by name, with their sources."""
+    console = Console(width=WIDTH)
+    _print_machines(console)
+    _print_corrections(console)
+    _print_models(console)
+
+
+def _print_machines(console: Console) -> None:
+    table = _table("machine", *MACHINE_COLUMNS)
+    machines = known_machines()
+    for name, machine in machines.items():
+        links = machine.inside, machine.between, machine.host
+        numbers = (
+            machine.memory_gib,
+            machine.bandwidth / 1e9,
+            *(machine.flops.get(kind, 0) / 1e12 for kind in ("bf16", "fp8")),
+            *(link.bandwidth / 1e9 for link in links),
+            machine.devices,
+            machine.price_per_hour,
+        )
+        table.add_row(name, *(_shown(each) if each else "" for each in numbers), machine.efficiency)
+    console.print(table, MACHINE_UNITS, highlight=False)
+    for name, machine in machines.items():
+        links = machine.inside, machine.between, machine.host
+        price = machine.price_source and f"; price: {machine.price_source}"
+        words = f"{name}: {', '.join(link.name for link in links)}; {machine.source}{price}"
+        console.print(words, highlight=False, markup=False)
+
+
+def _print_corrections(console: Console) -> None:
+    corrections = known_corrections()
+    table = _table("correction", *corrections)
+    for field in Efficiency.__struct_fields__[1:]:
+        values = (getattr(each, field) for each in corrections.values())
+        table.add_row(field, *map(_shown, values))
+    console.print("", table, CORRECTION_UNITS, highlight=False)
+    for name, correction in corrections.items():
+        console.print(f"{name}: {correction.source}", highlight=False, markup=False)
+
+
+def _print_models(console: Console) -> None:
+    table = _table("model", *MODEL_COLUMNS)
+    for name in model_names():
+        model = find_model(name)
+        moe = model.config.moe
+        cells = [
+            model.num_parameters / 1e9,
+            model.bytes_per_weight,
+            model.kv_bytes_per_token(),
+            model.config.num_layers,
+            f"{moe.top_k}/{moe.num_experts}" if moe else "",
+            model.config.max_position_embeddings,
+            model.source.removeprefix("huggingface.co/"),
+        ]
+        table.add_row(name, *map(_shown, cells))
+    console.print("", table, MODEL_UNITS, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    """Return a table whose cells are never shortened, with numbers on the right."""
+    first, *others = columns
+    left = {"corrections", "source"}
+    return Table(
+        Column(first, overflow="fold"),
+        *(
+            Column(name, overflow="fold", justify="left" if name in left else "right")
+            for name in others
+        ),
+    )
 
 
 def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:

@@ -203,8 +203,8 @@ def test_steps_and_requests_are_written_for_perfetto(
 
 
 MISTAKES = {
-    "--machine 'H1000' is unknown: choose A100": ["--machine", "H1000"],
-    "--model 'gpt-5' is unknown: choose": ["--model", "gpt-5"],
+    "--machine 'H1000' is unknown: choose A100, .*; --list describes them": ["--machine", "H1000"],
+    "--model 'gpt-5' is unknown: choose .*, which --list describes, or": ["--model", "gpt-5"],
     "cannot be divided among 3 ranks": ["-tp", "3"],
     "does not fit on H100: .* GB per device are missing": ["--model", "llama-3.1-405b"],
     "exceeds the 131072 positions": ["--max-model-len", "200000"],
@@ -291,7 +291,10 @@ def test_the_help_has_each_setting_once() -> None:
 
 
 @pytest.mark.started
-@pytest.mark.parametrize("words", [["--help"], [*SMALL, "--json"], [*SMALL, "--replicas", "2"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], [*SMALL, "--json"], [*SMALL, "--replicas", "2"], ["--list"], ["--list", "--json"]],
+)
 def test_the_command_needs_msgspec_and_for_tables_rich(words: list[str]) -> None:
     code = (
         "import sys\n"
@@ -308,7 +311,7 @@ def test_the_command_needs_msgspec_and_for_tables_rich(words: list[str]) -> None
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout
     found = {name for name in finished.stderr.split() if not name.startswith("_")}
-    tables = {"rich"} if words == [*SMALL, "--replicas", "2"] else set()
+    tables = {"rich"} if words in ([*SMALL, "--replicas", "2"], ["--list"]) else set()
     assert found - {"typing_extensions"} == {"msgspec", "nanovllm"} | tables
 
 

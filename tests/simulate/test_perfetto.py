@@ -257,6 +257,7 @@ def test_a_request_arrives_where_it_was_sent(tmp_path: Path) -> None:
         {"kv_store_size": 30.0, "random_prefix_len": 1000, "num_prefixes": 5},
         {"pipeline_parallel_size": 2},
         {"spec_acceptance": "0.6,0.3"},
+        {"prefill_config": '{"tensor_parallel_size": 2}', "decode_config": '{"machine": "A100"}'},
     ],
 )
 def test_whatever_happens_spans_and_arrows_are_in_order(
@@ -264,6 +265,8 @@ def test_whatever_happens_spans_and_arrows_are_in_order(
 ) -> None:
     events = Events({**PREFILL_DECODE, **more}, tmp_path)
     assert len(events.spans("KV from engine ")) == events.summary["num_transfers"]
+    for span in events.spans("KV from "):
+        assert span["args"]["alone_ms"] > 0 and span["args"]["sharing_ms"] >= 0
 
 
 def test_lanes_hold_spans_that_do_not_overlap() -> None:
