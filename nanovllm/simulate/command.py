@@ -70,6 +70,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the highest --request-rate (with --workload, the highest --speedup) at which "
         "--slo-attainment of the requests keep --goodput",
     )
+    _add_other_runs(output)
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    output.add_argument(
+        "--perfetto",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write all steps, requests, KV transfers and failures to a file for "
+        "https://ui.perfetto.dev",
+    )
+    output.add_argument(
+        "--processes",
+        type=int,
+        metavar="NUMBER",
+        help="with --sweep, number of processes (default: one per core)",
+    )
+    output.add_argument(
+        "--ray", action="store_true", help="with --sweep, use a Ray cluster (RAY_ADDRESS)"
+    )
+
+
+def _add_other_runs(output: argparse._ArgumentGroup) -> None:
+    """Flags of what the command does instead of simulating."""
     output.add_argument(
         "--list",
         action="store_true",
@@ -97,23 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --replay, let requests arrive at their recorded times, instead of before the "
         "recorded steps, and report how much their latencies differ. A step begins the median gap "
         "after the one before, or when it did (recorded)",
-    )
-    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    output.add_argument(
-        "--perfetto",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="write all steps, requests, KV transfers and failures to a file for "
-        "https://ui.perfetto.dev",
-    )
-    output.add_argument(
-        "--processes",
-        type=int,
-        metavar="NUMBER",
-        help="with --sweep, number of processes (default: one per core)",
-    )
-    output.add_argument(
-        "--ray", action="store_true", help="with --sweep, use a Ray cluster (RAY_ADDRESS)"
     )
 
 
