@@ -75,7 +75,8 @@ STAND_INS = set(
 # simulated; 34 for `nanovllm docs`; 8 for checks of plans in flight; 56 for simulated copies of
 # swapped blocks, counts of drafts, reasons of rejections, and flags that would have no effect; 392
 # for simulated engines with settings per role, for bottlenecks beside the device, for transfers and
-# failures in Perfetto, and for sources that are printed. A new feature brings its own number.
+# failures in Perfetto, and for sources that are printed; 53 for a router that weighs what its
+# servers report. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -91,7 +92,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_608,
-    "statements, engine": 26_250,
+    "statements, engine": 26_303,
     "statements, lab": 11_253,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

@@ -129,8 +129,10 @@ ORDER: dict[str, dict[str, str]] = {
     },
     "router.backends:Backend": {
         "state": "__init__ is_healthy at_work",
-        "step": "ask fetch release",
-        "errors": "note_failure _note_problem look_after check _find_problem",
+        "step": "ask fetch release _send",
+        "errors": (
+            "note_failure _note_problem look_after follow_load check _find_problem _read_load"
+        ),
     },
 }
 

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
@@ -235,6 +235,31 @@ def words_of(settings: DataclassInstance) -> list[str]:
         else:
             words.append(f"--{flag}={value}")
     return words
+
+
+def parse_numbers(
+    flag: str, words: str | Sequence[str] | None, names: Iterable[str], kind: str
+) -> dict[str, float]:
+    """Read positive numbers with names, one or several, such as "ttft:200".
+
+    Args:
+        kind: of number, with an example, for the message.
+
+    Raises:
+        UsageError: something else; lists the names.
+    """
+    numbers = {}
+    for word in [words] if isinstance(words, str) else words or []:
+        name, _, number = word.partition(":")
+        try:
+            numbers[name] = float(number)
+        except ValueError:
+            numbers[name] = 0.0
+        if name not in names or not 0 < numbers[name] < float("inf"):
+            raise UsageError(
+                f"{flag} must be a name of {', '.join(names)} and {kind}, got {word!r}"
+            )
+    return numbers
 
 
 def json_words(text: str, pattern: str = ".*", what: str = "") -> list[str]:

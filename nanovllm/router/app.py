@@ -15,6 +15,7 @@ import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpcore
 import jinja2
@@ -151,10 +152,10 @@ class RouterApp:
     def __init__(self, servers: Sequence[Backend], metrics_prefix: Prefix = "vllm") -> None:
         self.config = servers[0].config
         self.metrics = Metrics(servers, metrics_prefix)
-        policy = self.config.policy
-        self.prefill = BackendPool([s for s in servers if s.role == "prefill"], policy)
+        create_pool = partial(BackendPool, policy=self.config.policy, weights=self.config.weights)
+        self.prefill = create_pool([s for s in servers if s.role == "prefill"])
         # The servers that answer clients.
-        self.decode = BackendPool([s for s in servers if s.role != "prefill"], policy)
+        self.decode = create_pool([s for s in servers if s.role != "prefill"])
         self.is_decode_first = self.config.kv_order == "decode_first"
 
     # ---------------------------------------------------------------- generation

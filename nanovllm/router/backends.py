@@ -6,6 +6,7 @@ half a millisecond less per request."""
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
@@ -40,6 +41,13 @@ FAILURES = (
     OSError,
     msgspec.DecodeError,
 )
+# The lines of GET /metrics that tell a server's load: of nanovllm and of vLLM, which swaps no
+# requests.
+LOAD = re.compile(
+    rb"^(?:nano)?vllm:(num_requests_waiting|num_requests_swapped|kv_cache_usage_perc)"
+    rb"(?:\{.*\})? (\d+\.?\d*(?:e[+-]\d\d)?)$",
+    re.MULTILINE,
+)
 REFUSED = httpcore.ConnectError, httpcore.ConnectTimeout
 
 
@@ -63,7 +71,9 @@ class Backend:
     Attributes:
         name: its name in the log: its URL, unless the router has started it.
         num_running, num_answered, num_failures: the number of its running, answered and failed
-            requests.
+            requests, the router's own not among them.
+        num_waiting, kv_percent: the number of requests that wait at the server, and the percentage
+            of its KV memory that is in use, as it reported them last; only with weights.
         problem: why it gets no requests; "" if it does.
         kv_addresses: the addresses of its engines for decode servers that fetch KV.
         on_change: called when its `problem` changes: it may have restarted with an empty cache.
@@ -100,6 +110,7 @@ class Backend:
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
         self.num_running = self.num_answered = self.num_failures = self.silent_checks = 0
+        self.num_waiting = self.kv_percent = 0
         self.on_change: Callable[[], None] = lambda: None
         self.on_silence: Callable[[int], None] = lambda num_checks: None
         self._look = asyncio.Event()
@@ -126,17 +137,8 @@ class Backend:
         Raises:
             FAILURES: the server does not answer.
         """
-        origin = self._origin
-        url = httpcore.URL(
-            scheme=origin.scheme, host=origin.host, port=origin.port, target=call.path
-        )
-        content = call.content or None
-        settings = self._settings
-        stream = self.connections.stream(
-            call.method, url, headers=call.headers, content=content, extensions=settings
-        )
         with self.at_work():
-            async with stream as answer:
+            async with self._send(call) as answer:
                 yield answer
 
     async def fetch(self, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
@@ -146,9 +148,8 @@ class Backend:
         Raises:
             FAILURES: the server does not answer.
         """
-        async with self.ask(
-            Call("POST" if body else "GET", path, self._own_headers, body)
-        ) as answer:
+        call = Call("POST" if body else "GET", path, self._own_headers, body)
+        async with self._send(call) as answer:
             return answer.status, await answer.aread()
 
     async def release(self, remote_request_id: str) -> None:
@@ -158,6 +159,17 @@ class Backend:
         with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(HEALTH_SECONDS):
                 await self.fetch(b"/kv_transfer/release", body)
+
+    def _send(self, call: Call) -> contextlib.AbstractAsyncContextManager[httpcore.Response]:
+        origin = self._origin
+        url = httpcore.URL(
+            scheme=origin.scheme, host=origin.host, port=origin.port, target=call.path
+        )
+        content = call.content or None
+        settings = self._settings
+        return self.connections.stream(
+            call.method, url, headers=call.headers, content=content, extensions=settings
+        )
 
     def note_failure(self, error: Exception | None = None) -> None:
         """Record a failed request, and check the server's health soon. A server that refuses
@@ -187,6 +199,20 @@ class Backend:
             self._look.clear()
             await self.check()
 
+    async def follow_load(self) -> None:
+        """Look at the server's load at intervals, until the task is cancelled. If it cannot be
+        read, it stays what it was, and the health check that follows finds out why."""
+        while True:
+            await asyncio.sleep(self.config.metrics_interval)
+            if self.is_healthy:
+                try:
+                    async with asyncio.timeout(HEALTH_SECONDS):
+                        problem = await self._read_load()
+                except FAILURES as error:
+                    problem = describe(error)
+                if problem:
+                    self._look.set()
+
     async def check(self) -> None:
         """Check the server's health now."""
         silent_checks = self.silent_checks
@@ -209,6 +235,8 @@ class Backend:
         status, _ = await self.fetch(b"/health")
         if status != 200:
             return f"answers {status} to GET /health"
+        if self.config.weights and (problem := await self._read_load()):
+            return problem
         if self.role == "regular":
             return ""
         status, content = await self.fetch(b"/kv_transfer")
@@ -223,6 +251,21 @@ class Backend:
         if wrong := given - {f"kv_{wanted}", "kv_both"}:
             return f"runs with --kv-role {wrong.pop()}: a {self.role} server needs {wanted} or both"
         self.kv_addresses = [(e.kv_host, e.kv_port) for e in engines if e.kv_host and e.kv_port]
+        return ""
+
+    async def _read_load(self) -> str:
+        """Read the server's load from its metrics; returns the problem if that cannot be done."""
+        status, content = await self.fetch(b"/metrics")
+        found: dict[bytes, list[float]] = {}
+        for name, value in LOAD.findall(content):
+            found.setdefault(name, []).append(float(value))  # one value per engine
+        usage = found.get(b"kv_cache_usage_perc")
+        waiting = found.get(b"num_requests_waiting")
+        if status != 200 or not usage or not waiting:
+            needed = "num_requests_waiting and kv_cache_usage_perc, which --routing-weights need"
+            return f"answers GET /metrics with {status}, and without {needed}"
+        self.num_waiting = round(sum(waiting) + sum(found.get(b"num_requests_swapped", ())))
+        self.kv_percent = round(100 * sum(usage) / len(usage))
         return ""
 
 

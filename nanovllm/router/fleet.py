@@ -38,9 +38,11 @@ KVRole = Literal["kv_producer", "kv_consumer"]
 logger = logging.getLogger("nanovllm.router")
 
 READY = re.compile(r"(http://\S+)/v1, described")
-# Lines of a server's output to hide: health checks by the router, and hints for clients, which use
+# Lines of a server's output to hide: the router's own requests, and hints for clients, which use
 # the router's address instead.
-ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
+ROUTINE = re.compile(
+    '"GET /(health|kv_transfer|metrics) HTTP|^Chat with it|^Or try:|^  curl |^    -d '
+)
 # Pauses in seconds before the attempts to start a dead server again. If all of them fail, the whole
 # fleet ends.
 RESTART_PAUSES = (0.0, 1.0, 4.0)

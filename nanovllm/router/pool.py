@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from nanovllm.router.backends import Backend
-from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState
+from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState, Weights
 
 # Bytes per piece: about 60 tokens, a few blocks.
 PIECE_BYTES = 256
@@ -31,11 +31,20 @@ class BackendPool:
             away may have an empty cache.
         policy: the name of the policy that chooses among them.
         capacity: pieces of text to remember per server.
+        weights: of the scores by which the policy chooses. A load is then the number of requests
+            that wait at the server, as in llm-d; without weights, it is the number of requests
+            that the router has sent and that run.
     """
 
-    def __init__(self, servers: Sequence[Backend], policy: str, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Backend],
+        policy: str,
+        capacity: int = CAPACITY,
+        weights: Weights | None = None,
+    ) -> None:
         self.servers = servers
-        self.state = RouterState(len(servers), capacity)
+        self.state = RouterState(len(servers), capacity, weights=weights)
         self._router = Router(SAME_POLICY.get(policy, policy), self.state)
         for number, server in enumerate(servers):
             server.on_change = functools.partial(self.state.sent.forget, number)
@@ -50,12 +59,17 @@ class BackendPool:
         none."""
         candidates = 0
         for number, server in enumerate(self.servers):
-            self.state.set_load(number, server.num_running)
+            self.state.set_load(number, *self._load_of(server))
             candidates |= (server.is_healthy and server not in tried) << number
         if not candidates:
             return None
         names = prefix_names(body) if self._router.compares_prefixes else ()
         return self.servers[self._router.choose(names, candidates)]
+
+    def _load_of(self, server: Backend) -> tuple[int, int]:
+        if self.state.weights is None:
+            return server.num_running, 0
+        return server.num_waiting, server.kv_percent
 
 
 def prefix_names(body: Mapping[str, object]) -> list[bytes]:

@@ -71,12 +71,11 @@ class RouterServer(SignalledServer):
         """Serve until a signal arrives or one of the coroutines fails; then raise its error.
 
         Args:
-            works: run next to the health checks of the servers.
+            works: run next to the health checks of the servers, and the looks at their loads.
         """
-        tasks = [
-            asyncio.create_task(work)
-            for work in (*(backend.look_after() for backend in self.backends), *works)
-        ]
+        watches = [backend.look_after() for backend in self.backends]
+        watches += [backend.follow_load() for backend in self.backends if backend.config.weights]
+        tasks = [asyncio.create_task(work) for work in (*watches, *works)]
         for task in tasks:
             task.add_done_callback(lambda task: setattr(self, "should_exit", True))
         try:

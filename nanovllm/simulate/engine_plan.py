@@ -15,7 +15,7 @@ from nanovllm.data.resolved_config import ResolvedConfig, resolve
 from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.store import HostKeys
-from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState, Weights
+from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.disaggregated import (
     DecodeConnector,
@@ -33,7 +33,7 @@ from nanovllm.simulate.results import ReplicaCounters
 from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.runner import SimulatedRunner
-from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, parse_numbers
+from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig
 from nanovllm.simulate.tiers import TierConnector
 from nanovllm.simulate.workload import SECOND, Workload
 
@@ -187,12 +187,7 @@ class EnginePlan:
     def create_router(self, engines: Sequence[SimulatedEngine], workload: Workload) -> PolicyRouter:
         """Create the router of the engines."""
         config = self.config
-        weights = parse_numbers(
-            "--routing-weights", config.routing_weights, Weights._fields, "a number, such as kv:2"
-        )
-        state = RouterState(
-            len(engines), self.num_kv_blocks, weights=Weights(**weights) if weights else None
-        )
+        state = RouterState(len(engines), self.num_kv_blocks, weights=config.weights)
         block_size = self.resolved.given.block_size
         maker = RequestMaker(block_size, workload.prefix_block_size)
         num_compared = ROUTED_BLOCKS * block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -14,6 +14,8 @@ from nanovllm.assembly.flags import DataclassInstance, flags_of, words_of
 from nanovllm.data.checks import Amount, Keywords, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
+from nanovllm.router.config import read_weights
+from nanovllm.router.policies import Weights
 from nanovllm.simulate.arrivals import SyntheticWorkload
 
 # The engine's settings on which plans, or the times of steps, depend, in groups of the help.
@@ -192,7 +194,7 @@ class FleetConfig(Keywords):
                 raise ValueError(
                     f"{flag} has no effect without {needed}: set it, too, or omit {flag}"
                 )
-        if self.routing_weights and self.routing_policy in ("random", "round_robin"):
+        if self.weights and self.routing_policy in ("random", "round_robin"):
             raise ValueError(
                 "--routing-weights needs --routing-policy load, estimated or precise, got "
                 f"{self.routing_policy}"
@@ -202,6 +204,15 @@ class FleetConfig(Keywords):
     def num_engines(self) -> int:
         """Engines of all kinds."""
         return self.prefill + self.decode or self.replicas
+
+    @property
+    def weights(self) -> Weights | None:
+        """`routing_weights` as numbers.
+
+        Raises:
+            UsageError: see `read_weights`.
+        """
+        return read_weights(self.routing_weights)
 
     @property
     def acceptance(self) -> list[float]:
@@ -221,31 +232,6 @@ class FleetConfig(Keywords):
                 f"0.8,0.6,0.4, got {self.spec_acceptance!r}"
             )
         return shares
-
-
-def parse_numbers(
-    flag: str, words: str | Sequence[str] | None, names: Iterable[str], kind: str
-) -> dict[str, float]:
-    """Read positive numbers with names, one or several, such as "ttft:200".
-
-    Args:
-        kind: of number, with an example, for the message.
-
-    Raises:
-        UsageError: something else; lists the names.
-    """
-    numbers = {}
-    for word in [words] if isinstance(words, str) else words or []:
-        name, _, number = word.partition(":")
-        try:
-            numbers[name] = float(number)
-        except ValueError:
-            numbers[name] = 0.0
-        if name not in names or not 0 < numbers[name] < float("inf"):
-            raise UsageError(
-                f"{flag} must be a name of {', '.join(names)} and {kind}, got {word!r}"
-            )
-    return numbers
 
 
 def parse_role(flag: str, text: str) -> dict[str, object]:

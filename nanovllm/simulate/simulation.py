@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from nanovllm.assembly.flags import words_of
+from nanovllm.assembly.flags import parse_numbers, words_of
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.report import TIMES, Summary, summarize
-from nanovllm.simulate.settings import (
-    DEFAULT_MODEL,
-    FleetConfig,
-    create,
-    known_settings,
-    parse_numbers,
-)
+from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
 from nanovllm.simulate.sources import sources_of
 from nanovllm.simulate.sweep import highest_load
 from nanovllm.simulate.traces import read_workload

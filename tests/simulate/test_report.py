@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
+from nanovllm.assembly.flags import parse_numbers
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.engine import SimulatedEngine, create_engine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.report import TIMES, percentile, summarize
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest, TokenGaps
-from nanovllm.simulate.settings import parse_numbers
 from nanovllm.simulate.workload import SECOND
 from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
 
