@@ -99,6 +99,8 @@ ROLE_SETTINGS = (
     *(name for name in ENGINE_FLAGS if name not in COMMON_SETTINGS),
 )
 DEFAULT_MODEL = "llama-3.1-8b"
+# GB/s: `Links` computes with a whole number of bytes per second, which must be positive and finite.
+Bandwidth = Annotated[float, Meta(ge=1e-6, le=1e6)]
 T = TypeVar("T", bound=DataclassInstance)
 
 
@@ -171,9 +173,9 @@ class FleetConfig(Keywords):
     expert_imbalance: Annotated[float, Meta(ge=1, le=1e9)] = 1.0
     spec_acceptance: str | None = None
     draft_time: Amount = 0.0
-    kv_offloading_bandwidth: Annotated[float, Meta(gt=0)] | None = None
+    kv_offloading_bandwidth: Bandwidth | None = None
     kv_store_size: Amount = 0.0
-    kv_store_bandwidth: Annotated[float, Meta(gt=0)] = 10.0
+    kv_store_bandwidth: Bandwidth = 10.0
     kv_store_latency: Amount = 1.0
     goodput: str | Sequence[str] | None = None
     slo_attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9

@@ -228,6 +228,8 @@ MISTAKES = {
     "--routing-weights needs --routing-policy load, estimated": [
         *("--routing-weights", "kv:1", "--routing-policy", "random")
     ],
+    "kv_offloading_bandwidth must be .* at most 1000000": ["--kv-offloading-bandwidth", "inf"],
+    "kv_store_bandwidth must be .* at least 1e-06": ["--kv-store-bandwidth", "1e-10"],
     "--find-load needs --goodput": ["--find-load"],
     "no setting 'replica'; did you mean replicas": ["--sweep", "replica=1,2"],
     "--sweep must be a list such as replicas=1,2,4, got 'replicas'": ["--sweep", "replicas"],
