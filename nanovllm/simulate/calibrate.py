@@ -8,6 +8,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, NamedTuple
@@ -102,6 +103,10 @@ class StepTimer:
         self.woken: dict[float, list[Timed]] = {}
         self._shared = self._draw_tokens(core.limits.max_model_len)
         self._ended: list[tuple[SchedulerOutput, float]] = []
+        # In a pipeline, one step at a time, through all stages: the time between the results of two
+        # steps in flight belongs to neither.
+        if core.config.pipeline_parallel_size > 1:
+            core.settings = replace(core.settings, steps_ahead=0)
         hooks = core.scheduler.hooks
         hooks.took = (*hooks.took, self._took)
 
@@ -131,6 +136,8 @@ class StepTimer:
         cost = MeasuredCost(
             model=config.model_names[0],
             machine=platform.processor() or platform.machine(),
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
             on_gpu=executor.on_gpu,
             num_kv_blocks=resolved.num_kv_blocks,
             block_size=config.block_size,

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from nanovllm.assembly.flags import Parser, add_flags
+from nanovllm.assembly.flags import Parser, add_flags, words_of
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
@@ -102,8 +102,8 @@ def _add_other_runs(output: argparse._ArgumentGroup) -> None:
         "--calibrate",
         type=pathlib.Path,
         metavar="FILE",
-        help="instead of simulating, run --model on this machine for two minutes, and write its "
-        "step times to a file for --machine",
+        help="instead of simulating, run --model on this machine for two minutes, with the layout "
+        "of -tp and -pp, and write its step times and its layout to a file for --machine",
     )
     output.add_argument(
         "--replay",
@@ -232,8 +232,14 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
     from nanovllm.simulate.calibrate import calibrate
     from nanovllm.simulate.measured import check_writable, write_cost
 
+    for idle in (create(FleetConfig, settings), create(SyntheticWorkload, settings)):
+        for word in words_of(idle):
+            raise UsageError(
+                f"{word.partition('=')[0]} has no effect with --calibrate, which measures one "
+                "engine with loads of its own: omit it"
+            )
     check_writable(path)
-    cost = calibrate(create(EngineConfig, settings))
+    cost = calibrate(create(EngineConfig, {**settings, "data_parallel_size": 1}))
     write_cost(cost, path)
     print(
         f"{path}: steps of {cost.model} on this machine. Of steps that the fit did not see, half "

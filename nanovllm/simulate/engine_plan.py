@@ -233,8 +233,6 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         )
     path = Path(config.machine)
     if path.is_file():
-        if config.acceptance:
-            engine = _with_drafts(engine, len(config.acceptance))
         return _measured_plan(count, config, engine, read_cost(path))
     machine = find_machine(config.machine)
     model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
@@ -340,15 +338,10 @@ def _measured_plan(
     """
     if engine.model not in (DEFAULT_MODEL, cost.model):
         raise UsageError(f"--machine {config.machine} was measured with {cost.model}: omit --model")
-    if (
-        engine.world_size > 1
-        or config.prefill
-        or config.data_parallel_size > 1
-        or engine.kv_transfer
-    ):
+    if config.prefill or config.data_parallel_size > 1 or engine.kv_transfer:
         raise UsageError(
-            f"--machine {config.machine} describes one whole engine: omit --tensor-parallel-size, "
-            "--pipeline-parallel-size, --data-parallel-size, --prefill, --decode and tiers of KV"
+            f"--machine {config.machine} describes one whole engine: omit --data-parallel-size, "
+            "--prefill, --decode and tiers of KV"
         )
     given = {word.partition("=")[0] for word in words_of(engine)}
     for flag in ("--kv-cache-dtype", "--gpu-memory-utilization", "--enable-expert-parallel"):
@@ -357,6 +350,9 @@ def _measured_plan(
                 f"{flag} has no effect with --machine {config.machine}: omit it, or set it with "
                 "--calibrate, which measures the engine"
             )
+    engine = _with_measured_layout(config, engine, cost)
+    if config.acceptance:
+        engine = _with_drafts(engine, len(config.acceptance))
     resolved = _resolve(
         engine,
         max_len=cost.max_model_len,
@@ -364,7 +360,33 @@ def _measured_plan(
         bytes_per_token=cost.kv_bytes_per_token,
         on_gpu=cost.on_gpu,
     )
-    return EnginePlan(config, count, resolved, cost, config.price_per_hour or 0.0)
+    price = (config.price_per_hour or 0.0) * engine.world_size
+    return EnginePlan(config, count, resolved, cost, price)
+
+
+def _with_measured_layout(
+    config: FleetConfig, engine: EngineConfig, cost: MeasuredCost
+) -> EngineConfig:
+    """Return the settings with the layout of the measured engine.
+
+    Raises:
+        UsageError: they have another one.
+    """
+    layouts = {
+        "--tensor-parallel-size": (engine.tensor_parallel_size, cost.tensor_parallel_size),
+        "--pipeline-parallel-size": (engine.pipeline_parallel_size, cost.pipeline_parallel_size),
+    }
+    for flag, (given, measured) in layouts.items():
+        if given not in (1, measured):
+            raise UsageError(
+                f"--machine {config.machine} was measured with {flag} {measured}, not {given}: "
+                "omit it, or measure this layout with --calibrate"
+            )
+    return replace(
+        engine,
+        tensor_parallel_size=cost.tensor_parallel_size,
+        pipeline_parallel_size=cost.pipeline_parallel_size,
+    )
 
 
 def _host_blocks(engine: EngineConfig, bytes_per_token: float) -> int:

@@ -29,6 +29,8 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         model, machine: what was measured where.
+        tensor_parallel_size, pipeline_parallel_size: layout of the measured engine. A step
+            takes its time in all stages together.
         on_gpu: it was a GPU.
         num_kv_blocks, block_size, kv_bytes_per_token, max_model_len: of the measured engine.
         knots, row_seconds: numbers of tokens, and `rows` there.
@@ -39,6 +41,8 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     machine: str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     on_gpu: bool
     num_kv_blocks: int
     block_size: int

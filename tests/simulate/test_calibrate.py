@@ -23,6 +23,8 @@ from nanovllm.simulate.calibrate import (
 )
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.measured import MeasuredCost, read_cost, write_cost
+from nanovllm.simulate.plan import plan_fleet
+from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.workload import SECOND
 
@@ -100,8 +102,13 @@ def test_a_file_is_a_machine(tmp_path):
     found = simulate(few)
     assert found["completed"] == 8
     assert simulate({**few, "model": "smollm2-135m"}) == found
-    for wrong in ({"model": "qwen3-8b"}, {"tensor_parallel_size": 2}, {"prefill": 1, "decode": 1}):
-        with pytest.raises(UsageError, match="omit --"):
+    for wrong in (
+        {"model": "qwen3-8b"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+        {"prefill": 1, "decode": 1},
+    ):
+        with pytest.raises(UsageError, match="omit "):
             simulate({**few, **wrong})
     fixed = {"kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.5, "enable_expert_parallel": True}
     for name, value in fixed.items():
@@ -125,6 +132,15 @@ def test_mistakes_are_told_before_anything_is_measured(tmp_path, capsys, monkeyp
     assert main(["simulate", "--calibrate", str(path), "--model", str(tmp_path / "none")]) != 0
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert not path.exists()
+
+
+def test_settings_that_a_calibration_does_not_use(tmp_path, capsys):
+    path = tmp_path / "this.json"
+    for idle in ("--replicas=2", "--machine=A100", "--request-rate=3"):
+        assert main(["simulate", "--calibrate", str(path), idle]) != 0
+        flag = idle.partition("=")[0]
+        assert f"{flag} has no effect with --calibrate" in capsys.readouterr().err
+        assert not path.exists()
 
 
 def test_an_engine_is_measured(tiny_model):
@@ -151,3 +167,49 @@ def test_prompts_are_not_drawn_while_steps_are_timed(tiny_model):
     steps = timer.run([LoadRequest(20, 10), LoadRequest(30, 5, step=3, num_shared=8)])
     assert sum(work.num_samples for work, _ in steps) >= 15
     timer.core.close()
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_a_step_on_several_ranks_takes_the_time_of_all_stages(tiny_model, layout):
+    """Known step times: in a pipeline, half of a step passes between the results of two steps."""
+    options = {"num_kv_blocks": 200, "max_num_seqs": 8, "async_scheduling": False, **layout}
+    sleep = {"machine": "L40S", "model": "llama-3.1-8b", "scale": 1e-6}
+    timer = StepTimer(
+        LLMEngine(
+            EngineConfig(str(tiny_model), device="sleep", sleep_config=json.dumps(sleep), **options)
+        )
+    )
+    engine = EngineConfig("llama-3.1-8b", **options)
+    known = plan_fleet(FleetConfig(machine="L40S"), engine).kinds[0].cost
+    load = [LoadRequest(40, 12, step) for step in (0, 2, 4, 6)]
+    _, *steps = timer.run(load)  # before the first one, the clock leaps
+    timer.core.close()
+    assert len(steps) > 12
+    for work, seconds in steps:
+        assert seconds == pytest.approx(known.step(work) / SECOND, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_an_engine_of_several_ranks_is_measured_and_simulated(tiny_model, tmp_path, layout):
+    config = EngineConfig(
+        str(tiny_model), device="cpu", num_kv_blocks=200, max_num_seqs=8, **layout
+    )
+    cost = calibrate(config, seconds=1.0)
+    (name,) = layout
+    assert getattr(cost, name) == 2
+    assert cost.tensor_parallel_size * cost.pipeline_parallel_size == 2
+    path = tmp_path / "this.json"
+    write_cost(cost, path)
+    few = {"machine": str(path), "num_prompts": 8, "random_input_len": 40, "random_output_len": 6}
+    found = simulate(few)
+    short = {"tensor_parallel_size": "TP 2", "pipeline_parallel_size": "PP 2"}[name]
+    assert found["completed"] == 8
+    assert short in found["setup"]
+    assert simulate({**few, **layout}) == found
+    hourly = simulate({**few, "price_per_hour": 1.0})
+    tokens_per_hour = 3600 * found["output_throughput"]
+    assert hourly["dollars_per_million_output_tokens"] == pytest.approx(2e6 / tokens_per_hour)
+    alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    write_cost(msgspec.structs.replace(cost, **alone), path)
+    with pytest.raises(UsageError, match=rf"measured with --{name.replace('_', '-')} 1, not 2"):
+        simulate({**few, **layout})
