@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 
 from fastapi import Request
@@ -13,7 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
+from nanovllm.data.checks import did_you_mean
 from nanovllm.data.outputs import RequestFailedError
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.engine.errors import EngineDeadError, RequestRefusedError
@@ -171,13 +173,36 @@ MISSING_ROUTES = {
 }
 
 
-def route_hint(path: str) -> str:
-    """Return a hint for a client that has asked for a path that is no route; "" if the path
-    resembles none."""
+def route_hint(path: str, routes: Iterable[BaseRoute]) -> str:
+    """Return a hint for a client that has asked for a path that is none of the routes; "" if the
+    path resembles none."""
     for name, hint in MISSING_ROUTES.items():
         if path.rstrip("/").endswith(name) or f"{name}/" in path:
             return f"; {hint}"
-    return ""
+    paths = [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]
+    return did_you_mean(path.lower(), paths)
+
+
+def framework_error(
+    request: Request, error: HTTPException, routes: Iterable[BaseRoute]
+) -> APIError:
+    """Return what a client is told about an error of the web framework."""
+    path = request.url.path
+    headers = error.headers
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no route {path}{route_hint(path, routes)}"
+    elif error.status_code == 405:
+        # Static files are answered without this header.
+        allowed = sorted((headers or {}).get("Allow", "GET, HEAD").split(", "))
+        message = f"{path} does not answer {request.method}: send {allowed[0]}"
+        headers = {"Allow": ", ".join(allowed)}
+    elif error.status_code == 400:
+        message = (
+            "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand "
+            "levels, and its numbers must be shorter than 4300 digits"
+        )
+    return APIError(error.status_code, message, headers=headers)
 
 
 def install_error_handlers(app: Starlette) -> None:
@@ -185,15 +210,7 @@ def install_error_handlers(app: Starlette) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and not isinstance(error, APIError):
-            message = {
-                404: f"there is no route {request.url.path}{route_hint(request.url.path)}",
-                405: f"{request.url.path} does not answer {request.method}",
-                400: (
-                    "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a "
-                    "thousand levels, and its numbers must be shorter than 4300 digits"
-                ),
-            }.get(error.status_code, str(error.detail))
-            error = APIError(error.status_code, message, headers=error.headers)
+            error = framework_error(request, error, app.routes)
         return as_api_error(error).response()
 
     # Every known kind is named, because errors that only `Exception` matches are logged with a

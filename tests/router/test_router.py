@@ -687,7 +687,14 @@ async def test_other_routes() -> None:
         )
         assert (await get("/version")).json().keys() == {"version"}
         assert (await get("/nowhere")).json()["error"]["type"] == "not_found_error"
-        assert (await get("/v1/completions")).status_code == 405
+        misspelt = (await post("/v1/chat/completion", json={})).json()["error"]
+        assert misspelt["message"] == (
+            "there is no route /v1/chat/completion; did you mean /v1/chat/completions?"
+        )
+        for path, allowed in (("/v1/completions", "POST"), ("/metrics", "GET, HEAD")):
+            refused = await fleet.client.request("PUT", path)
+            assert refused.status_code == 405 and refused.headers["allow"] == allowed
+            assert refused.json()["error"]["message"].endswith(f"send {allowed[:4].rstrip(',')}")
         too_large = await post("/v1/completions", content=b" " * (11 * 2**20))
         assert too_large.status_code == 413
         metrics, text = await fleet.metrics(), (await get("/metrics")).text

@@ -337,7 +337,15 @@ def test_a_small_pool_is_named_as_the_limit() -> None:
         ("/chat/completions", "the route is /v1/chat/completions"),
         ("/v1/v1/completions", "the route is /v1/completions"),
         ("/models", "the route is /v1/models"),
-        ("/nonsense", "there is no route /nonsense"),
+        ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
+        ("/v1/chatcompletions", "; did you mean /v1/chat/completions?"),
+        ("/V1/Chat/Completion", "; did you mean /v1/chat/completions?"),
+        ("/v1/completion", "; did you mean /v1/completions?"),
+        ("/v1/model", "; did you mean /v1/models?"),
+        ("/v1/tokenize", "; did you mean /tokenize?"),
+        ("/metric", "; did you mean /metrics?"),
+        ("/openapi", "; did you mean /openapi.json?"),
+        ("/kv_transfer/releases", "; did you mean /kv_transfer/release?"),
     ],
 )
 def test_missing_routes_name_what_is_there(server: ServerProcess, path: str, hint: str) -> None:
@@ -347,6 +355,36 @@ def test_missing_routes_name_what_is_there(server: ServerProcess, path: str, hin
         )
         assert f"there is no route {path}" in error["message"] and hint in error["message"]
         assert error["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("path", ["/nonsense", "/v1/images/generations", "/" + "completion" * 1000])
+def test_a_path_like_no_route_gets_no_hint(server: ServerProcess, path: str) -> None:
+    assert error_of(server.get(path), 404)["message"] == f"there is no route {path}"[:1000] + (
+        "..." if len(path) > 1000 else ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", COMPLETIONS, "POST"),
+        ("DELETE", "/tokenize", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("POST", "/v1/models/tiny", "GET"),
+        ("POST", "/", "GET, HEAD"),
+        ("POST", "/web/page.js", "GET, HEAD"),
+        ("PATCH", "/openapi.json", "GET, HEAD"),
+    ],
+)
+def test_a_method_that_a_route_does_not_have(
+    server: ServerProcess, method: str, path: str, allowed: str
+) -> None:
+    response = server.client.request(method, path)
+    error = error_of(response, 405)
+    assert error["message"] == f"{path} does not answer {method}: send {allowed.split(', ')[0]}"
+    assert error["type"] == "invalid_request_error"
+    assert response.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
