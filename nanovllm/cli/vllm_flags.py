@@ -159,6 +159,7 @@ IGNORED = (
         values="h11-max-header-count h11-max-incomplete-event-size",
     ),
     FlagGroup("usage always has them", switches="enable-prompt-tokens-details"),
+    FlagGroup("the page /docs never needs a network", switches="enable-offline-docs"),
     FlagGroup(
         "content is converted to what the chat template reads",
         values="chat-template-content-format",
@@ -210,9 +211,6 @@ REJECTED = (
     ),
     FlagGroup("use --host 127.0.0.1 and --port", values="uds"),
     FlagGroup("let the reverse proxy remove the prefix from paths", values="root-path"),
-    FlagGroup(
-        "the page /docs needs the network: read /openapi.json", switches="enable-offline-docs"
-    ),
     FlagGroup("hide /docs and /openapi.json with a reverse proxy", switches="disable-fastapi-docs"),
     FlagGroup("clients ask for it with stream_options", switches="enable-force-include-usage"),
     FlagGroup(

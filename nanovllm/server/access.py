@@ -38,7 +38,7 @@ MAX_CONNECTIONS = 10_000
 
 # Paths that need no key. The page asks for the key itself.
 OPEN_PATHS = frozenset(("/", "/health", "/version", "/metrics", "/docs", "/openapi.json"))
-OPEN_FOLDER = "/web/"
+OPEN_FOLDERS = ("/web/", "/docs/")
 
 LIMITS = (
     f"Limits: 16 KiB of headers within {HEADER_SECONDS:.0f} s; a body of {MAX_BODY_BYTES // 2**20} "

@@ -8,7 +8,9 @@ import time
 from functools import partial
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
 
 import nanovllm
 from nanovllm.data.json import JsonObject
@@ -40,7 +42,11 @@ def create_app(
 ) -> FastAPI:
     """The application around a running engine, for clients that have access. See `run_server`."""
     app = FastAPI(
-        title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS
+        title="nanovllm",
+        version=nanovllm.__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=responses.ERRORS,
     )
     install_error_handlers(app)
     admission = Admission(engine, len(access.api_keys))
@@ -49,6 +55,7 @@ def create_app(
     )
     add_token_routes(app, Endpoint(admission, strict, parts))
     add_information_routes(app, engine, metrics)
+    add_description(app)
     parts.add_page(app, engine, demo)
     protect(app, access)
     # The description, which FastAPI makes once, with what it cannot know.
@@ -178,6 +185,22 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus_metrics() -> Response:
         return metrics.response()
+
+
+def add_description(app: FastAPI) -> None:
+    """Swagger UI. FastAPI's own page loads it from a CDN, and stays blank without a network."""
+    app.mount("/docs/files", StaticFiles(packages=[("fastapi_offline", "static")]))
+
+    @app.get("/docs", include_in_schema=False)
+    async def description() -> Response:
+        # Relative, for proxies that add a prefix.
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title=app.title,
+            swagger_js_url="docs/files/swagger-ui-bundle.js",
+            swagger_css_url="docs/files/swagger-ui.css",
+            swagger_favicon_url="docs/files/favicon.png",
+        )
 
 
 async def run_server(

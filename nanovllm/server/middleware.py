@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server import access as limits
-from nanovllm.server.access import ANY, OPEN_FOLDER, OPEN_PATHS, Access, host_name, is_same_site
+from nanovllm.server.access import ANY, OPEN_FOLDERS, OPEN_PATHS, Access, host_name, is_same_site
 from nanovllm.server.admission import current_key
 from nanovllm.server.errors import APIError
 
@@ -56,7 +56,7 @@ class Guard:
 
     - Those that a browser sends for a foreign web page: under a foreign host name (DNS rebinding),
       or with a foreign origin. Programs other than browsers send no Origin and no Sec-Fetch-Site.
-    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDER`. Which key a request
+    - Those without one of the keys, except for `OPEN_PATHS` and `OPEN_FOLDERS`. Which key a request
       has is noted in `current_key`, for `Admission`.
     - Those whose body is too large, or would take long to parse, or for which all bodies together
       are too large. Only the bodies of POST requests to `paths` are read; the application does not
@@ -135,7 +135,7 @@ class Guard:
         return APIError(403, message, code="origin_not_allowed")
 
     def _check_key(self, scope: Scope) -> APIError | None:
-        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return None
         given = Headers(scope=scope).getlist("authorization")
         if len(given) > 1:
