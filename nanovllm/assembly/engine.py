@@ -74,7 +74,7 @@ class Engine(EngineCore):
             peers=create_peers(scheduler, executor, connector),
             create_recorder=functools.partial(create_recorder, scheduler),
         )
-        self.limits = limits_of(self.resolved, self.model_config, connector)
+        self.limits = limits_of(self.resolved, self.model_config, connector, executor.on_gpu)
         self.trace_settings = trace_settings_of(self.resolved)
 
     def _start_trace(self, trace: Trace | None) -> Trace | None:
@@ -198,7 +198,10 @@ def create_recorder(scheduler: Scheduler, trace: Trace | None = None) -> Recorde
 
 
 def limits_of(
-    config: ResolvedConfig, model_config: ModelConfig, connector: KVConnectorScheduler | None
+    config: ResolvedConfig,
+    model_config: ModelConfig,
+    connector: KVConnectorScheduler | None,
+    on_gpu: bool,
 ) -> EngineLimits:
     """Return the limits against which a front end checks requests."""
     return EngineLimits(
@@ -210,6 +213,7 @@ def limits_of(
         kv_transfer=[] if connector is None else [connector.information],
         scheduling_policy=config.given.scheduling_policy,
         disable_any_whitespace=config.given.structured_outputs.disable_any_whitespace,
+        on_gpu=on_gpu,
     )
 
 

@@ -60,7 +60,8 @@ def num_blocks_that_fit(
     if count < 1:
         found = f"no KV block of {size} bytes fits into {max(0, free)} bytes"
         raise ValueError(
-            f"{found}: raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
+            f"{found}: raise kv_cache_memory or, on a GPU, gpu_memory_utilization, or lower "
+            "block_size"
         )
     return count
 

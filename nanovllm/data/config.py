@@ -106,7 +106,8 @@ class EngineConfig(Keywords):
         block_size: tokens per KV block
         num_kv_blocks: number of KV blocks in the pool, regardless of free memory
         kv_cache_memory: size of the KV pool, such as 512MiB, 4GB or a number of bytes
-        gpu_memory_utilization: fraction of the GPU's memory that the engine may use
+        gpu_memory_utilization: fraction of the GPU's memory that the engine may use; on a CPU, only
+            kv_cache_memory and num_kv_blocks set the size of the KV pool
         swap_space: GiB of host memory for swapped requests (with --preemption-mode swap)
         max_num_seqs: maximum number of running requests
         max_num_batched_tokens: token budget per step (default: 2048; without chunked prefill at
@@ -323,7 +324,7 @@ class EngineConfig(Keywords):
             mend = (
                 "num_kv_blocks"
                 if self.num_kv_blocks
-                else "kv_cache_memory or gpu_memory_utilization"
+                else "kv_cache_memory or, on a GPU, gpu_memory_utilization"
             )
             mend += f", or lower max_model_len to {room}" if given else ""
             raise ValueError(

@@ -68,7 +68,7 @@ class StatsLog:
                 has_tokens or stats.num_running + stats.num_waiting + stats.num_swapped > 0
             )
             if after.was_busy or before.was_busy:
-                found.append(line(index, stats, before, after))
+                found.append(self._line(index, stats, before, after))
             self._totals[index] = after
         return found
 
@@ -84,16 +84,18 @@ class StatsLog:
         totals.num_hit_tokens = stats.num_hit_tokens
         return totals
 
-
-def line(index: int, stats: EngineStats, before: EngineTotals, after: EngineTotals) -> str:
-    """Return what is logged about one engine and the interval between two moments."""
-    seconds = max(after.time - before.time, 1e-9)
-    prompt_throughput = (after.prompt_tokens - before.prompt_tokens) / seconds
-    generation_throughput = (after.generation_tokens - before.generation_tokens) / seconds
-    return (
-        f"Engine {index:03d}: Avg prompt throughput: {prompt_throughput:.1f} tokens/s, Avg "
-        f"generation throughput: {generation_throughput:.1f} tokens/s, Running: "
-        f"{stats.num_running} reqs, Waiting: {stats.num_waiting + stats.num_swapped} reqs, GPU KV "
-        f"cache usage: {100 * stats.kv_cache_usage:.1f}%, Prefix cache hit rate: "
-        f"{100 * after.hit_rate:.1f}%"
-    )
+    def _line(
+        self, index: int, stats: EngineStats, before: EngineTotals, after: EngineTotals
+    ) -> str:
+        """Return what is logged about one engine and the interval between two moments."""
+        seconds = max(after.time - before.time, 1e-9)
+        prompt_throughput = (after.prompt_tokens - before.prompt_tokens) / seconds
+        generation_throughput = (after.generation_tokens - before.generation_tokens) / seconds
+        cache = "GPU KV cache" if self.metrics.engine.limits.on_gpu else "KV cache"
+        return (
+            f"Engine {index:03d}: Avg prompt throughput: {prompt_throughput:.1f} tokens/s, Avg "
+            f"generation throughput: {generation_throughput:.1f} tokens/s, Running: "
+            f"{stats.num_running} reqs, Waiting: {stats.num_waiting + stats.num_swapped} reqs, "
+            f"{cache} usage: {100 * stats.kv_cache_usage:.1f}%, Prefix cache hit rate: "
+            f"{100 * after.hit_rate:.1f}%"
+        )

@@ -43,6 +43,7 @@ class EngineLimits:
             `KVConnectorScheduler.information`.
         scheduling_policy: whether requests may have a priority.
         disable_any_whitespace: JSON of structured outputs has no white space between its parts.
+        on_gpu: the ranks compute on GPUs; the log names them.
     """
 
     max_model_len: int
@@ -53,6 +54,7 @@ class EngineLimits:
     kv_transfer: list[ConnectorInformation] = field(default_factory=list)
     scheduling_policy: str = "fcfs"
     disable_any_whitespace: bool = False
+    on_gpu: bool = False
 
     @property
     def context_length(self) -> str:

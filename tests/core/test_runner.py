@@ -589,7 +589,7 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
     alone = dataclasses.replace(config, max_num_seqs=1)
     assert with_use(60, alone) == 256 // config.block_size, "no more than one request can fill"
     with pytest.raises(
-        ValueError, match="into 0 bytes: raise kv_cache_memory or gpu_memory_utilization"
+        ValueError, match="into 0 bytes: raise kv_cache_memory or, on a GPU, gpu_mem"
     ):
         with_use(140)
 

@@ -24,16 +24,16 @@ from tests.server_process import ServerProcess, wait_until
 STATS = re.compile(
     r"INFO nanovllm.server: Engine (\d{3}): Avg prompt throughput: (\d+\.\d) tokens/s, "
     r"Avg generation throughput: (\d+\.\d) tokens/s, Running: (\d+) reqs, Waiting: (\d+) reqs, "
-    r"GPU KV cache usage: (\d+\.\d)%, Prefix cache hit rate: (\d+\.\d)%"
+    r"KV cache usage: (\d+\.\d)%, Prefix cache hit rate: (\d+\.\d)%"
 )
 
 
-def fake_engine(*each: EngineStats) -> Any:
+def fake_engine(*each: EngineStats, on_gpu: bool = False) -> Any:
     stats = EngineStats.together(list(each)) if len(each) > 1 else each[0]
     return SimpleNamespace(
         name="tiny",
         config=EngineConfig("tiny", data_parallel_size=len(each)),
-        limits=SimpleNamespace(max_model_len=256),
+        limits=SimpleNamespace(max_model_len=256, on_gpu=on_gpu),
         trace_settings=[],
         stats=stats,
     )
@@ -54,13 +54,13 @@ def test_rates_are_those_of_the_interval_and_of_each_engine() -> None:
     metrics.engine.stats = EngineStats.together([EngineStats(), busy])
     assert log.lines(start + 20) == [
         "Engine 001: Avg prompt throughput: 50.0 tokens/s, Avg generation throughput: 2.0 "
-        "tokens/s, Running: 3 reqs, Waiting: 6 reqs, GPU KV cache usage: 12.5%, Prefix cache hit "
+        "tokens/s, Running: 3 reqs, Waiting: 6 reqs, KV cache usage: 12.5%, Prefix cache hit "
         "rate: 25.0%"
     ]
     # No token in this interval, but a long prompt is computed.
     assert log.lines(start + 30) == [
         "Engine 001: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, "
-        "Running: 3 reqs, Waiting: 6 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: "
+        "Running: 3 reqs, Waiting: 6 reqs, KV cache usage: 12.5%, Prefix cache hit rate: "
         "25.0%"
     ]
     metrics.tokens(RequestTimes(0.0, 1), CompletionOutput(0, "a", [1], engine=0), 1.0)
@@ -71,12 +71,21 @@ def test_rates_are_those_of_the_interval_and_of_each_engine() -> None:
         "Engine 000: Avg prompt throughput: 0.1 tokens/s, Avg generation throughput: 0.1 tokens/s"
     )
     assert second.endswith(
-        "Running: 0 reqs, Waiting: 0 reqs, GPU KV cache usage: 0.0%, Prefix cache hit rate: 100.0%"
+        "Running: 0 reqs, Waiting: 0 reqs, KV cache usage: 0.0%, Prefix cache hit rate: 100.0%"
     )
     assert [line[:10] for line in log.lines(start + 50)] == ["Engine 000"], (
         "one line says that it is idle now"
     )
     assert log.lines(start + 60) == []
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "words"), [(True, ", GPU KV cache usage"), (False, ", KV cache")]
+)
+def test_only_a_gpu_is_named(on_gpu: bool, words: str) -> None:
+    metrics = Metrics(fake_engine(EngineStats(num_running=1), on_gpu=on_gpu))
+    (line,) = StatsLog(metrics, 10).lines(time.monotonic())
+    assert words in line
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
