@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanovllm.assembly.scheduling import create_scheduler
 from nanovllm.core.block_pool import InvariantError
 from nanovllm.core.recorder import Recorder
 from nanovllm.core.request import RequestStatus
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
-from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.simulate.cost import StepCost
 from nanovllm.simulate.decoding import DecodingQueues, Shares, work_of
-from nanovllm.simulate.pool import SimulatedManager
-from nanovllm.simulate.requests import SimulatedRequest
+from nanovllm.simulate.requests import NEVER, SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
 from nanovllm.simulate.run import Run
 from nanovllm.simulate.runner import SimulatedRunner
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
-    from nanovllm.kv_transfer.connector import KVConnectorScheduler
     from nanovllm.trace.record import StepRecord
 
 
@@ -141,7 +136,15 @@ class SimulatedEngine:
             return self.begin(now)
         if request is self.scheduler.queues.next_in_line:
             self._blocked_by = ""
-        return self._run is not None and not self._is_blocked and self._shorten(self._run, now)
+        run = self._run
+        if run is None:
+            return False
+        if not self._is_blocked:
+            return self._shorten(run, now)
+        num_planned = self._num_results(run, now) + self.steps_ahead
+        if num_planned < run.first_wait:
+            self._run = msgspec.structs.replace(run, first_wait=num_planned)
+        return False
 
     def abort(self, request_id: str, now: int) -> bool:
         """End a request as soon as the next result has arrived: requests end between two steps.
@@ -236,6 +239,8 @@ class SimulatedEngine:
         end = stages[-1] = end + self.runner.time_after(plan)
         # In a pipeline, the step before may still run.
         self._count(1, num_decodes, context, end - max(start, last_end), held)
+        if plan.blocked_by:
+            self._totals.waits[plan.blocked_by] += 1
         for name in plan.admitted:
             request = self.scheduler.queues.requests[name]
             assert isinstance(request, SimulatedRequest)
@@ -328,13 +333,15 @@ class SimulatedEngine:
     # ---------------------------------------------------------------- many steps
 
     @property
+    def _is_full(self) -> bool:
+        """No request is admitted until another one ends."""
+        scheduler = self.scheduler
+        return scheduler.queues.num_seated >= scheduler.settings.max_num_seqs
+
+    @property
     def _is_blocked(self) -> bool:
         """No request is admitted as long as only decoding requests compute and none ends."""
-        queues = self.scheduler.queues
-        return (
-            self._blocked_by == "kv blocks"
-            or queues.num_seated >= self.scheduler.settings.max_num_seqs
-        )
+        return self._blocked_by == "kv blocks" or self._is_full
 
     def _begin_run(self, now: int) -> bool:
         """Begin to make steps in one call, if the next one is uneventful. Returns whether it is."""
@@ -372,6 +379,7 @@ class SimulatedEngine:
             growth=per_context * group.size,
             size=group.size,
             context=group.context,
+            first_wait=NEVER if request is None else 0,
         )
         self.end = origin + run.price(run.num_results)
         return True
@@ -386,9 +394,13 @@ class SimulatedEngine:
                     return True
         return False
 
+    def _num_results(self, run: Run, now: int) -> int:
+        """Return how many steps of a run end before those that are planned from `now` on begin."""
+        return max(1 - self.steps_ahead, run.steps_in(now - run.origin))
+
     def _shorten(self, run: Run, now: int) -> bool:
         """Make only the steps that were planned before `now`. Returns whether `end` has changed."""
-        num_results = max(1 - self.steps_ahead, run.steps_in(now - run.origin))
+        num_results = self._num_results(run, now)
         if num_results >= run.num_results:
             return False
         num_steps = num_results + self.steps_ahead
@@ -406,6 +418,7 @@ class SimulatedEngine:
         group = self.group
         assert group is not None
         group.ahead = self.steps_ahead
+        self._count_waits(run.num_steps - run.first_wait)
         held = group.advance(run.num_steps)
         ended = self._take(self._in_flight.popleft()) if self._in_flight else []
         num_steps = run.num_steps
@@ -420,6 +433,7 @@ class SimulatedEngine:
         last_end = end if run.num_results == num_steps else run.origin + run.price(run.num_results)
         ending = group.ending
         if self.steps_ahead and run.ends:
+            self._count_waits(int(run.first_wait <= num_steps and group.size > 0))
             self._plan_after(end)
         elif self.steps_ahead:
             self._in_flight.append(StepInFlight(group.plan_silently(), last_end, end))
@@ -430,6 +444,11 @@ class SimulatedEngine:
                 self.scheduler.finish(request, "length")
             ended += ending
         return ended
+
+    def _count_waits(self, num_steps: int) -> None:
+        """Count steps in which only decoding requests compute, while others wait."""
+        if num_steps > 0:
+            self._totals.waits["max_num_seqs" if self._is_full else "kv blocks"] += num_steps
 
     def _plan_after(self, start: int) -> None:
         """Plan the step after a run, before the last result of the run is taken."""
@@ -443,50 +462,3 @@ class SimulatedEngine:
         self._count(1, size, context, time, group.advance(1))
         end = self._stage_ends[0] = start + time
         self._in_flight.append(StepInFlight(group.plan_silently(), start, end))
-
-
-EngineT = TypeVar("EngineT", bound=SimulatedEngine)
-
-
-def create_engine(
-    kind: Callable[..., EngineT],
-    config: ResolvedConfig,
-    cost: StepCost,
-    *,
-    connector: KVConnectorScheduler | None = None,
-    runner: SimulatedRunner | None = None,
-    copy_time: int = 0,
-    fast: bool = True,
-) -> EngineT:
-    """Create an engine with these settings.
-
-    Args:
-        kind: its class.
-        connector: see `create_scheduler`.
-        runner, copy_time: see `SimulatedEngine`.
-        fast: make steps in one call in which requests only decode, with equal results. Settings
-            with which more happens, such as drafts, are simulated step by step. Between two calls,
-            `manager.pool` does not show the blocks that such steps take, unless the engine is
-            watched.
-    """
-    given = config.given
-    manager = SimulatedManager(
-        config.num_kv_blocks, given.block_size, given.enable_prefix_caching, config.num_host_blocks
-    )
-    is_plain = given.batching_policy == "chunked" and given.pipeline_parallel_size == 1
-    has_a_say = connector or given.speculative or given.max_step_ms or given.in_lock_step
-    group = DecodingQueues(manager) if fast and is_plain and not has_a_say else None
-    scheduler = create_scheduler(config, manager, connector, queues=group)
-    if group is not None:
-        scheduler.fill = group.fill
-        scheduler.hooks.may_plan = ()  # the tokens of simulated requests are always known
-        scheduler.hooks.keeps_blocks = (group.settle_ended,)
-        scheduler.choose_victim = group.settle_victim
-    return kind(
-        scheduler,
-        cost,
-        steps_ahead=given.pipeline_parallel_size - 1 or int(config.async_scheduling),
-        num_stages=given.pipeline_parallel_size,
-        runner=runner,
-        copy_time=copy_time,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.store import HostKeys
 from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState
+from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.disaggregated import (
     DecodeConnector,
@@ -23,7 +25,7 @@ from nanovllm.simulate.disaggregated import (
     TieredDecodeConnector,
     TieredPrefillConnector,
 )
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.machines import GIB, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
@@ -37,6 +39,8 @@ from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig
 from nanovllm.simulate.tiers import TierConnector
 from nanovllm.simulate.workload import SECOND, Workload
 
+# What requests wait for, by the scheduler's reason, if more time on the device would not help.
+WAITS = {"kv blocks": "KV memory", "max_num_seqs": "max_num_seqs"}
 # The connector with tiers of each kind of engine.
 TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {
     KVConnectorScheduler: TierConnector,
@@ -55,6 +59,7 @@ class EnginePlan:
         price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
         num_host_blocks: room for KV blocks in an engine's host memory.
         in_lock_step: groups of engines share experts, and run their steps together.
+        role: what they are for: "prefill" or "decode"; "": for both.
     """
 
     config: FleetConfig
@@ -64,6 +69,7 @@ class EnginePlan:
     price_per_hour: float
     num_host_blocks: int = 0
     in_lock_step: bool = False
+    role: str = ""
 
     @property
     def model_name(self) -> str:
@@ -202,8 +208,14 @@ class EnginePlan:
         return router
 
     def bottleneck(self, counters: ReplicaCounters) -> str:
-        """Name the part of the mean step that takes most time, and what it spends this time on."""
+        """Name what requests wait for, if some wait in most steps and it is not a step's end; or
+        else the part of the mean step that takes most time, and what it spends this time on."""
         num_steps = counters.num_steps
+        waits = Counter({name: counters.waits[reason] for reason, name in WAITS.items()})
+        waits["KV memory"] += counters.waits["preemption"]
+        ((name, num_waits),) = waits.most_common(1)
+        if num_waits > num_steps / 2:
+            return name
         num_decodes = counters.num_decodes // num_steps
         # Prompt tokens, and drafts: these are computed like a prompt, next to what decodes.
         counts = counters.num_prefill_tokens // num_steps, counters.num_draft_tokens // num_steps

@@ -81,6 +81,8 @@ class Links:
         self.num_transfers = 0
         self.time = 0
         self.watch: Callable[[SentKV], None] | None = None
+        self._sent: Counter[int] = Counter()  # bytes, by engine
+        self._received: Counter[int] = Counter()
         self._at = at
         self._now = now
         self._moving: list[Transfer] = []
@@ -121,9 +123,17 @@ class Links:
             arrived()
 
         self.num_bytes += num_bytes
+        self._sent[source] += num_bytes
+        self._received[target] += num_bytes
         self.num_transfers += 1
         transfer = Transfer(source, target, num_bytes * SECOND, count_and_tell)
         self._at(begin + self.latency, lambda: self._start(transfer))
+
+    def utilization(self, duration: int) -> float:
+        """Return the share of a duration in which the busiest link sends, or receives."""
+        ends = (*self._sent.items(), *self._received.items())
+        seconds = (num_bytes / self.bandwidth(engine) for engine, num_bytes in ends)
+        return max(seconds, default=0.0) * SECOND / max(1, duration)
 
     def _start(self, transfer: Transfer) -> None:
         self._progress()

@@ -129,8 +129,8 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
     kinds: tuple[EnginePlan, ...]
     if config.prefill:
         kinds = (
-            _plan_role("--prefill", config.prefill, config.prefill_config, config, engine),
-            _plan_role("--decode", config.decode, config.decode_config, config, engine),
+            _plan_role("prefill", config.prefill, config.prefill_config, config, engine),
+            _plan_role("decode", config.decode, config.decode_config, config, engine),
         )
     else:
         kinds = (plan_engines("--replicas", config.replicas, config, engine),)
@@ -138,19 +138,17 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
 
 
 def _plan_role(
-    flag: str, count: int, text: str | None, config: FleetConfig, engine: EngineConfig
+    role: str, count: int, text: str | None, config: FleetConfig, engine: EngineConfig
 ) -> EnginePlan:
     """Plan engines for prefill or decode, with what is different in their own settings."""
+    flag = f"--{role}"
     if text is None:
-        return plan_engines(flag, count, config, engine)
+        return replace(plan_engines(flag, count, config, engine), role=role)
     settings = parse_role(f"{flag}-config", text)
     try:
-        return plan_engines(
-            flag,
-            count,
-            create(FleetConfig, vars(config) | settings),
-            create(EngineConfig, vars(engine) | settings),
-        )
+        own_config = create(FleetConfig, vars(config) | settings)
+        own_engine = create(EngineConfig, vars(engine) | settings)
+        return replace(plan_engines(flag, count, own_config, own_engine), role=role)
     except UsageError as error:
         raise UsageError(f"{flag}-config: {error}") from error
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.workload import SECOND
 
+if TYPE_CHECKING:
+    from nanovllm.simulate.links import Links
+
 MILLISECOND = SECOND // 1000
+# Links that are busy for a larger share of the time have no room for more transfers.
+BUSY = 0.8
 PERCENTILES = (90, 95, 99)
 Summary = dict[str, object]
 # Times of a request in picoseconds, by vLLM's names.
@@ -28,6 +33,10 @@ class EngineFacts(Protocol):
     def num_kv_blocks(self) -> int:
         """Blocks in its KV pool."""
 
+    @property
+    def role(self) -> str:
+        """What it is for: "prefill" or "decode"; "": for both."""
+
     def bottleneck(self, counters: ReplicaCounters) -> str:
         """Name what limits it; it has computed a step."""
 
@@ -44,6 +53,7 @@ def summarize(
     *,
     goodput: Mapping[str, float] | None = None,
     engines: Sequence[EngineFacts] = (),
+    links: Mapping[str, Links] | None = None,
     dollars_per_hour: float = 0.0,
 ) -> Summary:
     """Return the result as plain data. Times are in milliseconds, except `duration` in seconds.
@@ -51,6 +61,7 @@ def summarize(
     Args:
         goodput: the longest time in ms, by name, of a request that counts in `request_goodput`.
         engines: what is known of each engine, if anything is.
+        links: over which KV was sent, by name.
         dollars_per_hour: cost of all machines.
     """
     done = [each for each in result.requests if each.outcome == "length"]
@@ -64,7 +75,6 @@ def summarize(
         _replica(counters, engine, max(1, result.duration))
         for counters, engine in zip_longest(result.replicas, engines)
     ]
-    busiest = max(range(len(replicas)), key=lambda number: result.replicas[number].busy)
     summary: Summary = {
         "duration": seconds,
         "completed": len(done),
@@ -79,7 +89,8 @@ def summarize(
         **_latencies(result, done),
         "prefix_cache_hit_rate": hit / max(1, queried),
         "num_preemptions": sum(each.num_preemptions for each in result.replicas),
-        "bottleneck": replicas[busiest]["bottleneck"],
+        "bottleneck": _slow_link(result, done, links or {})
+        or _bottleneck(result.replicas, engines),
         "replicas": replicas,
     }
     if result.num_transfers:
@@ -139,6 +150,30 @@ def percentile(values: Sequence[float], percent: float) -> float:
     index = min(int(place), max(0, len(values) - 2))
     upper = values[min(index + 1, len(values) - 1)]
     return values[index] + (upper - values[index]) * (place - index)
+
+
+def _bottleneck(replicas: Sequence[ReplicaCounters], engines: Sequence[EngineFacts]) -> str:
+    """Name what limits the engine where requests wait in the largest share of its steps; or the
+    busiest one, if they wait nowhere."""
+    pairs = [pair for pair in zip(replicas, engines, strict=False) if pair[0].num_steps]
+    if not pairs:
+        return "none"
+    counters, engine = max(
+        pairs, key=lambda pair: (pair[0].waits.total() / pair[0].num_steps, pair[0].busy)
+    )
+    return f"{engine.role}: {engine.bottleneck(counters)}".removeprefix(": ")
+
+
+def _slow_link(
+    result: FleetResult, done: Sequence[ServedRequest], links: Mapping[str, Links]
+) -> str:
+    """Name links that are busy most of the time, or on which requests spend most of the time to
+    their first tokens; "": there are none."""
+    waiting = sum(map(TIMES["ttft"], done))
+    for name, each in links.items():
+        if each.utilization(result.duration) > BUSY or each.time > waiting / 2:
+            return name
+    return ""
 
 
 def _replica(counters: ReplicaCounters, engine: EngineFacts | None, duration: int) -> Summary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -57,6 +58,8 @@ class ReplicaCounters:
         num_queried_tokens, num_hit_tokens: tokens that admissions looked up in the prefix cache,
             and found.
         num_evictions: cached blocks that lost their content to a new owner.
+        waits: steps that were planned while requests waited, by what they waited for: see
+            `SchedulerOutput.blocked_by`.
     """
 
     num_steps: int = 0
@@ -73,6 +76,7 @@ class ReplicaCounters:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_evictions: int = 0
+    waits: Counter[str] = field(default_factory=Counter)
 
 
 class TokenGaps:

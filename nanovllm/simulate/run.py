@@ -21,6 +21,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
         growth: by how much each step takes longer than the one before.
         size: requests that compute.
         context: tokens that these attend to in the first step.
+        first_wait: the first of these steps that is planned while a request waits.
     """
 
     num_steps: int
@@ -31,6 +32,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     growth: int
     size: int
     context: int
+    first_wait: int
 
     def price(self, num_steps: int) -> int:
         """Return the time of the first steps."""

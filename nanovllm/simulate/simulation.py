@@ -10,11 +10,15 @@ from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
+from nanovllm.simulate.disaggregated import DisaggregatedFleet
+from nanovllm.simulate.fleet import Fleet
+from nanovllm.simulate.links import Links
 from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.report import TIMES, Summary, summarize
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
 from nanovllm.simulate.sources import sources_of
 from nanovllm.simulate.sweep import highest_load
+from nanovllm.simulate.tiers import Tiers
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import Workload
 
@@ -55,6 +59,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         result,
         goodput=goodput,
         engines=plan.engines,
+        links=_links_of(fleet, tiers),
         dollars_per_hour=sum(each.price_per_hour for each in plan.engines),
     )
     if config.acceptance:
@@ -83,6 +88,12 @@ def find_load(settings: Mapping[str, object]) -> Summary:
         lambda load: simulate({**settings, name: load}), start, config.slo_attainment
     )
     return {name: load, **summary}
+
+
+def _links_of(fleet: Fleet, tiers: Tiers | None) -> dict[str, Links]:
+    """Return the links over which KV is sent, by name."""
+    found = {} if tiers is None else {"store": tiers.store, "host link": tiers.host}
+    return found | ({"KV link": fleet.links} if isinstance(fleet, DisaggregatedFleet) else {})
 
 
 def _workload(config: FleetConfig, synthetic: SyntheticWorkload, block_size: int) -> Workload:

@@ -6,8 +6,9 @@ from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.resolved_config import ResolvedConfig, resolve
+from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.cost import StepCost, StepWork
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.workload import Workload, WorkloadRequest
 
 

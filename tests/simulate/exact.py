@@ -16,7 +16,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from nanovllm.core.schedule import SchedulerOutput
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.assembly import create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult
@@ -113,6 +114,7 @@ class LoggedEngine(SimulatedEngine):
                 origin=run.origin + run.price(i),
                 first=run.first + i * run.growth,
                 context=run.context + i * run.size,
+                first_wait=max(0, run.first_wait - i),
             )
             self._look(run, i)
             ended += super()._finish_run(single)

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.assembly import create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult

@@ -14,6 +14,7 @@ import pytest
 from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.store import HostKeys
+from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.disaggregated import (
     DecodeConnector,
     DisaggregatedFleet,
@@ -22,7 +23,7 @@ from nanovllm.simulate.disaggregated import (
     TieredPrefillConnector,
 )
 from nanovllm.simulate.drafts import DraftingRunner
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet, RoundRobin
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.outages import Outage, UnreliableFleet

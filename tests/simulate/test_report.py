@@ -10,7 +10,8 @@ import pytest
 from nanovllm.assembly.flags import parse_numbers
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.assembly import create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.report import TIMES, percentile, summarize
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest, TokenGaps
@@ -25,6 +26,7 @@ class Facts:
     """An engine that is limited by its steps."""
 
     num_kv_blocks: int = 1
+    role: str = ""
 
     def bottleneck(self, counters: ReplicaCounters) -> str:
         return f"{counters.num_steps} steps"

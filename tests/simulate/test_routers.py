@@ -7,7 +7,8 @@ import random
 import pytest
 
 from nanovllm.router.policies import POLICIES, Router, RouterState, Weights
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.assembly import create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.routers import PolicyRouter

@@ -12,7 +12,8 @@ import pytest
 from nanovllm.data.errors import UsageError
 from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.stores.store import HostKeys
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.assembly import create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.results import FleetResult

@@ -23,8 +23,9 @@ from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal, paired
 from nanovllm.lab.processes import python_environment
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
+from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.cost import StepCost, StepWork
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest

@@ -28,8 +28,9 @@ from nanovllm.lab.bench.simulate import AffineCost
 from nanovllm.lab.course.workloads import Load, UnfairError
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
+from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.engine import SimulatedEngine, create_engine
+from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.report import MILLISECOND
 

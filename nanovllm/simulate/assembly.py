@@ -1,0 +1,63 @@
+"""Puts a simulated engine together, as its settings want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.data.resolved_config import ResolvedConfig
+from nanovllm.simulate.cost import StepCost
+from nanovllm.simulate.decoding import DecodingQueues
+from nanovllm.simulate.engine import SimulatedEngine
+from nanovllm.simulate.pool import SimulatedManager
+from nanovllm.simulate.runner import SimulatedRunner
+
+if TYPE_CHECKING:
+    from nanovllm.kv_transfer.connector import KVConnectorScheduler
+
+EngineT = TypeVar("EngineT", bound=SimulatedEngine)
+
+
+def create_engine(
+    kind: Callable[..., EngineT],
+    config: ResolvedConfig,
+    cost: StepCost,
+    *,
+    connector: KVConnectorScheduler | None = None,
+    runner: SimulatedRunner | None = None,
+    copy_time: int = 0,
+    fast: bool = True,
+) -> EngineT:
+    """Create an engine with these settings.
+
+    Args:
+        kind: its class.
+        connector: see `create_scheduler`.
+        runner, copy_time: see `SimulatedEngine`.
+        fast: make steps in one call in which requests only decode, with equal results. Settings
+            with which more happens, such as drafts, are simulated step by step. Between two calls,
+            `manager.pool` does not show the blocks that such steps take, unless the engine is
+            watched.
+    """
+    given = config.given
+    manager = SimulatedManager(
+        config.num_kv_blocks, given.block_size, given.enable_prefix_caching, config.num_host_blocks
+    )
+    is_plain = given.batching_policy == "chunked" and given.pipeline_parallel_size == 1
+    has_a_say = connector or given.speculative or given.max_step_ms or given.in_lock_step
+    group = DecodingQueues(manager) if fast and is_plain and not has_a_say else None
+    scheduler = create_scheduler(config, manager, connector, queues=group)
+    if group is not None:
+        scheduler.fill = group.fill
+        scheduler.hooks.may_plan = ()  # the tokens of simulated requests are always known
+        scheduler.hooks.keeps_blocks = (group.settle_ended,)
+        scheduler.choose_victim = group.settle_victim
+    return kind(
+        scheduler,
+        cost,
+        steps_ahead=given.pipeline_parallel_size - 1 or int(config.async_scheduling),
+        num_stages=given.pipeline_parallel_size,
+        runner=runner,
+        copy_time=copy_time,
+    )
