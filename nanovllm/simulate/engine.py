@@ -395,7 +395,7 @@ class SimulatedEngine:
         return False
 
     def _num_results(self, run: Run, now: int) -> int:
-        """Return how many steps of a run end before those that are planned from `now` on begin."""
+        """Return how many steps of a run end before one can be planned at `now`."""
         return max(1 - self.steps_ahead, run.steps_in(now - run.origin))
 
     def _shorten(self, run: Run, now: int) -> bool:

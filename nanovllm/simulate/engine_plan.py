@@ -39,7 +39,7 @@ from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig
 from nanovllm.simulate.tiers import TierConnector
 from nanovllm.simulate.workload import SECOND, Workload
 
-# What requests wait for, by the scheduler's reason, if more time on the device would not help.
+# Bottlenecks other than the device, by the reason why the scheduler lets requests wait.
 WAITS = {"kv blocks": "KV memory", "max_num_seqs": "max_num_seqs"}
 # The connector with tiers of each kind of engine.
 TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {

@@ -35,7 +35,7 @@ class EngineFacts(Protocol):
 
     @property
     def role(self) -> str:
-        """What it is for: "prefill" or "decode"; "": for both."""
+        """Either "prefill" or "decode"; "": it does both."""
 
     def bottleneck(self, counters: ReplicaCounters) -> str:
         """Name what limits it; it has computed a step."""
