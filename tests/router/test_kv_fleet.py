@@ -64,6 +64,14 @@ ORDERS = {
         "--policy",
         "prefix_aware",
     ),
+    "prefill first, by scores": (
+        "--policy",
+        "prefix_aware",
+        "--routing-weights",
+        "prefix:2",
+        "kv:1",
+        "queue:1",
+    ),
 }
 
 
@@ -85,6 +93,7 @@ def test_answers_are_those_of_one_engine(
             "/v1/completions", {"prompt": prompts[0], "max_tokens": 12, "temperature": 0}
         )
         assert not router.router_metrics()["request_errors_total"], router.text + fleet.text
+        assert "GET /metrics" not in fleet.text, "the router's own requests are not shown"
     wait_until(fleet.all_blocks_are_back, 60, "all blocks are back")
     texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts == [expected[order, prompt] for prompt in PROMPTS]
