@@ -41,6 +41,10 @@ MAX_JOINED = 32
 JOINED_STEPS = 20
 
 
+# Weight of a change of the price per token, in steps.
+SMOOTHNESS = 0.1
+
+
 class LoadRequest(NamedTuple):
     """A request of a load.
 
@@ -208,12 +212,13 @@ def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
     room = resolved.num_kv_blocks * resolved.given.block_size // 2
     longest = min(resolved.max_model_len - 16, room)
     budget = resolved.token_budget
-    found: list[Load] = [[LoadRequest(min(longest, budget * 3 // 2), 2)]]
+    # A round should be short, since machines drift, and slow ones complete few rounds: a step of a
+    # few tokens takes a share of the time of a long one, and tells as much.
+    found: list[Load] = [[LoadRequest(min(longest, budget * 5 // 4), 2)]]
     found += [[LoadRequest(size_up_to(min(longest, budget), numbers), 2)] for _ in range(8)]
     count = 1
     while count <= resolved.given.max_num_seqs:
-        # In at most two steps: a round of all loads should be short, since machines drift.
-        most = max(16, min(longest, room // count, max(32, 5 * budget // (4 * count))))
+        most = max(16, min(longest, room // count, max(32, budget // (2 * count))))
         # With both, the cost of context is told from the cost of requests.
         for top in (most, max(16, most // 8)):
             sizes = [numbers.randint(top // 2, top) for _ in range(count)]
@@ -226,12 +231,12 @@ def loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
 
 
 def joining_load(resolved: ResolvedConfig, numbers: random.Random, running: int) -> Load:
-    """Return requests that arrive one after another, so that about `running` others decode. Half of
+    """Return requests that arrive one after another, until about `running` others decode. Half of
     the prompts begin with cached tokens."""
     room = resolved.num_kv_blocks * resolved.given.block_size // (2 * running)
     most = max(16, min(512, room // 2, resolved.max_model_len // 3))
     found = []
-    for number in range(max(4, 2 * running)):
+    for number in range(max(4, running)):
         shared = numbers.choice([0, size_up_to(most, numbers)])
         size = shared + size_up_to(most, numbers)
         step = number * JOINED_STEPS // running
@@ -304,11 +309,12 @@ def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
     columns = np.array([[1] * len(steps), *spans, *others], dtype=float).T / times[:, None]
     scale = np.maximum(columns.max(axis=0), 1e-30)
     columns /= scale
+    smooth = smoothness(knots, tokens, times, len(scale)) / scale
     weights = np.ones(len(steps))
     prices = np.zeros(len(scale))
     for _ in range(8):
         weighted = columns * weights[:, None]
-        normal = weighted.T @ columns
+        normal = weighted.T @ columns + smooth.T @ smooth
         goal = weighted.sum(axis=0)
         for _ in range(3000):
             # One price after the other, none below 0.
@@ -324,6 +330,30 @@ def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
         knots, np.array(list(accumulate(rises, initial=base))), tokens, times, others_of_steps
     )
     return knots, rows.tolist(), slopes[len(rises) :]
+
+
+def smoothness(
+    knots: list[int], tokens: list[int], times: NDArray[np.float64], num_prices: int
+) -> NDArray[np.float64]:
+    """Return rows that make the price per token the same on both sides of a knot, unless steps tell
+    otherwise. Without them, sizes that were not measured can have any time between those of other
+    sizes: the long prompts are explained as well if their first 50 tokens take all of the time.
+
+    Args:
+        tokens, times: of each step.
+        num_prices: columns; the first is the time of any step, and then come those of the spans
+            between two knots.
+    """
+    import numpy as np
+
+    in_order = np.argsort(tokens)
+    usual = np.interp(knots, np.array(tokens)[in_order], times[in_order])
+    rows = np.zeros((len(knots) - 2, num_prices))
+    for i, (low, high) in enumerate(pairwise(knots[:-1])):
+        rows[i, i + 1] = -1
+        rows[i, i + 2] = 1
+        rows[i] *= SMOOTHNESS**0.5 * (high - low) / usual[i + 1]
+    return rows
 
 
 def rows_of_mean_steps(
@@ -347,13 +377,22 @@ def rows_of_mean_steps(
 
     # A factor per octave: between two of these, few steps would decide.
     octaves = [knot for knot in knots if knot & (knot - 1) == 0 or knot == knots[-1]]
-    at_tokens = np.array([np.interp(tokens, octaves, unit) for unit in np.eye(len(octaves))])
-    of_rows = np.array([np.interp(tokens, knots, unit) for unit in np.eye(len(knots))])
+    counts = shares(tokens, octaves).sum(axis=1)
+    octaves = [knot for knot, count in zip(octaves, counts, strict=True) if count >= 1] or [1]
+    at_tokens = shares(tokens, octaves)
+    of_rows = shares(tokens, knots)
     factors = np.ones(len(octaves))
     scaled = rows
     for _ in range(50):
         ratios = times / np.maximum(scaled @ of_rows + others, 1e-12)
-        factors = factors * (at_tokens @ ratios) / np.maximum(at_tokens.sum(axis=1), 1e-12)
+        factors = factors * (at_tokens @ ratios) / at_tokens.sum(axis=1)
         # More tokens take no less time.
         scaled = np.maximum.accumulate(rows * np.interp(knots, octaves, factors))
     return scaled
+
+
+def shares(tokens: list[int], knots: list[int]) -> NDArray[np.float64]:
+    """Return how much each knot (rows) counts for each step (columns) in an interpolation."""
+    import numpy as np
+
+    return np.array([np.interp(tokens, knots, unit) for unit in np.eye(len(knots))])

@@ -11,6 +11,7 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
+from nanovllm.data.resolved_config import resolve
 from nanovllm.engine.llm import LLMEngine
 from nanovllm.simulate.calibrate import (
     LoadRequest,
@@ -19,6 +20,7 @@ from nanovllm.simulate.calibrate import (
     calibrate,
     extra_seconds,
     fit,
+    loads,
     with_errors,
 )
 from nanovllm.simulate.cost import StepWork
@@ -213,3 +215,39 @@ def test_an_engine_of_several_ranks_is_measured_and_simulated(tiny_model, tmp_pa
     write_cost(msgspec.structs.replace(cost, **alone), path)
     with pytest.raises(UsageError, match=rf"measured with --{name.replace('_', '-')} 1, not 2"):
         simulate({**few, **layout})
+
+
+def test_sizes_between_measured_ones_take_a_time_between_theirs():
+    """Many prices explain long prompts and decodes, and a calibration may end before others."""
+    numbers = random.Random(2)
+    knots = [1, 8, 2048]
+    true = msgspec.structs.replace(COST, knots=knots, row_seconds=[0.02, 0.025, 5.0])
+    works = [StepWork(n, 100 * n, (), n) for n in (1, 2, 4, 6, 8, 12, 16)] * 10
+    works += [StepWork(0, 0, [(0, numbers.randint(900, 2048))], 1) for _ in range(10)]
+    knots, row_seconds, others = fit([Timed(work, true.step(work) / SECOND) for work in works])
+    found = msgspec.structs.replace(
+        COST,
+        knots=knots,
+        row_seconds=row_seconds,
+        per_sample=others[0],
+        per_context=others[1],
+        per_pair=others[2],
+        per_prompt=others[3],
+    )
+    for size in (48, 100, 200, 400):
+        work = StepWork(2, 200, [(0, size)], 3)
+        assert found.step(work) == pytest.approx(true.step(work), rel=0.1)
+
+
+def test_a_round_of_loads_is_short():
+    """A slow machine then measures all kinds of steps: those of a round of 23 budgets took longer
+    than the two minutes."""
+    config = EngineConfig("smollm2-135m", max_num_seqs=32, max_num_batched_tokens=2048)
+    resolved = resolve(
+        config, model_max_len=8192, num_kv_blocks=11_650, num_host_blocks=0, on_gpu=False
+    )
+    for seed in range(5):
+        found = loads(resolved, random.Random(seed))
+        num_tokens = [sum(each.num_prompt_tokens for each in load) for load in found]
+        assert sum(num_tokens) < 15 * 2048
+        assert max(num_tokens) > 2048
