@@ -47,6 +47,14 @@ TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {
     PrefillConnector: TieredPrefillConnector,
     DecodeConnector: TieredDecodeConnector,
 }
+# Settings that a calibration has measured already.
+MEASURED_FLAGS = (
+    "--kv-cache-dtype",
+    "--gpu-memory-utilization",
+    "--enable-expert-parallel",
+    "--enable-eplb",
+    "--expert-imbalance",
+)
 
 
 @dataclass(frozen=True)
@@ -113,33 +121,42 @@ class EnginePlan:
     @property
     def kv_bytes_per_token(self) -> float:
         """KV of a token, in bytes, on all ranks of an engine."""
-        assert isinstance(self.cost, Roofline)
+        if isinstance(self.cost, MeasuredCost):
+            return self.cost.kv_bytes_per_token * self.num_devices
         tp = self.cost.layout.tensor_parallel_size
         return self.cost.model.kv_bytes_per_token(tp) * tp
 
     @property
     def kv_link(self) -> Link:
         """The link of all devices of an engine to other engines: each device has its own."""
-        assert isinstance(self.cost, Roofline)
-        between = self.cost.machine.between
-        return replace(between, bandwidth=between.bandwidth * self.num_devices)
+        latency = self.config.kv_transfer_latency
+        link = self._link("--kv-transfer-bandwidth", self.config.kv_transfer_bandwidth)
+        if latency is not None:
+            link = replace(link, latency=latency / 1000)
+        return replace(link, bandwidth=link.bandwidth * self.num_devices)
 
     @property
     def host_link(self) -> Link:
         """The link of a device to host memory."""
-        assert isinstance(self.cost, Roofline)
-        host = self.cost.machine.host_link
-        bandwidth = self.config.kv_offloading_bandwidth
-        return replace(host, bandwidth=1e9 * bandwidth) if bandwidth else host
+        return self._link("--kv-offloading-bandwidth", self.config.kv_offloading_bandwidth)
+
+    def _link(self, flag: str, bandwidth: float | None) -> Link:
+        """Return a link of a device, with the bandwidth in GB/s that a flag gives."""
+        if isinstance(self.cost, MeasuredCost):
+            assert bandwidth is not None, "a measured machine has no link"
+            return Link(flag, 0.0, 1e9 * bandwidth)
+        machine = self.cost.machine
+        link = machine.between if flag == "--kv-transfer-bandwidth" else machine.host_link
+        return replace(link, bandwidth=1e9 * bandwidth) if bandwidth else link
 
     @property
     def _copy_time(self) -> int:
         """The time to copy a block to or from host memory, in picoseconds: the sum over the stages
-        of a pipeline. A measured machine has no link: copies are free."""
-        if isinstance(self.cost, MeasuredCost):
+        of a pipeline. On a measured machine without a link, copies are free."""
+        if isinstance(self.cost, MeasuredCost) and self.config.kv_offloading_bandwidth is None:
             return 0
-        size = self.cost.model.kv_bytes_per_token(self.cost.layout.tensor_parallel_size)
-        block = size * self.resolved.given.block_size
+        given = self.resolved.given
+        block = self.kv_bytes_per_token / given.tensor_parallel_size * given.block_size
         return round(block / self.host_link.bandwidth * SECOND)
 
     def create_engines(
@@ -350,17 +367,21 @@ def _measured_plan(
     """
     if engine.model not in (DEFAULT_MODEL, cost.model):
         raise UsageError(f"--machine {config.machine} was measured with {cost.model}: omit --model")
-    if config.prefill or config.data_parallel_size > 1 or engine.kv_transfer:
-        raise UsageError(
-            f"--machine {config.machine} describes one whole engine: omit --data-parallel-size, "
-            "--prefill, --decode and tiers of KV"
-        )
-    given = {word.partition("=")[0] for word in words_of(engine)}
-    for flag in ("--kv-cache-dtype", "--gpu-memory-utilization", "--enable-expert-parallel"):
+    given = {word.partition("=")[0] for word in (*words_of(engine), *words_of(config))}
+    for flag in MEASURED_FLAGS:
         if flag in given:
             raise UsageError(
                 f"{flag} has no effect with --machine {config.machine}: omit it, or set it with "
                 "--calibrate, which measures the engine"
+            )
+    links = {
+        "--kv-transfer-bandwidth": config.prefill > 0,
+        "--kv-offloading-bandwidth": engine.kv_offloading_size > 0 or config.kv_store_size > 0,
+    }
+    for flag, is_needed in links.items():
+        if is_needed and flag not in given:
+            raise UsageError(
+                f"--machine {config.machine} has no bandwidth of the links that move KV: set {flag}"
             )
     engine = _with_measured_layout(config, engine, cost)
     if config.acceptance:
@@ -372,8 +393,14 @@ def _measured_plan(
         bytes_per_token=cost.kv_bytes_per_token,
         on_gpu=cost.on_gpu,
     )
-    price = (config.price_per_hour or 0.0) * engine.world_size
-    return EnginePlan(config, count, resolved, cost, price)
+    return EnginePlan(
+        config=config,
+        count=count,
+        resolved=resolved,
+        cost=cost,
+        price_per_hour=(config.price_per_hour or 0.0) * engine.world_size,
+        num_host_blocks=_host_blocks(engine, cost.kv_bytes_per_token),
+    )
 
 
 def _with_measured_layout(

@@ -134,6 +134,7 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
         )
     else:
         kinds = (plan_engines("--replicas", config.replicas, config, engine),)
+    _check_kinds(config, kinds)
     return FleetPlan(config, kinds, _store_blocks(config, kinds) if config.kv_store_size else 0)
 
 
@@ -153,19 +154,47 @@ def _plan_role(
         raise UsageError(f"{flag}-config: {error}") from error
 
 
+def _check_kinds(config: FleetConfig, kinds: Sequence[EnginePlan]) -> None:
+    """Check what depends on the engines of both kinds.
+
+    Raises:
+        UsageError: two models, or the bandwidth of a link that no engine uses.
+    """
+    # A machine that was measured with a model is one for that model alone.
+    if len(names := {each.model_name for each in kinds}) > 1:
+        raise UsageError(
+            f"--prefill and --decode engines have different models, {' and '.join(sorted(names))}: "
+            "set --model, and machines for it"
+        )
+    engines = [each.resolved.given for each in kinds]
+    uses_host = config.kv_store_size > 0 or any(
+        each.kv_offloading_size > 0 or each.preemption_mode == "swap" for each in engines
+    )
+    if config.kv_offloading_bandwidth and not uses_host:
+        raise UsageError(
+            "--kv-offloading-bandwidth has no effect without --kv-offloading-size, "
+            "--kv-store-size or --preemption-mode swap: set one of them, too, or omit it"
+        )
+
+
 def _store_blocks(config: FleetConfig, kinds: Sequence[EnginePlan]) -> int:
     """Return how many blocks fit in the store, which has each part of a block once.
 
     Raises:
         UsageError: prefill and decode ranks have different parts of a block.
     """
-    cost = kinds[0].cost
-    assert isinstance(cost, Roofline)
     if len({(each.num_devices, each.kv_bytes_per_token) for each in kinds}) > 1:
         raise UsageError(
             "--kv-store-size needs prefill and decode engines with the same "
             "--tensor-parallel-size and --pipeline-parallel-size: their ranks share files"
         )
     engine = kinds[0].resolved.given
-    block_bytes = engine.block_size * cost.model.kv_bytes_per_token(1)
+    cost = kinds[0].cost
+    # A measurement does not tell which ranks have copies of the same heads.
+    bytes_per_token = (
+        cost.model.kv_bytes_per_token(1)
+        if isinstance(cost, Roofline)
+        else kinds[0].kv_bytes_per_token
+    )
+    block_bytes = engine.block_size * bytes_per_token
     return blocks_in("--kv-store-size", config.kv_store_size, block_bytes, engine)

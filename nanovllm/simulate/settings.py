@@ -64,6 +64,8 @@ FLEET_GROUPS = {
     ),
     "workload from a file": ("workload", "speedup", "limit"),
     "KV beyond the device": (
+        "kv_transfer_bandwidth",
+        "kv_transfer_latency",
         "kv_offloading_bandwidth",
         "kv_store_size",
         "kv_store_bandwidth",
@@ -81,6 +83,10 @@ NEEDED_FLAGS = {
     "--cold-start": "--failures",
     "--no-retry-failed": "--failures",
     "--draft-time": "--spec-acceptance",
+    "--kv-transfer-bandwidth": "--prefill",
+    "--kv-transfer-latency": "--prefill",
+    "--kv-store-bandwidth": "--kv-store-size",
+    "--kv-store-latency": "--kv-store-size",
     "--prefill-config": "--prefill",
     "--decode-config": "--decode",
 }
@@ -96,6 +102,7 @@ COMMON_SETTINGS = (
 # Settings that --prefill-config and --decode-config may have.
 ROLE_SETTINGS = (
     *("machine", "data_parallel_size", "expert_imbalance", "price_per_hour"),
+    *("kv_transfer_bandwidth", "kv_transfer_latency"),
     *(name for name in ENGINE_FLAGS if name not in COMMON_SETTINGS),
 )
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -142,8 +149,13 @@ class FleetConfig(Keywords):
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
             such as 0.8,0.6,0.4
         draft_time: with --spec-acceptance, time in ms to draft a token for all requests
+        kv_transfer_bandwidth: with --prefill and --decode, GB/s between a device and those of other
+            engines, in one direction (default: the machine's; a file of --calibrate has none)
+        kv_transfer_latency: ms until the first byte arrives there (default: the machine's; with a
+            file of --calibrate 0)
         kv_offloading_bandwidth: with --kv-offloading-size, --kv-store-size or --preemption-mode
-            swap, GB/s between a device and host memory, in one direction (default: the machine's)
+            swap, GB/s between a device and host memory, in one direction (default: the machine's;
+            a file of --calibrate has none)
         kv_store_size: GiB of a store for KV blocks that all engines share, such as a disk or a
             server: behind host memory, or alone (0: there is none)
         kv_store_bandwidth: GB/s at which all engines together read from the store
@@ -173,6 +185,8 @@ class FleetConfig(Keywords):
     expert_imbalance: Annotated[float, Meta(ge=1, le=1e9)] = 1.0
     spec_acceptance: str | None = None
     draft_time: Amount = 0.0
+    kv_transfer_bandwidth: Bandwidth | None = None
+    kv_transfer_latency: Amount | None = None
     kv_offloading_bandwidth: Bandwidth | None = None
     kv_store_size: Amount = 0.0
     kv_store_bandwidth: Bandwidth = 10.0

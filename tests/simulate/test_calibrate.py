@@ -108,7 +108,6 @@ def test_a_file_is_a_machine(tmp_path):
         {"model": "qwen3-8b"},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 3},
-        {"prefill": 1, "decode": 1},
     ):
         with pytest.raises(UsageError, match="omit "):
             simulate({**few, **wrong})

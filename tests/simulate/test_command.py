@@ -230,6 +230,13 @@ MISTAKES = {
     ],
     "kv_offloading_bandwidth must be .* at most 1000000": ["--kv-offloading-bandwidth", "inf"],
     "kv_store_bandwidth must be .* at least 1e-06": ["--kv-store-bandwidth", "1e-10"],
+    "--kv-store-bandwidth has no effect without --kv-store-size": ["--kv-store-bandwidth", "1"],
+    "--kv-store-latency has no effect without --kv-store-size": ["--kv-store-latency", "2"],
+    "--kv-transfer-bandwidth has no effect without --prefill": ["--kv-transfer-bandwidth", "1"],
+    "--kv-transfer-latency has no effect without --prefill": ["--kv-transfer-latency", "1"],
+    "--kv-offloading-bandwidth has no effect without --kv-offloading-size, --kv-store-size": [
+        *("--kv-offloading-bandwidth", "9")
+    ],
     "--find-load needs --goodput": ["--find-load"],
     "no setting 'replica'; did you mean replicas": ["--sweep", "replica=1,2"],
     "--sweep must be a list such as replicas=1,2,4, got 'replicas'": ["--sweep", "replicas"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm.data.config import EngineConfig
@@ -306,3 +308,19 @@ def test_requests_that_verify_drafts_decode() -> None:
 def test_mistakes(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(**settings)
+
+
+def test_the_link_between_engines_can_be_set() -> None:
+    engine = EngineConfig("llama-3.1-8b", tensor_parallel_size=2)
+    apart = FleetConfig(prefill=1, decode=1)
+    usual = plan_fleet(apart, engine).kinds[0].kv_link
+    own = '{"kv_transfer_bandwidth": 3.0}'
+    given = replace(apart, kv_transfer_bandwidth=5.0, kv_transfer_latency=2.0, prefill_config=own)
+    prefill, decode = (kind.kv_link for kind in plan_fleet(given, engine).kinds)
+    assert (prefill.bandwidth, decode.bandwidth) == (2 * 3e9, 2 * 5e9)
+    assert prefill.latency == decode.latency == 0.002
+    assert usual.latency < 0.001
+    assert usual.bandwidth > 2 * 20e9
+    fleet = {"prefill": 1, "decode": 1, "request_rate": 1.0}
+    quick, slow = (run(**fleet, kv_transfer_bandwidth=each) for each in (100.0, 1.0))
+    assert 5 * number(quick, "mean_transfer_ms") < number(slow, "mean_transfer_ms")

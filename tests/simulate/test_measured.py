@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.measured import MeasuredCost, num_pairs
+from nanovllm.simulate.measured import MeasuredCost, num_pairs, read_cost, write_cost
+from nanovllm.simulate.plan import plan_fleet
+from nanovllm.simulate.settings import FleetConfig
+from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.workload import SECOND
 
 COST = MeasuredCost(
@@ -55,3 +63,97 @@ def test_a_step_of_decodes_is_affine_in_its_context() -> None:
     base, per_token = cost.decode(4)
     for context in (4, 1000, 10**6):
         assert cost.step(StepWork(4, context, (), 4)) == base + per_token * context
+
+
+FEW: dict[str, object] = {
+    "num_prompts": 40,
+    "request_rate": 10.0,
+    "random_input_len": 160,
+    "random_output_len": 20,
+}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    path = tmp_path / "this.json"
+    cost = msgspec.structs.replace(
+        COST, num_kv_blocks=200, kv_bytes_per_token=10_000.0, max_model_len=1024
+    )
+    write_cost(cost, path)
+    return str(path)
+
+
+def on_two_ranks(machine: str, name: str) -> None:
+    """The machine was measured with two ranks."""
+    path = Path(machine)
+    write_cost(msgspec.structs.replace(read_cost(path), **{name: 2}), path)
+
+
+def test_engines_that_fail_together_have_a_measured_machine_each(machine: str) -> None:
+    fleet = {**FEW, "machine": machine, "replicas": 4}
+    apart = simulate(fleet)
+    grouped = simulate({**fleet, "data_parallel_size": 2})
+    assert "DP 2" in str(grouped["setup"])
+    assert grouped | {"setup": ""} == apart | {"setup": ""}
+
+
+@pytest.mark.parametrize("layout", [None, "tensor_parallel_size", "pipeline_parallel_size"])
+def test_transfers_between_measured_engines_take_the_links_of_all_ranks(
+    machine: str, layout: str | None
+) -> None:
+    if layout is not None:
+        on_two_ranks(machine, layout)
+    fleet = {**FEW, "machine": machine, "prefill": 2, "decode": 2, "request_rate": 0.001}
+    with pytest.raises(UsageError, match="links that move KV: set --kv-transfer-bandwidth"):
+        simulate(fleet)
+    found = simulate({**fleet, "kv_transfer_bandwidth": 0.001, "kv_transfer_latency": 7.0})
+    assert found["num_transfers"] == 40
+    # Ten blocks of 16 tokens: 1 MB/s for the 10 kB per token of each rank.
+    assert found["mean_transfer_ms"] == pytest.approx(7 + 160 * 10)
+
+
+def test_measured_engines_of_two_layouts(machine: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    write_cost(msgspec.structs.replace(read_cost(Path(machine)), tensor_parallel_size=2), other)
+    fleet = {**FEW, "machine": machine, "prefill": 1, "decode": 1, "kv_transfer_bandwidth": 1.0}
+    found = simulate({**fleet, "decode_config": json.dumps({"machine": str(other)})})
+    assert "TP 1" in str(found["setup"])
+    assert "TP 2" in str(found["setup"])
+    with pytest.raises(UsageError, match=r"different models, by hand and llama-3.1-8b: set --mod"):
+        simulate({**fleet, "decode_config": '{"machine": "H100"}'})
+
+
+@pytest.mark.parametrize(
+    "tiers", [{"kv_offloading_size": 1.0}, {"kv_store_size": 1.0}, {"preemption_mode": "swap"}]
+)
+def test_measured_engines_load_kv_from_host_memory(machine: str, tiers: dict[str, object]) -> None:
+    """Ten prefixes of 20 blocks each do not fit in 40 blocks."""
+    fleet = {**FEW, "machine": machine, "num_kv_blocks": 64, "request_rate": 100.0, **tiers}
+    fleet |= {"random_prefix_len": 320, "num_prefixes": 10, "random_output_len": 200}
+    if "preemption_mode" not in tiers:
+        with pytest.raises(UsageError, match="links that move KV: set --kv-offloading-bandwidth"):
+            simulate(fleet)
+    quick, slow = (simulate({**fleet, "kv_offloading_bandwidth": each}) for each in (1e3, 0.002))
+    assert quick["completed"] == slow["completed"] == 40
+    assert quick["duration"] < 0.9 * slow["duration"]
+
+
+@pytest.mark.parametrize("layout", [None, "tensor_parallel_size", "pipeline_parallel_size"])
+def test_host_memory_and_links_of_measured_ranks(machine: str, layout: str | None) -> None:
+    if layout is not None:
+        on_two_ranks(machine, layout)
+    engine = EngineConfig("by hand", kv_offloading_size=0.01)
+    config = FleetConfig(machine=machine, kv_offloading_bandwidth=2.0)
+    (kind,) = plan_fleet(config, engine).kinds
+    num_ranks = 1 if layout is None else 2
+    assert kind.kv_bytes_per_token == num_ranks * 10_000
+    assert kind.num_host_blocks == int(0.01 * 2**30 / (16 * 10_000 * num_ranks))
+    assert kind.host_link.bandwidth == 2e9
+
+
+@pytest.mark.parametrize(
+    "idle", [{"expert_imbalance": 2.0}, {"enable_eplb": True, "enable_expert_parallel": True}]
+)
+def test_a_measured_machine_has_its_experts(machine: str, idle: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="has no effect with --machine"):
+        simulate({**FEW, "machine": machine, **idle})
