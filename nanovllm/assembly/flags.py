@@ -66,10 +66,12 @@ class Parser(argparse.ArgumentParser):
         """The words with flags as vLLM's command line accepts them, too: `--block_size` for
         `--block-size`, and `--speculative-config.method ngram` for
         `--speculative-config '{"method": "ngram"}'`. A key with a plus is a list, to which each use
-        of the flag adds its values: `--eplb-config.sizes+ 1,2`."""
+        of the flag adds its values: `--eplb-config.sizes+ 1,2`. A flag in parts and as a whole is a
+        mistake."""
         known = self._option_string_actions
         respelled: list[str] = []
         objects: dict[str, JsonObject] = {}
+        wholes: set[str] = set()
         rest = iter(words)
         for word in rest:
             if word == "--":
@@ -82,6 +84,7 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("-") or flag not in known:
                 respelled.append(word)
             elif not path:
+                wholes.add(flag)
                 respelled.append(f"{flag}{equals}{value}")
             else:
                 target = objects.setdefault(flag, {})
@@ -95,6 +98,8 @@ class Parser(argparse.ArgumentParser):
                     )
                 else:
                     target[key] = _json_or_text(text)
+        for flag in sorted(wholes & objects.keys()):
+            self.error(f"{flag} is set as a whole and in parts ({flag}.*): use one of them")
         return [*(f"{flag}={json.dumps(value)}" for flag, value in objects.items()), *respelled]
 
     def error(self, message: str) -> NoReturn:

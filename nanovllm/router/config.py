@@ -81,5 +81,6 @@ def read_weights(words: str | Sequence[str] | None) -> Weights | None:
     Raises:
         UsageError: an unknown scorer, or no positive number.
     """
-    weights = parse_numbers("--routing-weights", words, Weights._fields, "a number, such as kv:2")
+    kind = "a positive number, such as kv:2"
+    weights = parse_numbers("--routing-weights", words, Weights._fields, kind)
     return Weights(**weights) if weights else None

@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE,VALUE",
-        help="simulate each value of a setting, such as replicas=1,2,4; with several --sweep, each "
-        "combination. The table names the bottleneck of each, and marks the frontier of P99 TTFT "
-        "and P99 TPOT",
+        help="simulate each value of a setting, such as replicas=1,2,4 or "
+        "prefill-config.machine=A100,H100; with several --sweep, each combination. The table names "
+        "the bottleneck of each, and marks the frontier of P99 TTFT and P99 TPOT",
     )
     output.add_argument(
         "--find-load",
@@ -140,6 +140,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(
                 f"--{flag} has no effect without --sweep: set it, too, or omit --{flag}"
             )
+    if settings["slo_attainment"] != FleetConfig.slo_attainment and not arguments.find_load:
+        raise UsageError(
+            "--slo-attainment has no effect without --find-load: set it, too, or omit "
+            "--slo-attainment"
+        )
     if arguments.calibrate is not None:
         run_calibration(settings, arguments.calibrate)
     elif arguments.sweep:
@@ -164,16 +169,17 @@ def run_list(as_json: bool) -> int:
 
 def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> None:
     """Simulate, or find the highest load, and print the summary."""
+    from nanovllm.simulate.measured import check_writable
     from nanovllm.simulate.simulation import find_load, simulate
 
     # The last garbage collection, while the process ends, would look at all requests.
     atexit.register(gc.freeze)
-    if not arguments.find_load:
-        summary = simulate(settings, arguments.perfetto)
-    elif arguments.perfetto is None:
-        summary = find_load(settings)
-    else:
+    path = arguments.perfetto
+    if arguments.find_load and path is not None:
         raise UsageError("--perfetto shows one simulation: omit --find-load")
+    if path is not None:
+        check_writable("--perfetto", path)
+    summary = find_load(settings) if arguments.find_load else simulate(settings, path)
     if arguments.json:
         print(json.dumps(summary))
     else:
@@ -185,14 +191,14 @@ def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> N
 def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> None:
     """Simulate each combination of settings, and print a table of them."""
     from nanovllm.simulate.simulation import find_load, simulate
-    from nanovllm.simulate.sweep import combinations, mark_frontier, run_all
+    from nanovllm.simulate.sweep import combinations, mark_frontier, run_all, with_point
 
     if arguments.perfetto is not None:
         raise UsageError("--perfetto shows one simulation: omit --sweep")
     points = combinations(parse_sweep(arguments.sweep))
     summaries = run_all(
         find_load if arguments.find_load else simulate,
-        [{**settings, **point} for point in points],
+        [with_point(settings, point) for point in points],
         arguments.processes,
         arguments.ray,
     )
@@ -238,7 +244,7 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
                 f"{word.partition('=')[0]} has no effect with --calibrate, which measures one "
                 "engine with loads of its own: omit it"
             )
-    check_writable(path)
+    check_writable("--calibrate", path)
     cost = calibrate(create(EngineConfig, {**settings, "data_parallel_size": 1}))
     write_cost(cost, path)
     print(
@@ -249,7 +255,8 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
 
 
 def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
-    """Read lists such as "replicas=1,2,4": the values of each setting, as its flag reads them.
+    """Read lists such as "replicas=1,2,4" or "prefill-config.machine=A100,H100": the values of each
+    setting, or of a part of one, as its flag reads them.
 
     Raises:
         UsageError: not a list, or an unknown setting.
@@ -259,15 +266,36 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
     lists: dict[str, list[object]] = {}
     for word in words:
         flag, equals, values = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if name not in known_settings():
+        key = flag.removeprefix("--").replace("-", "_")
+        name, *parts = key.split(".")
+        if name not in known_settings() or (parts and not name.endswith("_config")):
             raise UsageError(f"--sweep: no setting {flag!r}{did_you_mean(name, known_settings())}")
         if not equals:
             raise UsageError(f"--sweep must be a list such as replicas=1,2,4, got {word!r}")
-        lists[name] = []
-        for value in values.split(","):
+        lists[key] = []
+        for value in split_values(values):
             flag = f"--{name.replace('_', '-')}"
-            switches = {"true": [flag], "false": [f"--no{flag.removeprefix('-')}"]}
-            parsed = parser.parse_args(switches.get(value.lower(), [f"{flag}={value}"]))
-            lists[name].append(vars(parsed)[name])
+            words_of_value = [".".join([flag, *parts]) + f"={value}"]
+            if not parts:
+                switches = {"true": [flag], "false": [f"--no{flag.removeprefix('-')}"]}
+                words_of_value = switches.get(value.lower(), words_of_value)
+            found = vars(parser.parse_args(words_of_value))[name]
+            if parts:
+                found = json.loads(found)
+            for part in parts:
+                found = found[part]
+            lists[key].append(found)
     return lists
+
+
+def split_values(text: str) -> list[str]:
+    """Return the values of a list. Commas inside JSON objects and lists separate none."""
+    values = [""]
+    depth = 0
+    for character in text:
+        depth += (character in "{[") - (character in "}]")
+        if character == "," and not depth:
+            values.append("")
+        else:
+            values[-1] += character
+    return values

@@ -198,8 +198,7 @@ class EnginePlan:
         return kind(config, {}, ()) if kind is not KVConnectorScheduler else None
 
     def _create_runner(self) -> SimulatedRunner:
-        """Create what takes the place of an engine's ranks. Those of prefill engines never draft,
-        since their requests end with their first token."""
+        """Create what takes the place of an engine's ranks."""
         if not self.config.acceptance:
             return SimulatedRunner()
         from nanovllm.simulate.drafts import DraftingRunner
@@ -307,7 +306,7 @@ def _layout(config: FleetConfig, engine: EngineConfig, model: ModelShape) -> Lay
     """Return how an engine divides the model.
 
     Raises:
-        UsageError: uneven experts that no two ranks share.
+        UsageError: settings of experts that do nothing, or are impossible, with this layout.
     """
     layout = Layout(
         tensor_parallel_size=engine.tensor_parallel_size,
@@ -317,11 +316,23 @@ def _layout(config: FleetConfig, engine: EngineConfig, model: ModelShape) -> Lay
         num_redundant_experts=_num_redundant_experts(engine),
         expert_imbalance=config.expert_imbalance,
     )
-    if config.expert_imbalance > 1 and (model.config.moe is None or layout.expert_ranks == 1):
+    moe = model.config.moe
+    if moe is None and engine.enable_eplb:
+        raise UsageError(f"--enable-eplb has no effect: {model.name} has no experts; omit it")
+    if config.expert_imbalance > 1 and (moe is None or layout.expert_ranks == 1):
         raise UsageError(
             "--expert-imbalance needs ranks that share experts: --enable-expert-parallel, a model "
             "with experts, and a --data-parallel-size or --tensor-parallel-size of 2 or more"
         )
+    if moe is not None:
+        num_slots = moe.num_experts + layout.num_redundant_experts
+        # All tokens choose the busiest rank's experts, if it has enough of them.
+        highest = min(float(layout.expert_ranks), num_slots / moe.top_k)
+        if config.expert_imbalance > highest:
+            raise UsageError(
+                f"--expert-imbalance must be at most {highest:g} with {layout.expert_ranks} ranks: "
+                "then the busiest one's experts get as many tokens as they can"
+            )
     return layout
 
 

@@ -124,8 +124,11 @@ def read_cost(path: Path) -> MeasuredCost:
         raise UsageError(f"--machine {path}: no file of --calibrate: {error}") from error
 
 
-def check_writable(path: Path) -> None:
+def check_writable(flag: str, path: Path) -> None:
     """Check that a file can be written, before minutes are spent on what it is for.
+
+    Args:
+        flag: the one that names the file.
 
     Raises:
         UsageError: it cannot.
@@ -134,7 +137,7 @@ def check_writable(path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as error:
-        raise UsageError(f"--calibrate {path}: {error.strerror}: name a file") from error
+        raise UsageError(f"{flag} {path}: {error.strerror}: name a file") from error
     if not existed:
         path.unlink()
 

@@ -141,17 +141,19 @@ def plan_fleet(config: FleetConfig, engine: EngineConfig) -> FleetPlan:
 def _plan_role(
     role: str, count: int, text: str | None, config: FleetConfig, engine: EngineConfig
 ) -> EnginePlan:
-    """Plan engines for prefill or decode, with what is different in their own settings."""
+    """Plan engines for prefill or decode, with what is different in their own settings. Those for
+    prefill never draft: their requests end with their first token."""
     flag = f"--{role}"
-    if text is None:
-        return replace(plan_engines(flag, count, config, engine), role=role)
-    settings = parse_role(f"{flag}-config", text)
+    if role == "prefill":
+        config = replace(config, spec_acceptance=None, draft_time=0.0)
+    settings = {} if text is None else parse_role(f"{flag}-config", text)
     try:
         own_config = create(FleetConfig, vars(config) | settings)
         own_engine = create(EngineConfig, vars(engine) | settings)
         return replace(plan_engines(flag, count, own_config, own_engine), role=role)
     except UsageError as error:
-        raise UsageError(f"{flag}-config: {error}") from error
+        place = f"{role} engines" if text is None else f"{flag}-config"
+        raise UsageError(f"{place}: {error}") from error
 
 
 def _check_kinds(config: FleetConfig, kinds: Sequence[EnginePlan]) -> None:

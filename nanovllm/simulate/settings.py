@@ -124,8 +124,9 @@ class FleetConfig(Keywords):
         replicas: number of engines
         prefill: with --decode, number of engines that only compute prompts, instead of --replicas
         decode: with --prefill, number of engines that fetch the KV of prompts, and generate outputs
-        prefill_config: settings of the prefill engines that differ from those of the others, as
-            JSON such as {"tensor_parallel_size": 2, "machine": "H200"}
+        prefill_config: settings of the prefill engines that differ from those of the others, such
+            as --prefill-config.machine H200 or, as JSON, {"tensor_parallel_size": 2, "machine":
+            "H200"}: layout, machine, price, KV pool and scheduler
         decode_config: the same for the decode engines
         machine: machine of the engines, such as H100 or A100 (see --list); H100x4 has four devices
             per node; or a file that --calibrate has written
@@ -145,7 +146,7 @@ class FleetConfig(Keywords):
         data_parallel_size: number of engines that fail together; with --enable-expert-parallel and
             a model with experts, they share these, and run their steps together
         expert_imbalance: with --enable-expert-parallel, tokens of the busiest rank's experts,
-            relative to the mean of all ranks
+            relative to the mean of all ranks (1: each rank's get the same number)
         spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
             such as 0.8,0.6,0.4
         draft_time: with --spec-acceptance, time in ms to draft a token for all requests
@@ -265,7 +266,10 @@ def parse_role(flag: str, text: str) -> dict[str, object]:
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
     for name in settings:
         if name not in ROLE_SETTINGS and name in known_settings():
-            raise UsageError(f"{flag} cannot have {name}: it is one for all engines, set it alone")
+            raise UsageError(
+                f"{flag} cannot have {name}, which is the same for all engines: set "
+                f"--{name.replace('_', '-')} instead"
+            )
         if name not in ROLE_SETTINGS:
             raise UsageError(f"{flag}: no setting {name!r}{did_you_mean(name, ROLE_SETTINGS)}")
     return settings

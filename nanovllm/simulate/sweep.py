@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from nanovllm.data.errors import UsageError
+from nanovllm.data.json import JsonObject
 from nanovllm.simulate.report import Summary
+from nanovllm.simulate.settings import NEEDED_FLAGS
 
 Settings = Mapping[str, object]
 # The times that the frontier compares.
@@ -22,6 +27,56 @@ MAX_FACTOR = 2.0**20
 def combinations(lists: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
     """Return each combination of one value per name."""
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def with_point(settings: Settings, point: Settings) -> dict[str, object]:
+    """Return settings with those of a point in their place. A name with dots, such as
+    "prefill_config.machine", is a part of a setting that is JSON. Settings that have no effect at
+    this point alone, such as the bandwidth of a store of size 0, have their defaults.
+
+    Raises:
+        UsageError: a setting that has parts in the point is no JSON object.
+    """
+    found = dict(settings)
+    for name, value in sorted(point.items(), key=lambda item: "." in item[0]):
+        whole, *parts = name.split(".")
+        if not parts:
+            found[whole] = value
+            continue
+        try:
+            data = msgspec.json.decode(str(found.get(whole) or "{}"), type=JsonObject)
+        except msgspec.DecodeError as error:
+            flag = whole.replace("_", "-")
+            raise UsageError(f"--{flag} must be a JSON object, got {found[whole]!r}") from error
+        inner = data
+        for part in parts[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[parts[-1]] = value
+        found[whole] = json.dumps(data)
+    for name in idle_settings(found, point):
+        found.pop(name, None)
+    return found
+
+
+def idle_settings(settings: Settings, point: Settings) -> list[str]:
+    """Return the settings that have no effect, since a point sets nothing where they need it."""
+    idle = [
+        name_of(flag)
+        for flag, needed in NEEDED_FLAGS.items()
+        if name_of(needed) in point and not settings[name_of(needed)]
+    ]
+    sizes = ("kv_offloading_size", "kv_store_size")
+    modes = ("preemption_mode", "prefill_config", "decode_config")
+    uses_host = any(settings.get(name) for name in sizes) or any(
+        "swap" in str(settings.get(name)) for name in modes
+    )
+    is_swept = any(name in point for name in (*sizes, *modes))
+    return [*idle, "kv_offloading_bandwidth"] if is_swept and not uses_host else idle
+
+
+def name_of(flag: str) -> str:
+    """Return the setting that a flag sets."""
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def run_all(

@@ -112,8 +112,8 @@ class Tiers:
 
     Args:
         fleet: its engines have a `TierConnector` each.
-        hosts: of each engine, the link from host memory to all of its devices; their latencies are
-            equal.
+        hosts: of each engine, the link from host memory to all of its devices. Loads have the
+            highest of their latencies.
         store: from the store to all hosts.
         kv_bytes_per_block: of each engine, KV of a block, in bytes, on all of its ranks.
     """
@@ -125,7 +125,8 @@ class Tiers:
         self.kv_bytes_per_block = kv_bytes_per_block
         self.num_host_blocks = 0
         self.num_store_blocks = 0
-        self.host = self._links(lambda replica: hosts[replica].bandwidth, hosts[0].latency)
+        latency = max(link.latency for link in hosts)
+        self.host = self._links(lambda replica: hosts[replica].bandwidth, latency)
         self.store = self._links(lambda replica: store.bandwidth, store.latency)
         for replica, engine in enumerate(fleet.engines):
             connector = self._connector(replica)

@@ -55,8 +55,8 @@ def test_wrong_weights_are_refused_by_both_routers_in_the_same_words(words: str)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert messages[0] == (
-        "--routing-weights must be a name of prefix, kv, queue and a number, such as kv:2, got "
-        f"'{words}'"
+        "--routing-weights must be a name of prefix, kv, queue and a positive number, such as kv:2"
+        f", got '{words}'"
     )
 
 

@@ -175,9 +175,66 @@ def test_values_of_a_sweep_are_read_as_flags_are() -> None:
     }
 
 
+def test_parts_of_settings_are_swept() -> None:
+    words = ["prefill-config.tensor-parallel-size=1,2", "decode_config.machine=A100"]
+    words += ["eplb-config.num_redundant_experts=0,32"]
+    assert parse_sweep(words) == {
+        "prefill_config.tensor_parallel_size": [1, 2],
+        "decode_config.machine": ["A100"],
+        "eplb_config.num_redundant_experts": [0, 32],
+    }
+    whole = '{"tensor_parallel_size": 2, "machine": "A100"}'
+    assert parse_sweep([f"prefill-config={whole},{{}}"]) == {"prefill_config": [whole, "{}"]}
+
+
+def test_a_sweep_of_a_part_keeps_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = [*SMALL, "--prefill", "1", "--decode", "1", "--prefill-config.machine", "A100"]
+    sweep = ["--sweep", "prefill-config.tensor_parallel_size=1,2", "--processes", "1"]
+    points = results(capsys, *apart, *sweep)
+    for point, size in zip(points, (1, 2), strict=True):
+        assert point["settings"] == {"prefill_config.tensor_parallel_size": size}
+        alone = results(capsys, *apart, "--prefill-config.tensor_parallel_size", str(size))
+        assert f"on A100, TP {size}" in alone["setup"]
+        shared = {name: point[name] for name in alone}
+        assert shared == alone
+    assert "prefill config.tensor parallel" in " ".join(run(capsys, *apart, *sweep).split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--kv-store-bandwidth", "5", "--sweep", "kv-store-size=0,10"],
+        ["--kv-offloading-bandwidth", "5", "--sweep", "kv-offloading-size=0,10"],
+        ["--draft-time", "1", "--sweep", "spec-acceptance=,0.8"],
+        ["--decode-config.max_num_seqs", "9", "--sweep", "prefill=0,1", "--sweep", "decode=0,1"],
+    ],
+)
+def test_a_sweep_may_have_a_point_where_a_flag_is_idle(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    points = results(capsys, *SMALL, *words, "--processes", "1")
+    plain = results(capsys, *SMALL)
+    assert {name: points[0][name] for name in plain} == plain
+    assert points[-1]["completed"] == 40
+
+
+def test_a_bandwidth_may_be_for_one_role(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = ["--prefill", "1", "--decode", "1", "--decode-config.preemption_mode", "swap"]
+    assert results(capsys, *SMALL, *apart, "--kv-offloading-bandwidth", "5")["completed"] == 40
+
+
+def test_a_flag_is_a_whole_or_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prefill-config", "{}", "--prefill-config.machine", "A100"]
+    for each in (words, words[2:] + words[:2]):
+        with pytest.raises(SystemExit):
+            main(["simulate", "--prefill", "1", "--decode", "1", *each])
+        error = capsys.readouterr().err
+        assert "--prefill-config is set as a whole and in parts (--prefill-config.*)" in error
+
+
 def test_the_highest_rate_keeps_the_objectives(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SMALL, "--goodput", "ttft:200", "tpot:15", "--slo-attainment", "0.8"]
-    found = results(capsys, *words, "--find-load")
+    words = [*SMALL, "--goodput", "ttft:200", "tpot:15"]
+    found = results(capsys, *words, "--find-load", "--slo-attainment", "0.8")
     assert found["slo_attainment"] >= 0.8
     rate = found["request_rate"]
     beyond = results(capsys, *words, "--request-rate", str(rate * 1.03))
@@ -237,10 +294,20 @@ MISTAKES = {
     "--kv-offloading-bandwidth has no effect without --kv-offloading-size, --kv-store-size": [
         *("--kv-offloading-bandwidth", "9")
     ],
+    "--slo-attainment has no effect without --find-load": ["--slo-attainment", "0.5"],
     "--find-load needs --goodput": ["--find-load"],
     "no setting 'replica'; did you mean replicas": ["--sweep", "replica=1,2"],
+    "no setting 'machine.tp'": ["--sweep", "machine.tp=1"],
+    "--prefill-config: no setting 'tp'": [
+        *("--prefill", "1", "--decode", "1", "--sweep", "prefill-config.tp=1")
+    ],
+    "--eplb-config must be a JSON object, got '2'": [
+        *("--eplb-config", "2", "--sweep", "eplb-config.window_size=8")
+    ],
     "--sweep must be a list such as replicas=1,2,4, got 'replicas'": ["--sweep", "replicas"],
     "--perfetto shows one simulation": ["--perfetto", "x", "--sweep", "replicas=1"],
+    "--perfetto .: Is a directory: name a file": ["--perfetto", "."],
+    "--perfetto no/x: No such file or directory": ["--perfetto", "no/x"],
 }
 
 

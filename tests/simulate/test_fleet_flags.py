@@ -157,6 +157,17 @@ def test_drafts_on_decode_engines_and_in_fleets_that_fail() -> None:
     assert isinstance(outcomes, dict) and 0 < outcomes["failed"] < outcomes["length"]
 
 
+def test_prefill_engines_do_not_draft_whatever_their_layout() -> None:
+    """Drafts shorten outputs; prompts take as long as without."""
+    staged = APART | {"prefill_config": '{"pipeline_parallel_size": 2}', "failures": "0@1"}
+    plain = run(**staged)
+    drafting = run(**staged, spec_acceptance="0.8,0.6,0.4")
+    prefill = [each["replicas"][0] for each in (plain, drafting)]  # type: ignore[index]
+    for name in ("num_requests", "num_steps"):
+        assert prefill[0][name] == prefill[1][name]
+    assert number(drafting, "mean_tpot_ms") < 0.7 * number(plain, "mean_tpot_ms")
+
+
 def test_prefill_and_decode_with_layouts_of_their_own() -> None:
     """Settings that say the same change nothing; others change what their engines do alone."""
     plain = run(**APART)
@@ -218,7 +229,6 @@ def test_experts_over_more_ranks_for_decode_than_for_prefill() -> None:
     assert isinstance(replicas, list) and len(replicas) == 176
     # The steps of a group are steps of all its engines.
     assert len({each["utilization"] for each in replicas[:32] if each["num_steps"]}) <= 3
-    # More experts on a rank leave less room for KV.
     assert number(summary, "num_transfers") == 500
 
 
@@ -271,17 +281,25 @@ def test_requests_that_verify_drafts_decode() -> None:
             | {"expert_imbalance": 1.5},
             "--expert-imbalance needs ranks that share experts",
         ),
+        (
+            SHARED_EXPERTS | {"expert_imbalance": 8.1},
+            "--expert-imbalance must be at most 8 with 8 ranks",
+        ),
+        (
+            SHARED_EXPERTS | {"replicas": 32, "data_parallel_size": 32, "expert_imbalance": 33},
+            "--expert-imbalance must be at most 32 with 64 ranks",
+        ),
         ({"expert_imbalance": 0.5}, "expert_imbalance must be a finite number of at least 1"),
         ({"prefill_config": "{}"}, "--prefill-config has no effect without --prefill"),
         (APART | {"prefill_config": "tp=2"}, r"--prefill-config must be JSON such as .*got 'tp=2'"),
-        (APART | {"decode_config": '{"block_size": 8}'}, "cannot have block_size: it is one for"),
+        (APART | {"decode_config": '{"block_size": 8}'}, "cannot have block_size, .* --block-size"),
         (
             APART | {"decode_config": '{"tensor_parallel": 2}'},
             r"--decode-config: no setting 'tensor_parallel'.*tensor_parallel_size",
         ),
         (
             APART | {"decode_config": '{"tensor_parallel_size": 3}'},
-            "--decode-config: 32 heads and 8 KV heads|--decode-config: .*heads.*3",
+            "--decode-config: 32 attention heads, .* cannot be divided among 3 ranks",
         ),
         (
             APART | {"decode_config": '{"tensor_parallel_size": "two"}'},
@@ -301,6 +319,24 @@ def test_requests_that_verify_drafts_decode() -> None:
             "experts",
         ),
         ({"pipeline_parallel_size": 2, "spec_acceptance": "0.5"}, "--spec-acceptance cannot be"),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True},
+            "--enable-eplb has no effect: llama-3.1-8b has no experts",
+        ),
+        (
+            APART | {"model": "llama-3.1-70b", "prefill_config": '{"tensor_parallel_size": 4}'},
+            "decode engines: llama-3.1-70b does not fit on H100: 63.8 GB per device",
+        ),
+        (
+            APART
+            | {"model": "llama-3.1-70b", "tensor_parallel_size": 4}
+            | {"prefill_config": '{"tensor_parallel_size": 1}'},
+            "--prefill-config: llama-3.1-70b does not fit on H100: 63.8 GB per device",
+        ),
+        (
+            APART | {"decode_config": '{"pipeline_parallel_size": 2}', "spec_acceptance": "0.5"},
+            "--decode-config: --spec-acceptance cannot be",
+        ),
         ({"enable_eplb": True}, "enable_eplb moves whole experts between ranks"),
         (SHARED_EXPERTS | {"enable_eplb": True, "eplb_config": "{"}, "--eplb-config takes a JSON"),
     ],
