@@ -35,7 +35,7 @@ def with_point(settings: Settings, point: Settings) -> dict[str, object]:
     this point alone, such as the bandwidth of a store of size 0, have their defaults.
 
     Raises:
-        UsageError: a setting that has parts in the point is no JSON object.
+        UsageError: a setting that has parts in the point is not a JSON object.
     """
     found = dict(settings)
     for name, value in sorted(point.items(), key=lambda item: "." in item[0]):
