@@ -128,7 +128,8 @@ class Keywords:
     (`check_keywords`), and a ValueError for a wrong value (`check_fields`)."""
 
     def __new__(cls, *args: object, **options: object) -> typing.Self:
-        check_keywords(cls.__name__, options, cls)
+        if options:
+            check_keywords(cls.__name__, options, cls)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -113,11 +113,12 @@ class SentPrefixes(PrefixIndex):
         bit = 1 << server
         move_to_end = sent.move_to_end
         for name in reversed(names):  # the last block is forgotten first
-            if name in sent:
+            servers = where.get(name, 0)
+            if servers & bit:
                 move_to_end(name)
             else:
                 sent[name] = None
-                where[name] = where.get(name, 0) | bit
+                where[name] = servers | bit
         num_extra = len(sent) - self.capacity
         if num_extra > 0:
             oldest = list(islice(sent, num_extra))
@@ -246,10 +247,7 @@ def _best(state: RouterState, index: PrefixIndex, names: Sequence[Hashable], ser
             if not near:
                 limit = level[0] + state.max_imbalance
             near.append(having)
-    best = 0
-    for having in near:
-        best |= having
-    best = index.longest(names, best)
+    best = index.longest(names, sum(near))  # these sets are disjoint
     best = next(best & having for having in near if best & having)
     return round_robin(state, (), best)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from msgspec.structs import replace
+
 from nanovllm.core.queues import Queues
 from nanovllm.core.request import Request, RequestStatus
 from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
@@ -27,11 +29,14 @@ class Shares(list[ScheduledRequest]):
         return self.silent > 0 or len(self) > 0
 
 
+# Silent plans share its lists, which stay empty: lists of their own would take longer.
+_NOTHING = SchedulerOutput()
+
+
 def silent_plan(shares: Shares) -> SchedulerOutput:
     """Return a plan with these shares, all of which are silent."""
-    plan = SchedulerOutput()
+    plan = replace(_NOTHING, num_tokens=shares.silent, num_samples=shares.silent)
     plan.requests = shares
-    plan.num_tokens = plan.num_samples = shares.silent
     return plan
 
 
@@ -142,7 +147,9 @@ class DecodingQueues(Queues):
         num_taken = taken - request.taken
         if not num_planned and not num_taken:
             return
-        before = min(request.num_computed_tokens, request.num_tokens)
+        before = request.num_computed_tokens
+        if before > request.num_tokens:
+            before = request.num_tokens
         request.planned = planned
         request.taken = taken
         request.num_computed_tokens += num_planned
@@ -202,8 +209,9 @@ class DecodingQueues(Queues):
 
     def _await_event(self, request: SimulatedRequest, step: int) -> None:
         """Note the step in which a member takes a block, or the one that samples its last token."""
-        request.event = min(step, request.last_step)
-        heappush(self._events, (request.event, request.order, request))
+        last_step = request.last_step
+        request.event = event = step if step < last_step else last_step
+        heappush(self._events, (event, request.order, request))
 
     def _separate(self) -> None:
         """Let members leave that are no longer at the head of `running`."""
@@ -217,8 +225,8 @@ class DecodingQueues(Queues):
     # ---------------------------------------------------------------- one step
 
     def fill(self, scheduler: Scheduler, plan: SchedulerOutput) -> None:
-        """Do what `decodes_first` does, but leave silent members out of the plan's list."""
-        self.join()
+        """Do what `decodes_first` does, but leave silent members out of the plan's list. Call
+        `join` before."""
         if not self.size or self._continue_group(scheduler, plan):
             rest = self.running[self.size + self._num_ending :]
             if rest:
@@ -281,7 +289,7 @@ class DecodingQueues(Queues):
         request.is_ending = True
         self.size -= 1
         self._num_ending += 1
-        self.context -= request.num_computed_tokens + 1
+        self.context -= request.max_num_tokens
 
     def _pop_events(self, last: int) -> list[SimulatedRequest]:
         """Return the members with an event up to a step, by step and order."""
@@ -299,8 +307,7 @@ class DecodingQueues(Queues):
     def num_uneventful(self) -> tuple[int, int]:
         """Return how many of the next steps compute one token for each request, and nothing else,
         since blocks suffice; and up to which one of them none has ended: it samples the first last
-        token."""
-        self.join()
+        token. Call `join` before."""
         if not self.size or self.size + self._num_ending < len(self.running):
             return 0, 0
         last_steps = self._last_steps
@@ -336,6 +343,8 @@ class DecodingQueues(Queues):
         if request.status is RequestStatus.SWAPPED or request.num_pending_tokens:
             return False
         manager = self.manager
+        if manager.blocks_for(request.num_tokens) <= manager.pool.num_free:
+            return False  # it fits without any cached block, too
         computed = manager.get_computed_blocks(request)
         request.num_computed_tokens = len(computed) * manager.block_size
         shares = Shares()
@@ -343,9 +352,8 @@ class DecodingQueues(Queues):
         share = scheduler.share(request, silent_plan(shares))
         end = request.num_computed_tokens + share
         request.num_computed_tokens = 0
-        num_idle = [manager.pool.ref_counts[block_id] for block_id in computed].count(0)
         num_new = manager.blocks_for(end) - len(computed)
-        return share > 0 and num_new > manager.pool.num_free - num_idle
+        return share > 0 and not manager.has_room(num_new, computed)
 
     def advance(self, num_steps: int) -> int:
         """Plan steps that `num_uneventful` has counted, at most up to the first last token. Return
@@ -369,7 +377,6 @@ class DecodingQueues(Queues):
         self.context += num_steps * self.size
         self.planned = end
         for request in self.ending:
-            self.settle(request)
             self._await_end(request)
         return num_held
 
@@ -380,7 +387,7 @@ class DecodingQueues(Queues):
         shares.context = self.context - self.size
         plan = silent_plan(shares)
         for request in self.ending:
-            start = request.num_computed_tokens - 1
+            start = request.max_num_tokens - 2
             plan.add(ScheduledRequest(request.request_id, start, 1, [], [], samples=1))
         self.in_flight.append(plan)
         return plan

@@ -182,13 +182,15 @@ class SimulatedEngine:
         scheduler = self.scheduler
         in_flight = self._in_flight
         unfinished = scheduler.queues.requests
-        is_fast = self.group is not None
+        group = self.group
         while len(in_flight) <= self.steps_ahead and unfinished:
             if self._is_draining and in_flight:
                 break
             self._is_draining = False
-            if is_fast and len(in_flight) == self.steps_ahead and self._begin_run(now):
-                return True
+            if group is not None:
+                group.join()
+                if len(in_flight) == self.steps_ahead and self._begin_run(now):
+                    return True
             plan = scheduler.schedule()
             self._blocked_by = plan.blocked_by
             if plan.empty:
@@ -217,12 +219,13 @@ class SimulatedEngine:
     def _launch(self, plan: SchedulerOutput, now: int) -> None:
         work = work_of(plan)
         num_copies = len(plan.swap_out) + len(plan.swap_in)
-        seconds = num_copies * self.copy_time + self.cost.step(work)
+        time = num_copies * self.copy_time + self.cost.step(work)
         stages = self._stage_ends
-        start = end = max(now, stages[0])
-        last_end = stages[-1]
-        if start > last_end:
-            seconds += self.cost.after_idle(start - last_end)
+        start = now if now > stages[0] else stages[0]
+        busy_since = stages[-1]  # in a pipeline, the step before may still run
+        if start > busy_since:
+            time += self.cost.after_idle(start - busy_since)
+            busy_since = start
         record = self.recorder.begin(plan, self._totals.num_steps, start / SECOND)
         pool = self.scheduler.manager.pool
         held = pool.num_blocks - pool.num_free
@@ -231,14 +234,9 @@ class SimulatedEngine:
         if len(work.prefills) > num_decodes - work.num_decodes:
             self._totals.num_decode_steps -= 1
             self._totals.num_prefill_tokens += plan.num_tokens - num_decodes - num_drafts
-        num_stages = len(stages)
-        for i in range(num_stages):
-            # The last stage gets the rest, so that the parts add up.
-            part = seconds * (i + 1) // num_stages - seconds * i // num_stages
-            end = stages[i] = max(end, stages[i]) + part
+        end = start + time if len(stages) == 1 else self._pass_stages(start, time)
         end = stages[-1] = end + self.runner.time_after(plan)
-        # In a pipeline, the step before may still run.
-        self._count(1, num_decodes, context, end - max(start, last_end), held)
+        self._count(1, num_decodes, context, end - busy_since, held)
         if plan.blocked_by:
             self._totals.waits[plan.blocked_by] += 1
         for name in plan.admitted:
@@ -250,6 +248,17 @@ class SimulatedEngine:
             self.group.ahead = len(self._in_flight)
             self.group.planned += 1
         self._in_flight.append(StepInFlight(plan, start, end, record))
+
+    def _pass_stages(self, start: int, time: int) -> int:
+        """Let a step pass through all stages. Returns when the last one ends."""
+        stages = self._stage_ends
+        num_stages = len(stages)
+        end = start
+        for i in range(num_stages):
+            # The last stage gets the rest, so that the parts add up.
+            part = time * (i + 1) // num_stages - time * i // num_stages
+            end = stages[i] = max(end, stages[i]) + part
+        return end
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:
         """Take a step's result. Returns the requests that have ended."""
@@ -366,7 +375,8 @@ class SimulatedEngine:
             ends = False
         else:
             ends = to_end + ahead <= num_steps
-            num_steps = min(num_steps, to_end)
+            if num_steps > to_end:
+                num_steps = to_end
         group.removed_ids = []
         origin = self._in_flight[0].end if self._in_flight else now
         base, per_context = self.cost.decode(group.size)

@@ -64,40 +64,42 @@ class GrowingPool(BlockPool):
         Raises:
             MemoryError: fewer than `count` blocks are free. Nothing is taken then.
         """
-        ref_counts = self.ref_counts
-        hashes = self.block_hashes
-        num_used = len(ref_counts)
-        num_fresh = min(count, self.num_blocks - num_used)
-        num_reused = count - num_fresh
         if count > self.num_free:
             return super().get_new_blocks(count)  # raises the error
         self.num_free -= count
-        block_ids = list(range(num_used, num_used + num_fresh))
-        if num_fresh:
-            ref_counts += [1] * num_fresh
-            hashes += [None] * num_fresh
-        if num_reused:
-            cached = self.cached_blocks
-            num_cached = len(cached)
-            reused = self._pop(num_reused)
-            for block_id in reused:
-                ref_counts[block_id] = 1
-                if (block_hash := hashes[block_id]) is not None:
-                    del cached[block_hash]
-                    hashes[block_id] = None
-            self.num_evictions += num_cached - len(cached)
-            block_ids += reused
+        num_used = len(self.ref_counts)
+        if num_used == self.num_blocks:
+            return self._reuse(count)
+        num_fresh = min(count, self.num_blocks - num_used)
+        self.ref_counts += [1] * num_fresh
+        self.block_hashes += [None] * num_fresh
+        return [*range(num_used, num_used + num_fresh), *self._reuse(count - num_fresh)]
+
+    def _reuse(self, count: int) -> list[int]:
+        """Take blocks from the queue. They lose their content."""
+        ref_counts = self.ref_counts
+        hashes = self.block_hashes
+        cached = self.cached_blocks
+        num_cached = len(cached)
+        block_ids = self._pop(count)
+        for block_id in block_ids:
+            ref_counts[block_id] = 1
+            if (block_hash := hashes[block_id]) is not None:
+                del cached[block_hash]
+                hashes[block_id] = None
+        self.num_evictions += num_cached - len(cached)
         return block_ids
 
     def _pop(self, count: int) -> list[int]:
         """Take blocks from the queue."""
         skipped = self._skipped
         found = self._take(count)
-        while not skipped.keys().isdisjoint(found):
-            found = self._without_skipped(found, skipped)
-            num_missing = count - len(found)
+        if skipped.keys().isdisjoint(found):
+            return found
+        found = self._without_skipped(found, skipped)
+        while num_missing := count - len(found):
             self._num_skipped -= num_missing
-            found += self._take(num_missing)
+            found += self._without_skipped(self._take(num_missing), skipped)
         return found
 
     def _take(self, count: int) -> list[int]:
@@ -120,12 +122,14 @@ class GrowingPool(BlockPool):
         add = self._queue.append
         num_before = len(self._queue)
         for block_id in block_ids:
-            left = ref_counts[block_id] - 1
-            if left < 0:
-                raise InvariantError(f"block {block_id} freed twice")
-            ref_counts[block_id] = left
-            if left == 0:
+            count = ref_counts[block_id]
+            if count == 1:
+                ref_counts[block_id] = 0
                 add(block_id)
+            elif count > 1:
+                ref_counts[block_id] = count - 1
+            else:
+                raise InvariantError(f"block {block_id} freed twice")
         self.num_free += len(self._queue) - num_before
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -185,19 +189,28 @@ class SimulatedManager(KVCacheManager):
         if num_new <= 0 and not computed_blocks:
             return []
         pool = self.pool
-        appended: list[int] = []
-        num_idle = 0
-        if computed_blocks:
-            appended += computed_blocks
-            num_idle = [pool.ref_counts[block_id] for block_id in computed_blocks].count(0)
-        if num_new > pool.num_free - num_idle:
+        if num_new > pool.num_free:
             return None
-        pool.touch(computed_blocks)
-        if num_new > 0:
-            appended += pool.get_new_blocks(num_new)
+        if not computed_blocks:
+            appended = pool.get_new_blocks(num_new)
+        elif not self.has_room(num_new, computed_blocks):
+            return None
+        else:
+            pool.touch(computed_blocks)
+            appended = list(computed_blocks)
+            if num_new > 0:
+                appended += pool.get_new_blocks(num_new)
         table += appended
         self.tables[request.request_id] = table
         return appended
+
+    def has_room(self, count: int, block_ids: Sequence[int]) -> bool:
+        """Whether `count` blocks are free besides these, some of which may be free, too."""
+        pool = self.pool
+        num_left = pool.num_free - count
+        if num_left < 0 or num_left >= len(block_ids):
+            return num_left >= 0
+        return num_left >= [pool.ref_counts[block_id] for block_id in block_ids].count(0)
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Blocks that already contain the beginning of the request's tokens; see
@@ -221,7 +234,10 @@ class SimulatedManager(KVCacheManager):
         computed."""
         size = self.block_size
         first = num_before // size
-        end = min(request.num_computed_tokens, request.num_tokens) // size
+        num_named = request.num_computed_tokens
+        if num_named > request.num_tokens:  # with a token that is not sampled yet
+            num_named = request.num_tokens
+        end = num_named // size
         if first >= end or not self.enable_prefix_caching:
             return
         hashes = self.pool.block_hashes
@@ -229,7 +245,7 @@ class SimulatedManager(KVCacheManager):
         table = self.tables[request.request_id][first:end]
         has_copies = request.has_copies
         for block_id, name in zip(table, request.block_hashes[first:end], strict=True):
-            if hashes[block_id] is None and name not in cached:
+            if name not in cached:
                 hashes[block_id] = name
                 cached[name] = block_id
                 if has_copies:

@@ -30,7 +30,7 @@ class Tokens:
 
     def __getitem__(self, key: slice) -> range:
         """Return as many of any numbers."""
-        return range(self._request.num_tokens)[key]
+        return range(*key.indices(self._request.num_tokens))
 
     def append(self, token_id: int) -> None:
         """Count a token."""
@@ -193,7 +193,9 @@ class RequestMaker:
         """Name the full blocks of a prompt as far as its numbers describe them."""
         size = self.block_size
         per_number = self._per_number
-        covered = min(num_prompt_tokens, len(prefix_ids) * self.prefix_block_size)
+        covered = len(prefix_ids) * self.prefix_block_size
+        if covered > num_prompt_tokens:
+            covered = num_prompt_tokens
         count = covered // size
         if size == self.prefix_block_size:
             return list(prefix_ids[:count])

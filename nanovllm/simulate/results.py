@@ -114,7 +114,8 @@ class TokenGaps:
             return
         buckets = self.buckets
         last = first + (num_steps - 1) * growth
-        self.longest = max(self.longest, last)
+        if last > self.longest:
+            self.longest = last
         last_bucket = bucket_of(last)
         i = 0
         while (bucket := bucket_of(first + i * growth)) < last_bucket:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from nanovllm.data.errors import UsageError
 from nanovllm.distributed.cost_model import best_all_reduce, ring_all_gather
@@ -22,7 +24,7 @@ from nanovllm.simulate.workload import SECOND
 ACTIVATION_BYTES = 2
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """A part of a step.
 
     Attributes:
@@ -34,7 +36,7 @@ class Part(NamedTuple):
     bound: str
 
 
-class Product(NamedTuple):
+class Product(msgspec.Struct, frozen=True):
     """Times of the products with a matrix, in seconds.
 
     Attributes:
@@ -53,8 +55,9 @@ class Product(NamedTuple):
         """Return the part of a step in which so many rows use this share of the copies."""
         moving = copies * self.read + rows * self.move
         computing = rows * self.compute
-        bound = "bytes" if moving > computing else "FLOPs"
-        return Part(self.part, max(moving, computing), bound)
+        if moving > computing:
+            return Part(self.part, moving, "bytes")
+        return Part(self.part, computing, "FLOPs")
 
 
 class Roofline(StepCost):
@@ -99,7 +102,8 @@ class Roofline(StepCost):
         for _, count in prefills:
             num_tokens += count
         seconds = self._fixed(num_tokens, num_samples, num_decodes + len(prefills), not prefills)
-        seconds += context * self._token + max(self._prompt_times(prefills))
+        moving, computing = self._prompt_times(prefills)
+        seconds += context * self._token + (moving if moving > computing else computing)
         return round(seconds * SECOND)
 
     def decode(self, num_decodes: int) -> tuple[int, int]:
@@ -122,7 +126,7 @@ class Roofline(StepCost):
         return [
             *layers,
             head,
-            operators._replace(seconds=operators.seconds + more_operators.seconds),
+            replace(operators, seconds=operators.seconds + more_operators.seconds),
             self._attention(work.decode_context),
             self._prompt_attention(work.prefills),
             Part("host", self._host(work.num_decodes + len(work.prefills)), "host"),
@@ -214,7 +218,7 @@ class Roofline(StepCost):
         read = num_pairs = 0
         for start, count in prefills:
             read += start
-            num_pairs += count * start + count * (count + 1) // 2
+            num_pairs += count * (2 * start + count + 1) // 2
         return read * self._read, num_pairs * self._prompt_pair
 
     def _pair(self, channels: int, reach: float) -> float:

@@ -76,8 +76,10 @@ class PolicyRouter:
     def choose(self, request: WorkloadRequest, now: int) -> int:
         """Return the number of the engine for a request."""
         self._look(now)
+        state = self.router.state
         for replica, engine in self._changed.items():
-            self.router.state.set_load(replica, *self._load_of(engine))
+            load, kv_percent = self._load_of(engine)
+            state.set_load(replica, load, kv_percent)
         self._changed.clear()
         names = self._names(request) if self.router.compares_prefixes else ()
         return self.router.choose(names, self.available)
