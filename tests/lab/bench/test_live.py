@@ -38,7 +38,9 @@ class Clock:
         self.idle_until = self.now() + seconds + 1e-9
 
 
-def start(folder: pathlib.Path, clock: Clock, num_kv_blocks: int | None) -> StepTimer:
+def start(
+    folder: pathlib.Path, clock: Clock, num_kv_blocks: int | None, tensor_parallel_size: int
+) -> StepTimer:
     clock.timer = None
     config = EngineConfig(
         model=str(folder),
@@ -48,6 +50,7 @@ def start(folder: pathlib.Path, clock: Clock, num_kv_blocks: int | None) -> Step
         max_num_seqs=16,
         max_num_batched_tokens=512,
         async_scheduling=False,
+        tensor_parallel_size=tensor_parallel_size,
     )
     clock.timer = StepTimer(LLMEngine(config))
     return clock.timer
@@ -59,23 +62,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated_ones(
-    tiny_model: pathlib.Path, clock: Clock
+    tiny_model: pathlib.Path, clock: Clock, num_ranks: int
 ) -> None:
-    timer = start(tiny_model, clock, None)
+    timer = start(tiny_model, clock, None, num_ranks)
     for load in loads(timer.core.resolved, timer.numbers):
         timer.seen += timer.run(load)
     timer.unseen += timer.run(joining_load(timer.core.resolved, timer.numbers, 4))
     cost = timer.create_cost()
+    timer.core.close()
     assert cost.error < 0.01
     assert 0.97 < cost.low <= cost.high < 1.03
     for load in LOADS[1::2]:
-        timer = start(tiny_model, clock, load.num_kv_blocks)
+        timer = start(tiny_model, clock, load.num_kv_blocks, num_ranks)
         simulated_device = replace(timer.core.config, device="cpu", sleep_config=None)
         fleet = plan(simulated_device, cost)
         requests = create_requests(load, fleet, 20.0, seed=1)
         live = serve(timer.engine, requests, clock.now, clock.sleep)
         simulated = simulate(fleet, requests)
+        timer.core.close()
         allowed = {"mean_tpot_ms": 0.03, "output_throughput": 0.03}
         allowed |= {"mean_ttft_ms": 0.05, "p99_ttft_ms": 0.1}
         for name, error in allowed.items():
