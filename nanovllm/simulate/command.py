@@ -268,7 +268,8 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
         flag, equals, values = word.partition("=")
         key = flag.removeprefix("--").replace("-", "_")
         name, *parts = key.split(".")
-        if name not in known_settings() or (parts and not name.endswith("_config")):
+        is_part = bool(parts) and name.endswith("_config") and not key.endswith("+")
+        if name not in known_settings() or is_part != bool(parts):
             raise UsageError(f"--sweep: no setting {flag!r}{did_you_mean(name, known_settings())}")
         if not equals:
             raise UsageError(f"--sweep must be a list such as replicas=1,2,4, got {word!r}")

@@ -183,14 +183,14 @@ def _store_blocks(config: FleetConfig, kinds: Sequence[EnginePlan]) -> int:
     """Return how many blocks fit in the store, which has each part of a block once.
 
     Raises:
-        UsageError: prefill and decode ranks have different parts of a block.
+        UsageError: prefill and decode ranks have different parts of a block, or some have none that
+            they could share.
     """
     if len({(each.num_devices, each.kv_bytes_per_token) for each in kinds}) > 1:
         raise UsageError(
             "--kv-store-size needs prefill and decode engines with the same "
             "--tensor-parallel-size and --pipeline-parallel-size: their ranks share files"
         )
-    engine = kinds[0].resolved.given
     cost = kinds[0].cost
     # A measurement does not tell which ranks have copies of the same heads.
     bytes_per_token = (
@@ -198,5 +198,8 @@ def _store_blocks(config: FleetConfig, kinds: Sequence[EnginePlan]) -> int:
         if isinstance(cost, Roofline)
         else kinds[0].kv_bytes_per_token
     )
-    block_bytes = engine.block_size * bytes_per_token
-    return blocks_in("--kv-store-size", config.kv_store_size, block_bytes, engine)
+    engines = [each.resolved.given for each in kinds]
+    block_bytes = engines[0].block_size * bytes_per_token
+    return min(
+        blocks_in("--kv-store-size", config.kv_store_size, block_bytes, each) for each in engines
+    )

@@ -298,6 +298,7 @@ MISTAKES = {
     "--find-load needs --goodput": ["--find-load"],
     "no setting 'replica'; did you mean replicas": ["--sweep", "replica=1,2"],
     "no setting 'machine.tp'": ["--sweep", "machine.tp=1"],
+    r"no setting 'eplb-config.window_size\+'": ["--sweep", "eplb-config.window_size+=1"],
     "--prefill-config: no setting 'tp'": [
         *("--prefill", "1", "--decode", "1", "--sweep", "prefill-config.tp=1")
     ],

@@ -314,6 +314,10 @@ def test_requests_that_verify_drafts_decode() -> None:
             "--kv-store-size needs prefill and decode engines with the same",
         ),
         (
+            APART | {"decode_config": '{"enable_prefix_caching": false}', "kv_store_size": 10.0},
+            "--kv-store-size needs --enable-prefix-caching",
+        ),
+        (
             {"model": "deepseek-v3", "machine": "H200", "enable_expert_parallel": True}
             | {"replicas": 12, "data_parallel_size": 12},
             "experts",
