@@ -183,8 +183,8 @@ def _store_blocks(config: FleetConfig, kinds: Sequence[EnginePlan]) -> int:
     """Return how many blocks fit in the store, which has each part of a block once.
 
     Raises:
-        UsageError: prefill and decode ranks have different parts of a block, or some have none that
-            they could share.
+        UsageError: prefill and decode ranks have different parts of a block, or engines have no
+            prefix caching.
     """
     if len({(each.num_devices, each.kv_bytes_per_token) for each in kinds}) > 1:
         raise UsageError(
