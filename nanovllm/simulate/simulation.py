@@ -68,7 +68,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
-    sources = sources_of([kind.cost for kind in plan.kinds], config.machine)
+    sources = sources_of([(kind.config.machine, kind.cost) for kind in plan.kinds])
     return {"setup": plan.description, "sources": sources, **summary}
 
 

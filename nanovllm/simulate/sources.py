@@ -41,26 +41,29 @@ def _described(name: str) -> Summary:
     }
 
 
-def sources_of(costs: Sequence[Roofline | MeasuredCost], machine: str) -> Summary:
+def sources_of(costs: Sequence[tuple[str, Roofline | MeasuredCost]]) -> Summary:
     """Return where the step times of a simulation come from: machines and corrections by name, and
-    the model; or the file of a calibration, what it measured, and how well it predicts.
+    the model; and each file of a calibration, with what it measured, and how well it predicts.
 
     Args:
-        costs: of each kind of engine.
-        machine: the name or the file of the machine.
+        costs: of each kind of engine, with the name or the file of its machine.
     """
-    first = costs[0]
-    if isinstance(first, MeasuredCost):
-        return {
-            "calibration": machine,
-            "measured": f"steps of {first.model} on {first.machine}",
-            "error": first.error,
-            "low": first.low,
-            "high": first.high,
+    computed = [cost for _, cost in costs if isinstance(cost, Roofline)]
+    measured = {name: cost for name, cost in costs if isinstance(cost, MeasuredCost)}
+    found: Summary = {}
+    if computed:
+        machines = [cost.machine for cost in computed]
+        found["machines"] = {each.name: each.source for each in machines}
+        found["corrections"] = {each.efficiency: each.reach.source for each in machines}
+        found["model"] = computed[0].model.source
+    if measured:
+        found["calibrations"] = {
+            name: {
+                "measured": f"steps of {cost.model} on {cost.machine}",
+                "error": cost.error,
+                "low": cost.low,
+                "high": cost.high,
+            }
+            for name, cost in measured.items()
         }
-    machines = [cost.machine for cost in costs if isinstance(cost, Roofline)]
-    return {
-        "machines": {each.name: each.source for each in machines},
-        "corrections": {each.efficiency: each.reach.source for each in machines},
-        "model": first.model.source,
-    }
+    return found

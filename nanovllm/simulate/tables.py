@@ -102,17 +102,20 @@ def print_summary(summary: Summary) -> None:
 def _sources_line(sources: object) -> str:
     """Say in a line where the times of steps come from. `--list` and --json have more."""
     assert isinstance(sources, dict)
-    if "calibration" in sources:
-        interval = f"{sources['low']:.2f} to {sources['high']:.2f}"
-        return (
-            f"step times: {sources['calibration']}, {sources['measured']}; half are within "
-            f"{sources['error']:.1%} of the prediction, and 16 in a row take {interval} of it"
+    words = []
+    if "machines" in sources:
+        machines, corrections = (
+            " and ".join(source.partition(";")[0] for source in sources[kind].values())
+            for kind in ("machines", "corrections")
         )
-    machines, corrections = (
-        " and ".join(source.partition(";")[0] for source in sources[kind].values())
-        for kind in ("machines", "corrections")
-    )
-    return f"step times: computed from {machines}, corrected by {corrections}"
+        words.append(f"computed from {machines}, corrected by {corrections}")
+    for path, each in sources.get("calibrations", {}).items():
+        interval = f"{each['low']:.2f} to {each['high']:.2f}"
+        words.append(
+            f"{path}, {each['measured']}; half are within {each['error']:.1%} of the prediction, "
+            f"and 16 in a row take {interval} of it"
+        )
+    return f"step times: {'; '.join(words)}"
 
 
 def print_catalog() -> None:

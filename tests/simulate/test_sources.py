@@ -16,6 +16,7 @@ from nanovllm.cli.main import main
 from nanovllm.simulate.measured import write_cost
 from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.sources import catalog
+from nanovllm.simulate.tables import print_summary
 from tests.simulate.test_measured import COST
 
 FOLDER = Path(nanovllm.__file__).parent / "simulate"
@@ -114,6 +115,9 @@ def test_a_summary_names_its_sources(capsys: pytest.CaptureFixture[str], tmp_pat
     assert list(other["machines"]) == ["H800x4"] and list(other["corrections"]) == ["deepseek"]
 
 
+COUNTED = {"measured": "steps of by hand on none", "error": 0.0123, "low": 0.96, "high": 1.051}
+
+
 def test_a_summary_names_its_calibration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -121,16 +125,36 @@ def test_a_summary_names_its_calibration(
     cost = msgspec.structs.replace(COST, num_kv_blocks=100, error=0.0123, low=0.96, high=1.051)
     write_cost(cost, path)
     assert simulate({**FEW, "machine": str(path)})["sources"] == {
-        "calibration": str(path),
-        "measured": "steps of by hand on none",
-        "error": 0.0123,
-        "low": 0.96,
-        "high": 1.051,
+        "calibrations": {str(path): COUNTED}
     }
     assert (
         f"\nstep times: {path}, steps of by hand on none; half are within 1.2% of the prediction, "
         "and 16 in a row take 0.96 to 1.05 of it\n"
     ) in printed(capsys, *flags(), "--machine", str(path))
+
+
+def test_each_role_has_its_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    measured = {}
+    for name in ("one", "two"):
+        cost = msgspec.structs.replace(
+            COST, model="llama-3.1-8b", machine=name, num_kv_blocks=100, max_model_len=2048
+        )
+        write_cost(cost, tmp_path / name)
+        measured[name] = json.dumps({"machine": str(tmp_path / name)})
+    apart = {**FEW, "prefill": 1, "decode": 1, "kv_transfer_bandwidth": 1.0}
+    roles: dict[str, object] = {"prefill_config": measured["two"], "decode_config": measured["one"]}
+    both = simulate({**apart, **roles})["sources"]
+    assert isinstance(both, dict) and list(both) == ["calibrations"]
+    assert list(both["calibrations"]) == [str(tmp_path / name) for name in ("two", "one")]
+    mixed = simulate({**apart, "decode_config": measured["one"]})
+    assert isinstance(mixed["sources"], dict)
+    assert mixed["sources"]["machines"] == {"H100": H100}
+    (calibration,) = mixed["sources"]["calibrations"].items()
+    assert calibration[0] == str(tmp_path / "one")
+    assert calibration[1]["measured"] == "steps of llama-3.1-8b on one"
+    print_summary(mixed)
+    line = " ".join(capsys.readouterr().out.split())
+    assert f"corrected by {MEASURED}; {tmp_path / 'one'}, steps of llama-3.1-8b on one;" in line
 
 
 def flags() -> list[str]:
