@@ -146,6 +146,12 @@ def run(arguments: argparse.Namespace) -> int:
             "--slo-attainment"
         )
     if arguments.calibrate is not None:
+        for name in ("sweep", "find_load", "perfetto", "json"):
+            if vars(arguments)[name]:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no effect with --calibrate, which simulates "
+                    "nothing: omit it"
+                )
         run_calibration(settings, arguments.calibrate)
     elif arguments.sweep:
         run_sweep(settings, arguments)

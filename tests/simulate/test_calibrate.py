@@ -137,7 +137,10 @@ def test_mistakes_are_told_before_anything_is_measured(tmp_path, capsys, monkeyp
 
 def test_settings_that_a_calibration_does_not_use(tmp_path, capsys):
     path = tmp_path / "this.json"
-    for idle in ("--replicas=2", "--machine=A100", "--request-rate=3"):
+    for idle in (
+        *("--replicas=2", "--machine=A100", "--request-rate=3"),
+        *("--sweep=block-size=8,16", "--find-load", "--perfetto=x", "--json"),
+    ):
         assert main(["simulate", "--calibrate", str(path), idle]) != 0
         flag = idle.partition("=")[0]
         assert f"{flag} has no effect with --calibrate" in capsys.readouterr().err
