@@ -180,6 +180,7 @@ def _replica(counters: ReplicaCounters, engine: EngineFacts | None, duration: in
     num_steps = max(1, counters.num_steps)
     num_kv_blocks = 1 if engine is None else engine.num_kv_blocks
     return {
+        "role": "" if engine is None else engine.role,
         "num_requests": counters.num_requests,
         "num_steps": counters.num_steps,
         "utilization": counters.busy / duration,

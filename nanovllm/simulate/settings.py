@@ -138,7 +138,8 @@ class FleetConfig(Keywords):
             memory, and its queue; the engine with the highest sum is chosen
         metrics_interval: seconds between two looks of the router at the loads of the engines (0: it
             always knows them)
-        failures: engines that fail, and when in seconds, such as 0@60 3@120; at 0, they start late
+        failures: engines that fail, and when in seconds, such as 0@60 3@120; at 0, they start late.
+            The prefill engines have the first numbers, from 0
         cold_start: seconds from a failure until a replacement serves requests (default: there is
             none)
         retry_failed: send requests of a failed engine to another one, unless their client has a

@@ -84,7 +84,8 @@ def print_summary(summary: Summary) -> None:
     assert isinstance(replicas, list)
     engines = Table("engine", *ENGINE_COLUMNS.values())
     for number, replica in enumerate(replicas[:MAX_ENGINES]):
-        engines.add_row(str(number), *(_shown(replica[name]) for name in ENGINE_COLUMNS))
+        engine = f"{number} {replica['role']}".rstrip()
+        engines.add_row(engine, *(_shown(replica[name]) for name in ENGINE_COLUMNS))
     console = Console(width=WIDTH)
     console.print(summary["setup"], highlight=False)
     console.print(_sources_line(summary["sources"]), highlight=False, markup=False, soft_wrap=True)

@@ -166,6 +166,19 @@ def test_a_table_says_how_many_engines_it_leaves_out(capsys: pytest.CaptureFixtu
     assert "more engine" not in run(capsys, *SMALL, "--replicas", "16")
 
 
+def test_each_engine_has_its_number_and_role(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = [*SMALL, "--prefill", "2", "--decode", "1"]
+    roles = [each["role"] for each in results(capsys, *apart)["replicas"]]
+    assert roles == ["prefill", "prefill", "decode"]
+    table = run(capsys, *apart)
+    assert re.findall(r"^│ (\d.*?) +│", table, re.MULTILINE) == [
+        "0 prefill",
+        "1 prefill",
+        "2 decode",
+    ]
+    assert results(capsys, *SMALL)["replicas"][0]["role"] == ""
+
+
 def test_values_of_a_sweep_are_read_as_flags_are() -> None:
     words = ["max-num-batched-tokens=8k,512", "enable_prefix_caching=true,false", "machine=A100"]
     assert parse_sweep(words) == {
