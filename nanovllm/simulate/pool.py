@@ -136,13 +136,15 @@ class GrowingPool(BlockPool):
         """Take one more hold on each block; see `BlockPool.touch`."""
         ref_counts = self.ref_counts
         skipped = self._skipped
+        num_idle = 0
         for block_id in block_ids:
             count = ref_counts[block_id]
             ref_counts[block_id] = count + 1
             if count == 0:
                 skipped[block_id] = skipped.get(block_id, 0) + 1
-                self._num_skipped += 1
-                self.num_free -= 1
+                num_idle += 1
+        self._num_skipped += num_idle
+        self.num_free -= num_idle
         if self._num_skipped > 2 * len(ref_counts):
             self._queue = self._without_skipped(self._queue[self._head :], skipped)
             self._head = self._num_skipped = 0
