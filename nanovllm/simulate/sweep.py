@@ -43,14 +43,16 @@ def with_point(settings: Settings, point: Settings) -> dict[str, object]:
         if not parts:
             found[whole] = value
             continue
+        flag = f"--{whole.replace('_', '-')}"
         try:
             data = msgspec.json.decode(str(found.get(whole) or "{}"), type=JsonObject)
         except msgspec.DecodeError as error:
-            flag = whole.replace("_", "-")
-            raise UsageError(f"--{flag} must be a JSON object, got {found[whole]!r}") from error
+            raise UsageError(f"{flag} must be a JSON object, got {found[whole]!r}") from error
         inner = data
         for part in parts[:-1]:
             inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"{flag} must have a JSON object as {part}, got {inner!r}")
         inner[parts[-1]] = value
         found[whole] = json.dumps(data)
     for name in idle_settings(found, point):

@@ -318,6 +318,10 @@ MISTAKES = {
     "--eplb-config must be a JSON object, got '2'": [
         *("--eplb-config", "2", "--sweep", "eplb-config.window_size=8")
     ],
+    "--decode-config must have a JSON object as eplb_config, got '{}'": [
+        *("--prefill", "1", "--decode", "1", "--decode-config", '{"eplb_config": "{}"}'),
+        *("--sweep", "decode-config.eplb_config.window_size=8,9"),
+    ],
     "--sweep must be a list such as replicas=1,2,4, got 'replicas'": ["--sweep", "replicas"],
     "--perfetto shows one simulation": ["--perfetto", "x", "--sweep", "replicas=1"],
     "--perfetto .: Is a directory: name a file": ["--perfetto", "."],
