@@ -42,6 +42,11 @@ class StepCost(Protocol):
         """Return base and price per token of context of a step in which `num_decodes` requests
         compute a token each."""
 
+    def head(self, num_samples: int) -> int:
+        """Return the part of a step's time that the last stage of a pipeline has more than others:
+        it samples."""
+        return 0
+
     def after_idle(self, idle: int) -> int:
         """Return by how much the first step is longer after the engine has been idle for `idle`."""
         return 0

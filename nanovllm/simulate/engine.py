@@ -14,7 +14,7 @@ from nanovllm.core.request import RequestStatus
 from nanovllm.core.schedule import SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
-from nanovllm.simulate.cost import StepCost
+from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.decoding import DecodingQueues, Shares, work_of
 from nanovllm.simulate.requests import NEVER, SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
@@ -49,7 +49,8 @@ class SimulatedEngine:
 
     Args:
         steps_ahead: the most steps in flight while the next one is planned; see `EngineSettings`.
-        num_stages: stages of the pipeline, each of which takes an equal part of a step's time.
+        num_stages: stages of the pipeline. Each takes an equal part of a step's time, and the last
+            one the time of the head, too.
         gaps: counts the times between tokens; engines may share one.
         runner: takes the place of the ranks. With `group`, it is a plain `SimulatedRunner`.
         copy_time: time to copy a KV block between device and host memory, when a request is
@@ -234,7 +235,7 @@ class SimulatedEngine:
         if len(work.prefills) > num_decodes - work.num_decodes:
             self._totals.num_decode_steps -= 1
             self._totals.num_prefill_tokens += plan.num_tokens - num_decodes - num_drafts
-        end = start + time if len(stages) == 1 else self._pass_stages(start, time)
+        end = start + time if len(stages) == 1 else self._pass_stages(start, time, work)
         end = stages[-1] = end + self.runner.time_after(plan)
         self._count(1, num_decodes, context, end - busy_since, held)
         if plan.blocked_by:
@@ -249,15 +250,16 @@ class SimulatedEngine:
             self.group.planned += 1
         self._in_flight.append(StepInFlight(plan, start, end, record))
 
-    def _pass_stages(self, start: int, time: int) -> int:
+    def _pass_stages(self, start: int, time: int, work: StepWork) -> int:
         """Let a step pass through all stages. Returns when the last one ends."""
         stages = self._stage_ends
-        num_stages = len(stages)
+        head = self.cost.head(work.num_samples)
+        part = (time - head) // len(stages)
         end = start
-        for i in range(num_stages):
-            # The last stage gets the rest, so that the parts add up.
-            part = time * (i + 1) // num_stages - time * i // num_stages
-            end = stages[i] = max(end, stages[i]) + part
+        for i, stage_end in enumerate(stages):
+            end = stages[i] = max(end, stage_end) + part
+        # The last stage gets the rest, so that the parts add up.
+        end = stages[-1] = end + time - part * len(stages)
         return end
 
     def _take(self, step: StepInFlight) -> list[SimulatedRequest]:

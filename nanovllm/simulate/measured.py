@@ -72,6 +72,10 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         base = self._rows(num_decodes) + self.per_sample * num_decodes
         return round(base * SECOND), round(self.per_context * SECOND)
 
+    def head(self, num_samples: int) -> int:
+        """Return the time of samples: see `StepCost`."""
+        return round(self.per_sample * num_samples * SECOND)
+
     def after_idle(self, idle: int) -> int:
         """Return by how much the first step is longer after a pause: interpolated, and beyond the
         longest measured pause as after that one."""

@@ -114,6 +114,10 @@ class Roofline(StepCost):
             self._decodes[num_decodes] = round(seconds * SECOND), round(per_token * SECOND)
         return self._decodes[num_decodes]
 
+    def head(self, num_samples: int) -> int:
+        """Return the time of the product with the head: see `StepCost`."""
+        return round(sum(part.seconds for part in self._sample_parts(num_samples)) * SECOND)
+
     def bottleneck(self, work: StepWork) -> Part:
         """Return the part of a step that takes longest."""
         return max(self.parts(work), key=lambda part: part.seconds)

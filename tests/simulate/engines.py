@@ -14,12 +14,18 @@ from nanovllm.simulate.workload import Workload, WorkloadRequest
 
 class AffineCost(StepCost):
     """Steps take `base`, and more per token that they compute or attend to. After a pause, they
-    take longer by `per_idle` of it."""
+    take longer by `per_idle` of it. Of the base, `per_sample` is for each sample."""
 
     def __init__(
-        self, base: int = 1000, per_token: int = 100, per_context: int = 1, per_idle: float = 0.0
+        self,
+        base: int = 1000,
+        per_token: int = 100,
+        per_context: int = 1,
+        per_idle: float = 0.0,
+        per_sample: int = 0,
     ) -> None:
         self.base = base
+        self.per_sample = per_sample
         self.per_idle = per_idle
         self.per_token = per_token
         self.per_context = per_context
@@ -34,6 +40,10 @@ class AffineCost(StepCost):
     def decode(self, num_decodes: int) -> tuple[int, int]:
         """Return base and price per token of context."""
         return self.base + self.per_token * num_decodes, self.per_context
+
+    def head(self, num_samples: int) -> int:
+        """Return what the last stage takes longer."""
+        return self.per_sample * num_samples
 
     def after_idle(self, idle: int) -> int:
         """Return the extra time of the first step after a pause."""

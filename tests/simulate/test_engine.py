@@ -89,6 +89,18 @@ def test_stages_overlap() -> None:
     assert counters.busy == two.duration, "at every time, a step runs"
 
 
+def test_the_last_stage_computes_the_head() -> None:
+    """Ten prompts in steps of their own: 2010 each, of which the last stage takes 1605 with a head
+    of 1200. So it is the slowest, and the steps follow each other at this distance. The first one
+    runs alone: the other requests arrive just after it was planned."""
+    work = workload_of(*(request_of(i, 0, prompt=10, output=1) for i in range(10)))
+    options = {"max_num_batched_tokens": 10, "max_num_seqs": 10, "pipeline_parallel_size": 2}
+    for per_sample, slowest in ((0, 1005), (1200, 405 + 1200)):
+        engine = engine_of(**options)
+        engine.cost = AffineCost(per_sample=per_sample)
+        assert Fleet([engine]).run(work).duration == 2010 + 2010 + 8 * slowest
+
+
 def test_an_abort_takes_effect_after_the_step_in_flight() -> None:
     work = workload_of(
         request_of(0, 0, prompt=10, output=9, abort=2500),
