@@ -13,6 +13,7 @@ from nanovllm.lab.course.fold import Module, from_init, quoted
 from nanovllm.lab.course.last_built import LastBuilt
 from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, Source, source_of
 from nanovllm.lab.course.pieces import Piece, cut, label
+from nanovllm.lab.course.unchanged import mark
 
 
 class Edits:
@@ -83,6 +84,7 @@ def pull(root: Path, names: Sequence[str]) -> list[str]:
     }
     _verify(root, names, data, {**current, **polished})
     for file, content in data.items():
+        mark(content["cells"])
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     notes += [f"{name}: changed cell {number}" for name, number in sorted(edits.changes)]
     for path, text in {**current, **polished}.items():

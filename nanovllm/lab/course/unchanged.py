@@ -34,7 +34,7 @@ def mark(cells: Iterable[dict[str, Any]]) -> None:
             # Readers edit cells: an extension recognises by the length whether the lines still
             # hold. JavaScript counts in units of UTF-16.
             length = len("\n".join(lines).encode("utf-16-le")) // 2
-            cell["metadata"][KEY] = {"unchanged": _ranges(found), "length": length}
+            cell["metadata"][KEY] = {"length": length, "unchanged": _ranges(found)}
 
 
 def unchanged_lines(metadata: Mapping[str, Any]) -> set[int]:

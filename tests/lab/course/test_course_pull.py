@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.lab.course.__main__ import main
+from nanovllm.lab.course.unchanged import KEY, mark
 from tests.examples import examples
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -118,8 +119,12 @@ class Course:
         assert self("build", "--check") == 0
         after = json.loads(self.notebook.read_text())
         changed = {number: now for number, now in enumerate(self.cells()) if now != sources[number]}
+        marked = json.loads(self.notebook.read_text())
+        mark(marked["cells"])
+        assert not changed or marked == after, "unchanged lines are marked"
         for raw in (*before["cells"], *after["cells"]):
             del raw["source"]
+            raw["metadata"].pop(KEY, None)
         assert before == after, "something beside sources changed"
         return changed
 
