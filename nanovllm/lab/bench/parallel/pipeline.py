@@ -4,13 +4,22 @@ micro-batches."""
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nanovllm.assembly.executor import allocate, read_model_config
+from nanovllm.assembly.runner import create_worker
+from nanovllm.assembly.scheduling import create_manager, create_scheduler
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.resolved_config import resolve
+from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import Grid, get_world_group
+from nanovllm.executor.uniproc import UniProcExecutor
 from nanovllm.features.pipeline.stage import StageForward
-from nanovllm.lab.bench.local import add_requests, start_engine
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.bench.workloads import Workload
@@ -88,8 +97,26 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
 
     Every stage has a scheduler of its own, and all make the same plans: no orders are sent, so only
     the pipeline is measured."""
-    core = start_engine(max_num_batched_tokens=tokens, max_num_seqs=max(MICRO_BATCHES), **options)
-    forward = core.runner.forward
+    config = EngineConfig(
+        max_num_batched_tokens=tokens,
+        max_num_seqs=max(MICRO_BATCHES),
+        num_kv_blocks=2 * max(MICRO_BATCHES) * tokens // 16,
+        pipeline_parallel_size=STAGES,
+        **options,
+    )
+    folder = resolve_model(config.model)
+    model_config = read_model_config(config, folder)
+    executor = UniProcExecutor(config, model_config, folder, create_worker)
+    # As if this stage were a whole engine: a pipeline's scheduler would wait for results.
+    resolved = resolve(
+        replace(config, pipeline_parallel_size=1),
+        model_max_len=model_config.max_position_embeddings,
+        num_kv_blocks=executor.num_blocks,
+        num_host_blocks=0,
+    )
+    allocate(executor, resolved)
+    scheduler = create_scheduler(resolved, create_manager(resolved))
+    forward = executor.runner.forward
     assert isinstance(forward, StageForward), "there are several stages"
     receiving = Stopwatch(forward.link, "receive")
     sending = Stopwatch(forward.link, "send")
@@ -104,8 +131,11 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
                 input_len=(tokens, tokens),
                 output_len=(1, 1),
             )
-            add_requests(core, work.requests(core.model_config.vocab_size, repeat=turn))
-            plans = [core.scheduler.schedule() for _ in range(count)]
+            for index, request in enumerate(work.requests(model_config.vocab_size, repeat=turn)):
+                params = SamplingParams(temperature=0, max_tokens=1)
+                source = EngineRequest(str(index), request.prompt_token_ids, params)
+                scheduler.add_request(Request(source, index))
+            plans = [scheduler.schedule() for _ in range(count)]
             assert all(plan.num_tokens == tokens for plan in plans), "a prompt per step"
             get_world_group().barrier()
             begin = time.perf_counter()
@@ -113,7 +143,7 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
             for plan in plans:
                 started = time.perf_counter()
                 on_the_line = receiving.seconds + sending.seconds
-                core.executor.launch(plan)()
+                executor.launch(plan)()
                 on_the_line = receiving.seconds + sending.seconds - on_the_line
                 computing.append(time.perf_counter() - started - on_the_line)
             end = time.perf_counter()
@@ -123,7 +153,7 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
             for plan in plans:
                 # Ended with the same token on every stage; only the last one knows the right one.
                 ends = {r.request_id: [SampledToken(0)] for r in plan.requests}
-                core.scheduler.update_from_output(plan, ModelRunnerOutput(ends))
+                scheduler.update_from_output(plan, ModelRunnerOutput(ends))
     return found
 
 
