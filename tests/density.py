@@ -77,7 +77,7 @@ STAND_INS = set(
 # for simulated engines: settings per role 210, sweeps of parts of a setting 60, bottlenecks other
 # than the device 70, transfers and failures in Perfetto 120, printed sources 60, layouts and links
 # of calibrated machines 87; 53 for a router that weighs what its servers report; 24 for /docs
-# without a network, and for hints at routes; 18 in the lab for stages that are measured without the
+# without a network, and for hints at routes; 23 in the lab for stages that are measured without the
 # rest of their engine. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
@@ -95,7 +95,7 @@ BOUNDS = {
     "stand-ins in tests": 0,
     "statements, core": 1_608,
     "statements, engine": 26_542,
-    "statements, lab": 11_275,
+    "statements, lab": 11_280,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,
     "wide lines in lectures": 0,

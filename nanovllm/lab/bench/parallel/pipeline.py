@@ -13,17 +13,20 @@ from nanovllm.assembly.scheduling import create_manager, create_scheduler
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.core.request import Request
 from nanovllm.core.schedule import ModelRunnerOutput, SampledToken
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.resolved_config import resolve
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.distributed.groups import Grid, get_world_group
+from nanovllm.executor.base import Executor
 from nanovllm.executor.uniproc import UniProcExecutor
 from nanovllm.features.pipeline.stage import StageForward
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.bench.workloads import Workload
 from nanovllm.lab.processes import run_ranks
+from nanovllm.models.config import ModelConfig
 
 STAGES = 2
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -91,6 +94,19 @@ def with_free_lines(stages: list[Passage]) -> list[Passage]:
     return passages
 
 
+def start_stage(config: EngineConfig, model_config: ModelConfig, executor: Executor) -> Scheduler:
+    """Allocate memory, and return a scheduler that plans as if this stage were a whole engine: that
+    of a pipeline would wait for results."""
+    resolved = resolve(
+        replace(config, pipeline_parallel_size=1),
+        model_max_len=model_config.max_position_embeddings,
+        num_kv_blocks=executor.num_blocks,
+        num_host_blocks=0,
+    )
+    allocate(executor, resolved)
+    return create_scheduler(resolved, create_manager(resolved))
+
+
 def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage]:
     """On each stage: prompts of so many tokens, one per micro-batch, as fast as they come; `rounds`
     times for each number of micro-batches.
@@ -107,15 +123,7 @@ def run_stage(options: dict[str, Any], tokens: int, rounds: int) -> list[Passage
     folder = resolve_model(config.model)
     model_config = read_model_config(config, folder)
     executor = UniProcExecutor(config, model_config, folder, create_worker)
-    # As if this stage were a whole engine: a pipeline's scheduler would wait for results.
-    resolved = resolve(
-        replace(config, pipeline_parallel_size=1),
-        model_max_len=model_config.max_position_embeddings,
-        num_kv_blocks=executor.num_blocks,
-        num_host_blocks=0,
-    )
-    allocate(executor, resolved)
-    scheduler = create_scheduler(resolved, create_manager(resolved))
+    scheduler = start_stage(config, model_config, executor)
     forward = executor.runner.forward
     assert isinstance(forward, StageForward), "there are several stages"
     receiving = Stopwatch(forward.link, "receive")
