@@ -277,8 +277,13 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
     if config.acceptance:
         engine = _with_drafts(engine, len(config.acceptance))
     cost = create_cost(model, machine, layout)
-    utilization = engine.gpu_memory_utilization
-    fitting = kv_blocks(model, machine, layout, engine.block_size, utilization)
+    fitting = kv_blocks(
+        model,
+        machine,
+        layout,
+        block_size=engine.block_size,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+    )
     bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
     bytes_per_token /= layout.pipeline_parallel_size
     resolved = _resolve(

@@ -35,7 +35,8 @@ class FleetPlan:
     @property
     def description(self) -> str:
         """Name model, machines, layouts, engines and router in a line."""
-        first, last = self.kinds[0], self.kinds[-1]
+        first = self.kinds[0]
+        last = self.kinds[-1]
         engines = f"engines: {first.count}"
         if first is not last:
             engines = f"engines: {first.count} for prefill, {last.count} for decode"
@@ -107,13 +108,12 @@ class FleetPlan:
         if not engines[0].num_host_blocks and not self.num_store_blocks:
             return None
         config = self.config
-        hosts = [each.host_link for each in engines]
         return Tiers(
             fleet,
             # Each device has its own link.
             [
-                replace(link, bandwidth=link.bandwidth * each.num_devices)
-                for link, each in zip(hosts, engines, strict=True)
+                replace(each.host_link, bandwidth=each.host_link.bandwidth * each.num_devices)
+                for each in engines
             ],
             Link("store", config.kv_store_latency / 1000, config.kv_store_bandwidth * 1e9),
             [each.kv_bytes_per_token * self.block_size for each in engines],
@@ -163,7 +163,8 @@ def _check_kinds(config: FleetConfig, kinds: Sequence[EnginePlan]) -> None:
         UsageError: two models, or the bandwidth of a link that no engine uses.
     """
     # A machine that was measured with a model is one for that model alone.
-    if len(names := {each.model_name for each in kinds}) > 1:
+    names = {each.model_name for each in kinds}
+    if len(names) > 1:
         raise UsageError(
             f"--prefill and --decode engines have different models, {' and '.join(sorted(names))}: "
             "set --model, and machines for it"
