@@ -7,11 +7,14 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -209,3 +212,32 @@ class ServerProcess:
         """Send a signal; the exit code."""
         self.process.send_signal(number)
         return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def kept_busy(server: ServerProcess, num_clients: int, **body: Any) -> Iterator[None]:
+    """Clients that ask again and again until the body of the `with` ends: what is to be seen while
+    requests run is there for as long as somebody looks, also on a fast or a busy machine."""
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            server.complete(**body)
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients = [threads.submit(ask) for _ in range(num_clients)]
+        try:
+            yield
+        finally:
+            over.set()
+            for client in clients:
+                client.result()
+
+
+def with_positions(tiny_model: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """The tiny model with room for long answers: a request that is to be seen running has many more
+    tokens than are computed before somebody looks, also on a busy machine."""
+    model = shutil.copytree(tiny_model, folder / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32_000}))
+    return model

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from tests import rank_faults
 from tests.forking import children
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
-from tests.server_process import SOON, START_SECONDS, are_gone, wait_until
+from tests.server_process import SOON, START_SECONDS, are_gone, wait_until, with_positions
 
 PROMPT = [5, 6, 7, 8]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -272,15 +271,6 @@ class Request(threading.Thread):
         start = time.monotonic()
         self.join()
         return self.response, time.monotonic() - start
-
-
-def with_positions(tiny_model: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """The tiny model with room for long answers: a request that is to be seen running has many more
-    tokens than are computed before somebody looks, also on a busy machine."""
-    model = shutil.copytree(tiny_model, folder / "model")
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32_000}))
-    return model
 
 
 def wait_until_running(job: Job) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import pathlib
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.settings import FleetConfig
 from tests.kv_fleet import RouterProcess
 from tests.router.test_router import FakeServer, fleet_of, until
-from tests.server_process import ServerProcess, wait_until
+from tests.server_process import ServerProcess, kept_busy, wait_until
 from tests.simulate.engines import engine_of, request_of
 
 WORDS = ["prefix:3", "kv:2", "queue:2"]
@@ -277,25 +276,26 @@ def test_two_servers_with_engines(servers: list[ServerProcess], tmp_path: pathli
     def served() -> list[float]:
         return [server.metrics()["prompt_tokens_total"] for server in servers]
 
+    def await_look(server: ServerProcess) -> None:
+        """Wait until the router knows the load of now: one look may be on its way."""
+        num_looks = server.text.count("GET /metrics")
+        wait_until(lambda: server.text.count("GET /metrics") > num_looks + 2)
+
     with RouterProcess(tmp_path, *words) as router:
         for turn in range(4):
             router.complete(prompt=f"{story}{turn}", max_tokens=2)
+            for server in servers:
+                await_look(server)
         before = served()
         assert sorted(before)[0] == 0, "the longest prefix wins while both are idle"
         busy = servers[before.index(max(before))]
         idle = second if busy is first else first
-        with ThreadPoolExecutor(20) as threads:
-            # Past the router: two run, which takes memory, and the others wait.
-            works = [
-                threads.submit(busy.complete, prompt="x" * 100, max_tokens=150, ignore_eos=True)
-                for _ in range(20)
-            ]
+        # Past the router: two run, which takes memory, and the others wait.
+        with kept_busy(busy, 20, prompt="x" * 100, max_tokens=150, ignore_eos=True):
             wait_until(lambda: busy.metrics()["num_requests_waiting"] > 10)
-            num_looks = busy.text.count("GET /metrics")
-            wait_until(lambda: busy.text.count("GET /metrics") > num_looks + 1)
+            await_look(busy)
             num_tokens = idle.metrics()["prompt_tokens_total"]
             router.complete(prompt=story, max_tokens=1)
             assert idle.metrics()["prompt_tokens_total"] > num_tokens
-            assert not all(work.done() for work in works)
         wait_until(busy.is_idle)
         assert router.router_metrics()["worker_health"] == 2, router.text

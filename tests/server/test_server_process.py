@@ -20,7 +20,7 @@ import pytest
 
 from nanovllm.ops.native_library import find_compiler
 from nanovllm.server.signalled import say
-from tests.server_process import SOON, ServerProcess, are_gone, wait_until
+from tests.server_process import SOON, ServerProcess, are_gone, wait_until, with_positions
 
 LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 # Long enough to be caught in the middle even on a fast machine: 128 completions of 250 tokens.
@@ -193,15 +193,17 @@ def test_a_signal_lets_running_requests_end(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     trace = tmp_path / "run.jsonl"
-    with ServerProcess(tiny_model, tmp_path, "--trace", str(trace)) as server:
+    model = with_positions(tiny_model, tmp_path)
+    lasting = LONG | {"n": 4, "max_tokens": 1000}
+    with ServerProcess(model, tmp_path, "--trace", str(trace), "--num-kv-blocks", "2048") as server:
         with ThreadPoolExecutor(2) as pool:
             whole = pool.submit(
-                httpx.post, f"{server.url}/v1/completions", json=LONG | {"n": 16}, timeout=60
+                httpx.post, f"{server.url}/v1/completions", json=lasting, timeout=300
             )
-            stream = pool.submit(server.events, "/v1/completions", LONG | {"n": 16})
+            stream = pool.submit(server.events, "/v1/completions", lasting)
             wait_until(
                 lambda: (
-                    'running{engine="0",model_name="tiny"} 32'
+                    'running{engine="0",model_name="tiny"} 8'
                     in httpx.get(f"{server.url}/metrics").text
                 )
             )
@@ -209,13 +211,13 @@ def test_a_signal_lets_running_requests_end(
             wait_until(lambda: _refuses_connections(server.url), 60)
             assert {c["finish_reason"] for c in whole.result().json()["choices"]} == {"length"}
             reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
-            assert reasons.count("length") == 16
+            assert reasons.count("length") == 4
         assert server.process.wait(60) == 0
         psutil.wait_procs([server.engine], timeout=60)
         assert not server.engine.is_running()
     from nanovllm.trace.trace import Trace
 
-    assert len(Trace.load(trace).steps) >= 200
+    assert len(Trace.load(trace).steps) >= 1000
     assert "Traceback" not in server.text
 
 
