@@ -335,9 +335,8 @@ def test_sums_keep_infinities_and_nans(monkeypatch):
 # ------------------------------------------------------------------------------------------- faults
 
 
-def fail_on_rank_1(fault: str) -> tuple[str, float]:
-    """On every rank: rank 1 dies, stops, or does something else; what the others are told, and
-    after how long."""
+def fail_on_rank_1(fault: str) -> str:
+    """On every rank: rank 1 dies, stops, or does something else; what the others are told."""
     import os
     import signal
     import time
@@ -354,29 +353,27 @@ def fail_on_rank_1(fault: str) -> tuple[str, float]:
         if fault == "other size":
             group.all_reduce(torch.ones(5))
         if fault == "leaves":
-            return "left", 0.0
+            return "left"
         if fault == "stays away":
-            time.sleep(4.5)
-            return "stayed away", 0.0
+            time.sleep(7)
+            return "stayed away"
     if fault == "stops" and group.rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
-    began = time.monotonic()
     try:
         for _ in range(3):
             group.all_reduce(torch.ones(4))
             time.sleep(0.1)  # the stop may come late
     except CollectiveError as error:
-        took = time.monotonic() - began
         try:
             group.all_reduce(torch.ones(4))
         except CollectiveError:
-            return str(error), took
-        return "a broken group went on", took
+            return str(error)
+        return "a broken group went on"
     finally:
         if fault == "stops" and group.rank == 0:
             time.sleep(1)
             os.kill(pids[1], signal.SIGCONT)
-    return "no error", 0.0
+    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -398,7 +395,8 @@ def test_a_rank_that_fails_in_a_collective_is_named(size, fault):
         Grid(tensor=size),
         fault,
         timeout=60,
-        collective_timeout=3,
+        # Who dies or leaves is missed at once; only for the others somebody waits until it is over.
+        collective_timeout=600 if fault in ("dies", "leaves") else 3,
         return_failures=True,
     )
     said = {
@@ -410,9 +408,8 @@ def test_a_rank_that_fails_in_a_collective_is_named(size, fault):
         "stays away": "rank 1 did not join within 3 s",
     }[fault]
     for rank in set(range(size)) - {1}:
-        message, took = results[rank]
+        message = results[rank]
         assert said in message and "rank 1" in message and f"group tp, rank {rank}" in message
-        assert took < 3 if fault in ("dies", "leaves") else took < 10
     if fault == "dies":
         assert isinstance(results[1], RankError) and "rank 1 died" in str(results[1])
 
@@ -426,8 +423,7 @@ def test_a_rank_that_dies_is_noticed_over_gloo_too():
         return_failures=True,
         disable_custom_all_reduce=True,
     )
-    message, took = results[0]
-    assert "all_reduce of group tp (ranks [0, 1]), rank 0" in message and took < 20
+    assert "all_reduce of group tp (ranks [0, 1]), rank 0" in results[0]
 
 
 def late_barrier() -> str:
@@ -435,7 +431,7 @@ def late_barrier() -> str:
 
     group = groups.get_tp_group()
     if group.rank == 1:
-        time.sleep(3.5)
+        time.sleep(6)
         return ""
     try:
         group.barrier()

@@ -234,7 +234,6 @@ def test_a_reader_that_dies_or_stops_is_named(start, fault):
     queue.put(b"one")
     wait_until(lambda: queue.segment.ahead(1) == queue.segment.ahead(2) == 0)  # both have read it
     os.kill(processes[1].pid, fault)
-    began = time.monotonic()
     with pytest.raises((PeerLost, TimeoutError)) as raised:
         for _ in range(10):
             queue.put(b"x", 3)
@@ -243,7 +242,6 @@ def test_a_reader_that_dies_or_stops_is_named(start, fault):
         assert isinstance(raised.value, PeerLost) and f"process {processes[1].pid} has died" in str(
             raised.value
         )
-        assert time.monotonic() - began < 2.5
     else:
         assert isinstance(raised.value, TimeoutError)
 

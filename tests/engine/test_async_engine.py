@@ -35,6 +35,7 @@ from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
 from tests import engine_faults
 from tests.forking import ORIGIN
+from tests.server_process import SOON
 from tests.stand_ins import set_constants, set_program, set_temporary_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -364,7 +365,7 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
         with pytest.raises(EngineDeadError):
             await engine.add_request("later", "abc", SHORT)
     finally:
-        await asyncio.wait_for(engine.shutdown(), 10)
+        await asyncio.wait_for(engine.shutdown(), SOON)
 
 
 @pytest.mark.usefixtures("faulty")
@@ -383,7 +384,7 @@ async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(
             async for output in stream:
                 assert not output.finished
     finally:
-        await asyncio.wait_for(engine.shutdown(), 10)
+        await asyncio.wait_for(engine.shutdown(), SOON)
 
 
 @pytest.mark.usefixtures("faulty")
@@ -413,7 +414,7 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(
             engine.check_alive()
         await until(lambda: process.poll() is not None)
     finally:
-        await asyncio.wait_for(engine.shutdown(), 10)
+        await asyncio.wait_for(engine.shutdown(), SOON)
 
 
 async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_stopped(
@@ -578,4 +579,4 @@ async def test_a_death_that_was_not_noticed_yet(tiny_model: pathlib.Path) -> Non
     time.sleep(0.2)  # on purpose: the event loop must not run in between
     with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
         await collect(engine, "abc", SHORT, "too late")
-    await asyncio.wait_for(engine.shutdown(), 10)
+    await asyncio.wait_for(engine.shutdown(), SOON)

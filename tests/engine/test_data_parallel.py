@@ -45,7 +45,7 @@ from tests.content_runner import ContentRunner, next_token
 from tests.examples import examples
 from tests.forking import children
 from tests.oracle import greedy, greedy_choices, make_checkpoint, make_tokenizer, reference_tokens
-from tests.server_process import ServerProcess, wait_until
+from tests.server_process import SOON, ServerProcess, wait_until
 from tests.stand_ins import set_executor, set_program
 
 BLOCK = 4
@@ -752,10 +752,10 @@ def test_an_engine_that_dies_or_hangs(
     ):
         while many.engine.has_unfinished or fault == signal.SIGKILL:
             many.engine.step()
-        while time.monotonic() < start + 15:  # the requests ended before anybody noticed
+        while time.monotonic() < start + SOON:  # the requests ended before anybody noticed
             time.sleep(0.1)
             core.check_health()
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < SOON
     assert all(rank.process.poll() is not None for rank in core.ranks)
     with pytest.raises(ExecutorError):
         greedy(many, PROMPTS[:1], 1)
@@ -774,7 +774,7 @@ def test_an_engine_that_leaves_the_others_waiting(
     start = time.monotonic()
     with pytest.raises(ExecutorError, match=words):
         greedy(many, PROMPTS[:2], 5)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 2 * SOON
     assert all(rank.process.poll() is not None for rank in coordinator(many).ranks)
 
 
@@ -821,8 +821,8 @@ def test_http(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
         ranks[1].kill()
         start = time.monotonic()
         for asker in askers:
-            asker.join(20)
-        assert time.monotonic() - start < 15
+            asker.join(2 * SOON)
+        assert time.monotonic() - start < SOON
         assert len(failures) == 4 and all(r.status_code >= 500 for r in failures)
         assert all(
             f"data rank 1, process {ranks[1].pid}, was killed by SIGKILL" in r.text

@@ -15,7 +15,7 @@ import pytest
 from nanovllm import LLM
 from nanovllm.executor.base import ExecutorError
 from tests.oracle import greedy, reference_tokens
-from tests.server_process import wait_until
+from tests.server_process import SOON, wait_until
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 70)), [9]]
 
@@ -56,7 +56,7 @@ def test_two_actors_compute_what_one_process_does(
     start = time.monotonic()
     with pytest.raises(ExecutorError, match=rf"rank 1, {victim}, has ended: .*died"):
         greedy(llm, PROMPTS, 100)
-    assert time.monotonic() - start < 15  # 5 s, if the machine is not busy
+    assert time.monotonic() - start < SOON
     wait_until(lambda: not any(p.is_running() for p in started), 20, "Ray has ended")
     assert not os.path.exists(executor.folder)  # type: ignore[attr-defined]
 

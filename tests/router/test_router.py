@@ -416,7 +416,7 @@ BROKEN: dict[str, Behaviour] = {
 @pytest.mark.parametrize("fault", BROKEN)
 async def test_a_broken_prefill_server_is_replaced(fault: str) -> None:
     servers = [producer(BROKEN[fault]), producer()]
-    async with fleet_of(servers, [consumer()], prefill_timeout=0.5) as fleet:
+    async with fleet_of(servers, [consumer()], prefill_timeout=2.0) as fleet:
         assert (await fleet.complete()).status_code == 200
     assert fleet.decode[0].bodies == [PROMPT | {"kv_transfer_params": PARAMS}]
 
