@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from nanovllm.assembly.scheduling import create_scheduler
+from nanovllm.assembly.scheduling import create_scheduler, loop_settings
 from nanovllm.data.resolved_config import ResolvedConfig
 from nanovllm.simulate.cost import StepCost
 from nanovllm.simulate.decoding import DecodingQueues
@@ -44,9 +44,15 @@ def create_engine(
     manager = SimulatedManager(
         config.num_kv_blocks, given.block_size, given.enable_prefix_caching, config.num_host_blocks
     )
-    is_plain = given.batching_policy == "chunked" and given.pipeline_parallel_size == 1
-    has_a_say = connector or given.speculative or given.max_step_ms or given.in_lock_step
-    group = DecodingQueues(manager) if fast and is_plain and not has_a_say else None
+    makes_each_step = (
+        not fast
+        or connector is not None
+        or given.speculative is not None
+        or bool(given.max_step_ms)
+        or given.batching_policy != "chunked"
+        or given.pipeline_parallel_size > 1
+    )
+    group = None if makes_each_step else DecodingQueues(manager)
     scheduler = create_scheduler(config, manager, connector, queues=group)
     if group is not None:
         scheduler.fill = group.fill
@@ -56,7 +62,7 @@ def create_engine(
     return kind(
         scheduler,
         cost,
-        steps_ahead=given.pipeline_parallel_size - 1 or int(config.async_scheduling),
+        steps_ahead=loop_settings(config).steps_ahead,
         num_stages=given.pipeline_parallel_size,
         runner=runner,
         copy_time=copy_time,

@@ -13,7 +13,7 @@ from nanovllm.core.schedule import ModelRunnerOutput, ScheduledRequest, Schedule
 from nanovllm.simulate.recorded import RecordedRequest, recorded_requests
 from nanovllm.simulate.replay import Event, ReplayedEngine, check_begin, has_failed
 from nanovllm.simulate.report import Summary, summarize
-from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest, TokenGaps
+from nanovllm.simulate.results import FleetResult, ServedRequest
 from nanovllm.simulate.workload import SECOND
 from nanovllm.trace.record import StepRecord, TracedRequest
 from nanovllm.trace.trace import Trace
@@ -205,14 +205,10 @@ def replay_by_time(trace: Trace, begins: Begins = "median") -> Summary:
 def times_of(steps: Sequence[StepRecord]) -> Summary:
     """Return the times of a run's requests; see `COMPARED`."""
     requests = [request for request in recorded_requests(steps) if request.samples]
-    gaps = TokenGaps()
     first = min((request.arrival.time for request in requests), default=0.0)
     last = max((request.samples[-1].time for request in requests), default=0.0)
     result = FleetResult(
-        requests=[_served(request) for request in requests],
-        replicas=[ReplicaCounters()],
-        gaps=gaps,
-        duration=round((last - first) * SECOND),
+        requests=[_served(request) for request in requests], duration=round((last - first) * SECOND)
     )
     summary = summarize(result)
     return {name: summary[name] for name in COMPARED}

@@ -51,7 +51,6 @@ class SimulatedEngine:
         steps_ahead: the most steps in flight while the next one is planned; see `EngineSettings`.
         num_stages: stages of the pipeline. Each takes an equal part of a step's time, and the last
             one the time of the head, too.
-        gaps: counts the times between tokens; engines may share one.
         runner: takes the place of the ranks. With `group`, it is a plain `SimulatedRunner`.
         copy_time: time to copy a KV block between device and host memory, when a request is
             swapped: the step that makes the copies begins with them.
@@ -62,6 +61,7 @@ class SimulatedEngine:
         is_watched: a router looks at the block pool between two calls. So a step that takes blocks
             is not made in one call with others.
         end: when the next result arrives; None: the engine is idle.
+        gaps: counts the times between tokens. The engines of a fleet share one.
         recorder: records the steps, if they are made one by one.
         counters: its totals so far.
     """
@@ -73,14 +73,13 @@ class SimulatedEngine:
         *,
         steps_ahead: int = 0,
         num_stages: int = 1,
-        gaps: TokenGaps | None = None,
         runner: SimulatedRunner | None = None,
         copy_time: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.steps_ahead = steps_ahead
-        self.gaps = gaps or TokenGaps()
+        self.gaps = TokenGaps()
         self.runner = runner or SimulatedRunner()
         self.copy_time = copy_time
         self.recorder = Recorder()
@@ -232,9 +231,7 @@ class SimulatedEngine:
         held = pool.num_blocks - pool.num_free
         num_decodes, context, num_drafts = self.runner.decodes(plan, work)
         self._totals.num_draft_tokens += num_drafts
-        if len(work.prefills) > num_decodes - work.num_decodes:
-            self._totals.num_decode_steps -= 1
-            self._totals.num_prefill_tokens += plan.num_tokens - num_decodes - num_drafts
+        self._totals.num_prefill_tokens += plan.num_tokens - num_decodes - num_drafts
         end = start + time if len(stages) == 1 else self._pass_stages(start, time, work)
         end = stages[-1] = end + self.runner.time_after(plan)
         self._count(1, num_decodes, context, end - busy_since, held)
@@ -325,10 +322,9 @@ class SimulatedEngine:
     def _count(
         self, num_steps: int, num_decodes: int, context: int, time: int, num_held_blocks: int
     ) -> None:
-        """Count steps that only decode."""
+        """Count steps, and what was summed over them."""
         totals = self._totals
         totals.num_steps += num_steps
-        totals.num_decode_steps += num_steps
         totals.num_decodes += num_decodes
         totals.decode_context += context
         totals.busy += time

@@ -65,7 +65,7 @@ class Fleet:
     """Engines of one block size, and their router.
 
     Args:
-        engines: idle, with the same `gaps`, which then count for the whole fleet.
+        engines: idle. `run` gives them the same `gaps`.
         router: by default, round robin.
         by_priority: requests run in the order of their priorities.
         group_size: engines after one another that form a group. They fail together. If they share

@@ -46,7 +46,6 @@ class ReplicaCounters:
 
     Attributes:
         num_steps: steps that it has computed.
-        num_decode_steps: steps of these in which all requests decoded.
         num_decodes: decoding requests, with or without drafts to verify, summed over the steps.
         decode_context: tokens that these attended to, drafts not included.
         num_draft_tokens, num_accepted_tokens: drafts that these computed, and that they got.
@@ -63,7 +62,6 @@ class ReplicaCounters:
     """
 
     num_steps: int = 0
-    num_decode_steps: int = 0
     num_decodes: int = 0
     decode_context: int = 0
     num_draft_tokens: int = 0

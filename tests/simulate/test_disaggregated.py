@@ -87,7 +87,7 @@ def test_times_of_one_request() -> None:
     assert (result.num_transfers, result.num_transferred_bytes) == (1, 120)
     assert result.transfer_time == 190
     prefill, decode = result.replicas
-    assert (prefill.num_steps, decode.num_steps, decode.num_decode_steps) == (1, 3, 3)
+    assert (prefill.num_steps, decode.num_steps) == (1, 3)
     check_empty(fleet)
 
 

@@ -26,7 +26,7 @@ def test_times_of_one_request() -> None:
     assert (served.num_output_tokens, served.outcome) == (3, "length")
     assert (result.gaps.count, result.gaps.total) == (2, 2 * 1100 + 11 + 12)
     (counters,) = result.replicas
-    assert (counters.num_steps, counters.num_decode_steps, counters.num_decodes) == (3, 2, 2)
+    assert (counters.num_steps, counters.num_decodes) == (3, 2)
     assert (counters.num_prefill_tokens, counters.decode_context) == (10, 11 + 12)
     assert counters.busy == result.duration - 50
 
