@@ -8,7 +8,7 @@ import gc
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from nanovllm.assembly.flags import Parser, add_flags, words_of
 from nanovllm.data.checks import did_you_mean
@@ -34,7 +34,20 @@ EXAMPLES = """examples:
   nanovllm simulate --goodput ttft:300 tpot:25 --find-load
   nanovllm simulate --request-rate 12 --sweep max-num-batched-tokens=512,2048,8192
   nanovllm simulate --list
+  nanovllm simulate --list --machine MI300X --model glm-4.6
 """
+# Flags of what the command does, besides the settings of a simulation.
+RUNS = "sweep", "find_load", "calibrate", "replay", "by_time", "perfetto", "processes", "ray"
+
+
+@dataclass(frozen=True)
+class Default:
+    """The default of a flag, which differs from a given flag of the same value."""
+
+    value: str
+
+    def __str__(self) -> str:
+        return self.value
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +58,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             add_flags(SyntheticWorkload, parser.add_argument_group("synthetic workload"))
     for title, names in ENGINE_GROUPS.items():
         add_flags(EngineConfig, parser.add_argument_group(title), names, {"model": MODEL_HELP})
-    parser.set_defaults(model=DEFAULT_MODEL)
+    parser.set_defaults(model=Default(DEFAULT_MODEL), machine=Default(FleetConfig.machine))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +108,8 @@ def _add_other_runs(output: argparse._ArgumentGroup) -> None:
     output.add_argument(
         "--list",
         action="store_true",
-        help="instead of simulating, print the machines and models that --machine and --model know "
-        "by name, with the sources of their numbers",
+        help="instead of simulating, print the machines and models that are known by name, with "
+        "the sources of their numbers; with --machine or --model, only those of this name",
     )
     output.add_argument(
         "--calibrate",
@@ -128,10 +141,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: settings or files that cannot be used.
     """
-    settings = {name: vars(arguments)[name] for name in known_settings()}
+    given = {name: vars(arguments)[name] for name in known_settings()}
+    settings = {
+        name: str(value) if isinstance(value, Default) else value for name, value in given.items()
+    }
     if arguments.list:
-        return run_list(arguments.json)
+        refuse_idle("--list", arguments, ("machine", "model"))
+        names = (given[name] for name in ("machine", "model"))
+        machine, model = (None if isinstance(name, Default) else name for name in names)
+        return run_list(machine, model, arguments.json)
     if arguments.replay is not None:
+        refuse_idle("--replay", arguments, ("replay", "by_time"))
         return run_replay(arguments.replay, arguments.by_time, arguments.json)
     if arguments.by_time is not None:
         raise UsageError("--by-time is for replays: name a trace with --replay")
@@ -160,16 +180,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_list(as_json: bool) -> int:
-    """Print the machines and models that are known by name."""
-    if as_json:
-        from nanovllm.simulate.sources import catalog
+def refuse_idle(flag: str, arguments: argparse.Namespace, used: Sequence[str]) -> None:
+    """Reject flags that have no effect with the given one.
 
-        print(json.dumps(catalog()))
+    Args:
+        used: flags that have an effect.
+    """
+    values = vars(arguments)
+    given = [name for name in RUNS if values[name]]
+    parser = Parser(prog="nanovllm simulate", add_help=False)
+    add_settings(parser)
+    defaults = vars(parser.parse_args([]))
+    given += [name for name, default in defaults.items() if values[name] != default]
+    for name in given:
+        if name not in used:
+            idle = f"{'no-' if values[name] is False else ''}{name.replace('_', '-')}"
+            raise UsageError(f"--{idle} has no effect with {flag}: omit one of them")
+
+
+def run_list(machine: str | None, model: str | None, as_json: bool) -> int:
+    """Print the machine and the model of these names, or all that are known by name."""
+    from nanovllm.simulate.sources import catalog, select
+
+    selection = select(machine, model)
+    if as_json:
+        print(json.dumps(catalog(selection)))
     else:
         from nanovllm.simulate.tables import print_catalog
 
-        print_catalog()
+        print_catalog(selection)
     return 0
 
 

@@ -146,7 +146,8 @@ class EnginePlan:
             assert bandwidth is not None, "a measured machine has no link"
             return Link(flag, 0.0, 1e9 * bandwidth)
         machine = self.cost.machine
-        link = machine.between if flag == "--kv-transfer-bandwidth" else machine.host_link
+        is_network = flag == "--kv-transfer-bandwidth"
+        link = machine.network_link if is_network else machine.host_link
         return replace(link, bandwidth=1e9 * bandwidth) if bandwidth else link
 
     @property

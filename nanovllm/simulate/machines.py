@@ -25,7 +25,7 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         products: share of the peak that matrix products reach.
         attention_bandwidth, attention_products: the same for attention in decodes.
         prompt_attention: share of the 16-bit peak that attention reaches in prompts.
-        links: share of a link's bandwidth that collectives reach.
+        links: share of a link's bandwidth that collectives and KV transfers reach.
         all_to_all: seconds that an exchange of nearly nothing between all ranks takes.
         kernel: seconds from the start of a kernel that has nothing to do to that of the next one.
         host_step, host_request: seconds per step, and per request in it, in which the device waits
@@ -53,6 +53,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bandwidth: bytes per second of its memory.
         flops: dense FLOP/s, by type of number: "bf16", and "fp8" if it has such units.
         inside, between: links to other devices of a node, and to other nodes.
+        mesh: whether a device has a link like `inside` to each other device of its node, instead of
+            one to a switch.
         host: link to the host's memory.
         efficiency: name of the corrections.
         price_per_hour: in US dollars; None: unknown.
@@ -71,6 +73,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     price_per_hour: float | None = None
     price_source: str = ""
     devices: int = 8
+    mesh: bool = False
     name: str = ""
 
     @property
@@ -79,14 +82,38 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _read().efficiency[self.efficiency]
 
     def link(self, num_devices: int) -> Link:
-        """Return the slowest link between so many devices, as collectives reach it."""
-        found = self.inside if num_devices <= self.devices else self.between
-        return replace(found, bandwidth=found.bandwidth * self.reach.links)
+        """Return the slowest link between so many devices, as collectives reach it. In a mesh, a
+        device uses its links to all of them."""
+        if num_devices > self.devices:
+            return self.network_link
+        return self._reached(self.inside, self._num_links(num_devices))
+
+    def pair_link(self, num_devices: int) -> Link:
+        """Return the slowest link between two of so many devices, as transfers reach it."""
+        return self._reached(self.inside) if num_devices <= self.devices else self.network_link
+
+    @property
+    def network_link(self) -> Link:
+        """The link to other nodes, as transfers reach it."""
+        return self._reached(self.between)
 
     @property
     def host_link(self) -> Link:
         """The link to the host's memory, as copies reach it."""
-        return replace(self.host, bandwidth=self.host.bandwidth * self.reach.links)
+        return self._reached(self.host)
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes per second from a device to all others of its node."""
+        return self.inside.bandwidth * self._num_links(self.devices)
+
+    def _num_links(self, num_devices: int) -> int:
+        """Return how many links a device has to this number of devices, itself included."""
+        return max(1, num_devices - 1) if self.mesh else 1
+
+    def _reached(self, link: Link, count: int = 1) -> Link:
+        """Return what programs reach of this number of links."""
+        return replace(link, bandwidth=link.bandwidth * count * self.reach.links)
 
     def peak(self, bytes_per_weight: float) -> float:
         """Return the FLOP/s of products with weights of this size: a machine without FP8 units
@@ -108,11 +135,6 @@ def _read() -> _File:
 def known_machines() -> dict[str, Machine]:
     """Return the machines that `find_machine` knows, by name."""
     return dict(_read().machine)
-
-
-def known_corrections() -> dict[str, Efficiency]:
-    """Return the measured corrections of all machines, by `Machine.efficiency`."""
-    return dict(_read().efficiency)
 
 
 def find_machine(name: str) -> Machine:

@@ -12,7 +12,17 @@ from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.errors import UsageError
 
 if TYPE_CHECKING:
+    from nanovllm.data.json import JsonObject
     from nanovllm.models.config import ModelConfig
+
+# Architectures that the engine does not run, and one that it does with the same matrices and KV,
+# whose steps cost as much. Routing, norms, biases and rotary positions differ.
+SAME_MATRICES = {
+    "Glm4MoeForCausalLM": "Qwen3MoeForCausalLM",
+    "MiniMaxM2ForCausalLM": "MixtralForCausalLM",
+    "Phi3ForCausalLM": "LlamaForCausalLM",
+}
+_ROTARY = {"partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
 
 class Matrix(NamedTuple):
@@ -187,6 +197,18 @@ def model_names() -> list[str]:
     return list(_read())
 
 
+def _config_of(raw: JsonObject) -> ModelConfig:
+    """Read a config.json of an architecture that the engine runs, or of one in `SAME_MATRICES`."""
+    from nanovllm.models.config import ModelConfig
+
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in SAME_MATRICES:
+        return ModelConfig.from_dict(raw)
+    fields = {name: value for name, value in raw.items() if name not in _ROTARY}
+    fields["architectures"] = [SAME_MATRICES[architecture]]
+    return replace(ModelConfig.from_dict(fields), architecture=architecture)
+
+
 def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
     """Return a model by its name, or from the config.json at a path or in a folder.
 
@@ -197,7 +219,6 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
         UsageError: an unknown name, with the list of names; or an unusable config.json.
     """
     from nanovllm.checkpoint.files import read_json
-    from nanovllm.models.config import ModelConfig
 
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if name not in _read() and not path.is_file():
@@ -208,7 +229,7 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
         )
     try:
         raw = _read().get(name) or read_json(path)
-        config = ModelConfig.from_dict(raw)
+        config = _config_of(raw)
     except ValueError as error:
         raise UsageError(f"--model {name}: {error}") from None
     full = 4 if "float32" in (raw.get("torch_dtype"), raw.get("dtype")) else 2

@@ -71,8 +71,7 @@ class StageCost:
 
     def _send(self, num_tokens: int) -> int:
         layout = self.engine.layout
-        machine = self.engine.machine
-        link = machine.inside if layout.devices <= machine.devices else machine.between
+        link = self.engine.machine.pair_link(layout.devices)
         hidden = num_tokens * self.engine.model.config.hidden_size * ACTIVATION_BYTES
         return round(link.message(hidden / layout.tensor_parallel_size) * SECOND)
 
@@ -148,7 +147,7 @@ def _stage_of(model: ModelShape, layers: range) -> ModelShape:
 
 
 def _kv_link(machine: Machine, sleep: SleepConfig) -> Link:
-    found = machine.between
+    found = machine.network_link
     latency = found.latency if sleep.kv_latency_us is None else sleep.kv_latency_us / 1e6
     bandwidth = found.bandwidth if sleep.kv_gb_per_s is None else sleep.kv_gb_per_s * 1e9
     return Link("from other engines", latency, bandwidth)

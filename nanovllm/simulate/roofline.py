@@ -248,7 +248,8 @@ class Roofline(StepCost):
             count = 2 * self.config.num_layers - num_sparse
             found.append(Part("all-reduce", count * self._sum(rows * ACTIVATION_BYTES), "link"))
         if layout.pipeline_parallel_size > 1:
-            message = self.machine.link(layout.devices).message(rows * ACTIVATION_BYTES / tp)
+            link = self.machine.pair_link(layout.devices)
+            message = link.message(rows * ACTIVATION_BYTES / tp)
             found.append(Part("stages", (layout.pipeline_parallel_size - 1) * message, "link"))
         if num_sparse:
             # FP8 numbers have a scale per 128.

@@ -3,30 +3,56 @@ by name, and what one simulation has used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from nanovllm.simulate.machines import known_corrections, known_machines
+from nanovllm.simulate.machines import Efficiency, Machine, find_machine, known_machines
 from nanovllm.simulate.measured import MeasuredCost
-from nanovllm.simulate.models import find_model, model_names
+from nanovllm.simulate.models import ModelShape, find_model, model_names
 from nanovllm.simulate.report import Summary
 from nanovllm.simulate.roofline import Roofline
 
 
-def catalog() -> Summary:
-    """Return all machines, the corrections that they name as `efficiency`, and all models. Machines
-    and corrections have the fields and units of machines.toml."""
+class Selection(NamedTuple):
+    """Machines and models, by name."""
+
+    machines: Mapping[str, Machine]
+    models: Mapping[str, ModelShape]
+
+    @property
+    def corrections(self) -> dict[str, Efficiency]:
+        """The corrections that the machines name as `efficiency`."""
+        return {each.efficiency: each.reach for each in self.machines.values()}
+
+
+def select(machine: str | None = None, model: str | None = None) -> Selection:
+    """Return the machine and the model of these names; without names, all that are known by name.
+
+    Raises:
+        UsageError: an unknown name; the message has the list.
+    """
+    if machine is None and model is None:
+        return Selection(known_machines(), {name: find_model(name) for name in model_names()})
+    found = [] if machine is None else [find_machine(machine)]
+    return Selection(
+        {each.name: each for each in found}, {} if model is None else {model: find_model(model)}
+    )
+
+
+def catalog(selection: Selection) -> Summary:
+    """Return the data of machines, their corrections, and models. Machines and corrections have the
+    fields and units of machines.toml."""
     return {
-        "machines": msgspec.to_builtins(known_machines()),
-        "corrections": msgspec.to_builtins(known_corrections()),
-        "models": {name: _described(name) for name in model_names()},
+        "machines": msgspec.to_builtins(selection.machines),
+        "corrections": msgspec.to_builtins(selection.corrections),
+        "models": {name: _described(model) for name, model in selection.models.items()},
     }
 
 
-def _described(name: str) -> Summary:
+def _described(model: ModelShape) -> Summary:
     """Return what decides about a model's cost."""
-    model = find_model(name)
     moe = model.config.moe
     return {
         "source": model.source,

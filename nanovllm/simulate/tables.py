@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from nanovllm.simulate.machines import Efficiency, known_corrections, known_machines
-from nanovllm.simulate.models import find_model, model_names
+from nanovllm.simulate.machines import Efficiency, Machine
+from nanovllm.simulate.models import ModelShape
 from nanovllm.simulate.report import PERCENTILES, Summary
+from nanovllm.simulate.sources import Selection
 
 MAX_ENGINES = 16
 # Of tables that are not shown in a terminal.
@@ -42,16 +43,16 @@ MACHINE_COLUMNS = (
 )
 MACHINE_UNITS = (
     "per device: memory in GiB and GB/s, dense TFLOP/s with BF16 and FP8, links in GB/s in one "
-    "direction, and US dollars per hour; devices per node"
+    "direction (of a mesh, all of a device together), and US dollars per hour; devices per node"
 )
 CORRECTION_UNITS = (
     "shares of a machine's numbers that programs reach; from all_to_all on, seconds (machines.py "
     "describes each)"
 )
-MODEL_COLUMNS = ("billions", "bytes", "KV bytes", "layers", "experts", "positions", "source")
+MODEL_COLUMNS = ("params", "bytes", "KV bytes", "layers", "experts", "context", "source")
 MODEL_UNITS = (
     "parameters in billions, and bytes of each; KV bytes per token; experts per token, and of a "
-    "layer; the source is a repository of huggingface.co"
+    "layer; longest context in tokens; the source is a repository of huggingface.co"
 )
 SWEEP_COLUMNS = {
     "request_rate": "rate",
@@ -119,24 +120,26 @@ def _sources_line(sources: object) -> str:
     return f"step times: {'; '.join(words)}"
 
 
-def print_catalog() -> None:
-    """Print all machines, corrections and models that are known by name, with their sources."""
+def print_catalog(selection: Selection) -> None:
+    """Print machines, their corrections, and models, with the sources of their numbers."""
     console = Console(width=WIDTH)
-    _print_machines(console)
-    _print_corrections(console)
-    _print_models(console)
+    if selection.machines:
+        _print_machines(console, selection.machines)
+        _print_corrections(console, selection.corrections)
+    if selection.models:
+        _print_models(console, selection.models)
 
 
-def _print_machines(console: Console) -> None:
+def _print_machines(console: Console, machines: Mapping[str, Machine]) -> None:
     table = _table("machine", *MACHINE_COLUMNS)
-    machines = known_machines()
     for name, machine in machines.items():
-        links = machine.inside, machine.between, machine.host
         numbers = (
             machine.memory_gib,
             machine.bandwidth / 1e9,
             *(machine.flops.get(kind, 0) / 1e12 for kind in ("bf16", "fp8")),
-            *(link.bandwidth / 1e9 for link in links),
+            machine.node_bandwidth / 1e9,
+            machine.between.bandwidth / 1e9,
+            machine.host.bandwidth / 1e9,
             machine.devices,
             machine.price_per_hour,
         )
@@ -149,8 +152,7 @@ def _print_machines(console: Console) -> None:
         console.print(words, highlight=False, markup=False)
 
 
-def _print_corrections(console: Console) -> None:
-    corrections = known_corrections()
+def _print_corrections(console: Console, corrections: Mapping[str, Efficiency]) -> None:
     table = _table("correction", *corrections)
     for field in Efficiency.__struct_fields__[1:]:
         values = (getattr(each, field) for each in corrections.values())
@@ -160,10 +162,9 @@ def _print_corrections(console: Console) -> None:
         console.print(f"{name}: {correction.source}", highlight=False, markup=False)
 
 
-def _print_models(console: Console) -> None:
+def _print_models(console: Console, models: Mapping[str, ModelShape]) -> None:
     table = _table("model", *MODEL_COLUMNS)
-    for name in model_names():
-        model = find_model(name)
+    for name, model in models.items():
         moe = model.config.moe
         cells = [
             model.num_parameters / 1e9,

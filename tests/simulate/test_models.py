@@ -3,38 +3,111 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.machines import find_machine
+from nanovllm.simulate import models
+from nanovllm.simulate.machines import find_machine, known_machines
 from nanovllm.simulate.models import Layout, find_model, model_names
 from nanovllm.simulate.roofline import kv_blocks
+from nanovllm.simulate.simulation import simulate
 
-# Parameters in billions, as the models' cards have them.
+# Parameters in billions, as the models' cards or their checkpoints have them, without layers that
+# draft: GLM-4.5's have 358.3 and Air's 110.5, with one such layer, its embedding and its head.
 PUBLISHED = {
     "smollm2-135m": 0.1345,
     "llama-3.2-1b": 1.236,
+    "llama-3.2-3b": 3.213,
     "llama-3.1-8b": 8.03,
     "llama-3.1-70b": 70.55,
+    "llama-3.3-70b": 70.55,
     "llama-3.1-405b": 405.85,
     "mistral-7b": 7.248,
+    "mistral-nemo-12b": 12.25,
+    "mistral-small-24b": 23.57,
+    "mistral-large-123b": 122.61,
     "yi-34b": 34.39,
+    "phi-4": 14.66,
+    "qwen2.5-7b": 7.616,
+    "qwen2.5-14b": 14.77,
+    "qwen2.5-32b": 32.76,
+    "qwen2.5-72b": 72.71,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.721,
+    "qwen3-4b": 4.022,
     "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
     "qwen3-30b-a3b": 30.53,
+    "qwen3-coder-30b": 30.53,
     "qwen3-235b-a22b": 235.09,
+    "qwen3-coder-480b": 480.15,
     "mixtral-8x7b": 46.70,
+    "mixtral-8x22b": 140.62,
+    "glm-4.5-air": 110.47 - 3.617,
+    "glm-4.5": 358.34 - 5.540,
+    "glm-4.6": 358.34 - 5.540,
+    "minimax-m2": 228.70,
     "deepseek-v2-lite": 15.71,
     "deepseek-v3": 671.03,
+    "deepseek-r1": 671.03,
+    "deepseek-v3.1": 671.03,
+    "kimi-k2": 1026.41,
 }
+# A small simulation.
+FEW = {"num_prompts": 4, "request_rate": 20.0, "random_input_len": 64, "random_output_len": 4}
 
 
 def test_models_have_their_published_parameters():
     assert {name: find_model(name).num_parameters / 1e9 for name in model_names()} == pytest.approx(
         PUBLISHED, rel=3e-3
     )
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_is_simulated_by_its_name(name: str) -> None:
+    size = 8 if find_model(name).weight_bytes(Layout()) > 200e9 else 1
+    settings = {"model": name, "machine": "MI355X", "tensor_parallel_size": size}
+    summary = simulate({**FEW, **settings})
+    assert summary["completed"] == 4
+    assert str(summary["setup"]).startswith(f"{name} on MI355X, TP {size}, ")
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_machine_is_simulated_by_its_name(name: str) -> None:
+    machine = known_machines()[name]
+    summary = simulate({**FEW, "model": "smollm2-135m", "machine": name})
+    assert summary["completed"] == 4
+    assert (machine.price_per_hour is None) == ("dollars_per_million_tokens" not in summary)
+    apart = simulate({**FEW, "model": "smollm2-135m", "machine": name, "prefill": 1, "decode": 1})
+    assert apart["num_transfers"] == 4
+
+
+def test_an_architecture_with_the_matrices_of_another_one_costs_as_much(tmp_path: Path) -> None:
+    """A config.json of GLM-4.5-Air with what decides about values alone."""
+    known = tomllib.loads((Path(models.__file__).with_suffix(".toml")).read_text())["glm-4.5-air"]
+    rest = {
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+        "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e6},
+        "use_qk_norm": False,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**known, **rest}))
+    model = find_model(str(path))
+    assert model.config.architecture == "Glm4MoeForCausalLM"
+    layout = Layout(tensor_parallel_size=8)
+    assert model.matrices(layout) == find_model("glm-4.5-air").matrices(layout)
 
 
 def test_a_config_json_is_read_from_a_folder_or_a_path(tmp_path):
@@ -68,8 +141,10 @@ def test_unknown_names_are_answered_with_the_list():
             find_machine(name)
     assert find_machine("H100").devices == find_machine("H100x8").devices == 8
     assert find_machine("H100x2").devices == 2
-    for name in ["A100", "H100", "H800", "H200", "B200", "L40S", "laptop"]:
-        assert find_machine(name).name == name
+    for name in known_machines():
+        assert find_machine(name.lower()).name == name
+        assert find_machine(f"{name}x16").devices == 16
+    assert find_machine("GB200").devices == 72
 
 
 def test_an_impossible_layout_gets_the_engines_message():

@@ -15,7 +15,7 @@ import nanovllm
 from nanovllm.cli.main import main
 from nanovllm.simulate.measured import write_cost
 from nanovllm.simulate.simulation import simulate
-from nanovllm.simulate.sources import catalog
+from nanovllm.simulate.sources import catalog, select
 from nanovllm.simulate.tables import print_summary
 from tests.simulate.test_measured import COST
 
@@ -36,7 +36,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_json_list_has_what_the_files_have(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed(capsys, "--list", "--json"))
-    assert found == json.loads(json.dumps(catalog()))
+    assert found == json.loads(json.dumps(catalog(select())))
     machines = file_of("machines.toml")
     assert list(found["machines"]) == list(machines["machine"])
     for name, machine in machines["machine"].items():
@@ -77,21 +77,44 @@ def test_the_tables_have_whole_names_and_all_sources(capsys: pytest.CaptureFixtu
         for line in table.splitlines()
         if (cells := [cell.strip() for cell in line.strip("│").split("│")])[1:]
     }
-    numbers = ["80", "3,350", "989.4", "1,979", "450", "50", "64", "8", "4.76", "nanovllm"]
+    numbers = ["80", "3,350", "989.4", "1,979", "450", "50", "64", "8", "3.49", "nanovllm"]
     assert rows["H100"] == numbers
     assert rows["A100"][3] == "", "it has no FP8 units"
     assert rows["deepseek-v3"][:6] == ["671", "1", "70,272", "61", "8/256", "163,840"]
     assert rows["llama-3.1-8b"][4] == ""
-    assert rows["host_step"] == ["5e-05", "5e-05", "0.0002"]
+    assert rows["host_step"] == [*["5e-05"] * 5, "0.0002"]
+    assert rows["MI300X"][4] == "448", "seven links of 64 GB/s"
     text = " ".join(table.split())
-    found = catalog()
+    found = catalog(select())
     for kind in ("machines", "corrections", "models"):
         tables = found[kind]
         assert isinstance(tables, dict)
         for name, each in tables.items():
             assert name in rows or f"{name}: {each['source']}" in text
             assert each["source"].removeprefix("huggingface.co/") in text
-    assert "price: RunPod on demand, deploybase.ai/articles/runpod-gpu-pricing, 2026-03-10" in text
+    assert "price: RunPod Secure Cloud, runpod.io/pricing, 2026-09-25" in text
+
+
+def test_the_list_of_one_machine_and_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = json.loads(printed(capsys, "--list", "--json"))
+    # The default machine, too, if it is named.
+    found = json.loads(printed(capsys, "--list", "--machine", "H100", "--json"))
+    assert found["machines"] == {"H100": everything["machines"]["H100"] | {"name": "H100"}}
+    assert found["corrections"] == {"nanovllm": everything["corrections"]["nanovllm"]}
+    assert found["models"] == {}
+    found = json.loads(
+        printed(capsys, "--list", "--machine=mi300xx4", "--model=qwen3-8b", "--json")
+    )
+    assert found["machines"]["MI300Xx4"]["devices"] == 4
+    assert list(found["corrections"]) == ["mi300x"]
+    assert found["models"] == {"qwen3-8b": everything["models"]["qwen3-8b"]}
+    table = printed(capsys, "--list", "--model", "llama-3.1-8b")
+    assert "meta-llama/Llama-3.1-8B" in table and "H100" not in table and "qwen" not in table
+    table = printed(capsys, "--list", "--machine", "L4")
+    assert "│ L4 " in table and "nanovllm: figures/gpu.md" in table and "L40S" not in table
+    for flag in ("--machine", "--model"):
+        assert main(["simulate", "--list", flag, "nothing"]) == 2
+        assert re.search(r"'nothing' is unknown: choose .* --list ", capsys.readouterr().err)
 
 
 def test_a_summary_names_its_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
