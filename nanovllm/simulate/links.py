@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.scheduling import KVTransfer
@@ -16,36 +15,25 @@ from nanovllm.simulate.workload import SECOND
 
 @dataclass
 class Transfer:
-    """A transfer in flight.
+    """A transfer of a request's KV. Times are in picoseconds.
 
     Attributes:
         source, target: the engines at its ends.
         left: bytes that are to be sent, times `SECOND`.
+        begin, end: when it began, and when all bytes had arrived; `end` is 0 before.
+        alone: how long it takes without other transfers.
         arrived: called when all bytes have arrived.
-    """
-
-    source: int
-    target: int
-    left: int
-    arrived: Callable[[], None]
-
-
-class SentKV(NamedTuple):
-    """A transfer that has ended. Times are in picoseconds.
-
-    Attributes:
-        source, target: the engines at its ends.
-        begin, end: when it began, and when all bytes had arrived.
-        alone: how long it would have taken without other transfers.
     """
 
     request_id: str
     source: int
     target: int
     num_bytes: int
+    left: int
     begin: int
-    end: int
     alone: int
+    arrived: Callable[[], None]
+    end: int = 0
 
 
 class Links:
@@ -80,7 +68,7 @@ class Links:
         self.num_bytes = 0
         self.num_transfers = 0
         self.time = 0
-        self.watch: Callable[[SentKV], None] | None = None
+        self.watch: Callable[[Transfer], None] | None = None
         self._sent: Counter[int] = Counter()  # bytes, by engine
         self._received: Counter[int] = Counter()
         self._at = at
@@ -94,40 +82,25 @@ class Links:
         self._event = 0
 
     def send(
-        self,
-        source: int,
-        target: int,
-        num_bytes: int,
-        arrived: Callable[[], None],
-        request_id: str = "",
+        self, source: int, target: int, num_bytes: int, arrived: Callable[[], None], request_id: str
     ) -> None:
         """Begin a transfer for a request, and call `arrived` when it is complete."""
-        begin = self._now()
-
-        def count_and_tell() -> None:
-            end = self._now()
-            self.time += end - begin
-            if self.watch is not None:
-                bandwidth = min(self.bandwidth(source), self.bandwidth(target))
-                self.watch(
-                    SentKV(
-                        request_id=request_id,
-                        source=source,
-                        target=target,
-                        num_bytes=num_bytes,
-                        begin=begin,
-                        end=end,
-                        alone=self.latency + round(num_bytes * SECOND / bandwidth),
-                    )
-                )
-            arrived()
-
+        bandwidth = min(self.bandwidth(source), self.bandwidth(target))
+        transfer = Transfer(
+            request_id=request_id,
+            source=source,
+            target=target,
+            num_bytes=num_bytes,
+            left=num_bytes * SECOND,
+            begin=self._now(),
+            alone=self.latency + round(num_bytes * SECOND / bandwidth),
+            arrived=arrived,
+        )
         self.num_bytes += num_bytes
+        self.num_transfers += 1
         self._sent[source] += num_bytes
         self._received[target] += num_bytes
-        self.num_transfers += 1
-        transfer = Transfer(source, target, num_bytes * SECOND, count_and_tell)
-        self._at(begin + self.latency, lambda: self._start(transfer))
+        self._at(transfer.begin + self.latency, lambda: self._start(transfer))
 
     def utilization(self, duration: int) -> float:
         """Return the share of a duration in which the busiest link sends, or receives."""
@@ -183,6 +156,10 @@ class Links:
             self._receivers[transfer.target] -= 1
         self._expect_next()
         for transfer in ended:
+            transfer.end = self._now()
+            self.time += transfer.end - transfer.begin
+            if self.watch is not None:
+                self.watch(transfer)
             transfer.arrived()
 
 

@@ -16,7 +16,7 @@ from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.disk import writing
 from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
-from nanovllm.simulate.links import SentKV
+from nanovllm.simulate.links import Transfer
 from nanovllm.simulate.outages import UnreliableFleet, client_id
 from nanovllm.simulate.report import MILLISECOND
 from nanovllm.simulate.tiers import Tiers
@@ -72,7 +72,7 @@ class FleetRecorder:
         self._fleet = fleet
         self._traces = [Trace() for _ in fleet.engines]
         # By engine: what it has received, with the name of where it comes from.
-        self._received: list[list[tuple[str, SentKV]]] = [[] for _ in fleet.engines]
+        self._received: list[list[tuple[str, Transfer]]] = [[] for _ in fleet.engines]
         self._downtimes: list[list[Downtime]] = [[] for _ in fleet.engines]
         for replica, engine in enumerate(fleet.engines):
             engine.recorder = FleetStepRecorder(self._traces[replica], fleet, replica)
@@ -85,7 +85,7 @@ class FleetRecorder:
             fleet.stopped.append(self._stop)
             fleet.restarted.append(self._restart)
 
-    def _receive(self, source: str, sent: SentKV) -> None:
+    def _receive(self, source: str, sent: Transfer) -> None:
         self._received[sent.target].append((source, sent))
 
     def _stop(self, replica: int) -> None:
@@ -210,7 +210,7 @@ class Place(NamedTuple):
 
 
 def arrows_of(
-    traces: Sequence[Trace], received: Sequence[Sequence[SentKV]]
+    traces: Sequence[Trace], received: Sequence[Sequence[Transfer]]
 ) -> list[dict[tuple[int, str], Event]]:
     """Join what happens to each request on several engines and links: the last step of an engine
     that computes it, its KV on a link, the step that waits for this, and the first step of the next

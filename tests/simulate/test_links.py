@@ -41,7 +41,7 @@ def times_of(
         def arrived() -> None:
             ends[number] = clock.now
 
-        links.send(source, target, num_bytes, arrived)
+        links.send(source, target, num_bytes, arrived, "r")
 
     for number, (at, source, target, num_bytes) in enumerate(transfers):
         clock.at(at, lambda n=number, s=source, t=target, b=num_bytes: begin(n, s, t, b))  # type: ignore[misc]

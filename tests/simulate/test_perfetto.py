@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm.simulate.links import SentKV
+from nanovllm.simulate.links import Transfer
 from nanovllm.simulate.perfetto import Lanes, arrows_of
 from nanovllm.simulate.report import Summary
 from nanovllm.simulate.simulation import simulate
+from nanovllm.simulate.workload import SECOND
 from nanovllm.trace.record import StepRecord, TracedRequest
 from nanovllm.trace.trace import Trace
 
@@ -290,16 +291,29 @@ def step_of(number: int, start: float, request_id: str) -> StepRecord:
     return StepRecord(number, start, 1.0, 8, [share])
 
 
+def transfer_of(request_id: str, source: int, *, begin: int, end: int) -> Transfer:
+    """A transfer to engine 2 that has ended, with times in seconds."""
+    return Transfer(
+        request_id=request_id,
+        source=source,
+        target=2,
+        num_bytes=100,
+        left=0,
+        begin=begin * SECOND,
+        alone=SECOND,
+        arrived=lambda: None,
+        end=end * SECOND,
+    )
+
+
 def test_arrows_of_a_request_that_fails_on_its_way() -> None:
     prefill, other, decode = Trace(), Trace(), Trace()
     # It computes the prompt, sends it to an engine that fails, and is sent again.
     prefill.steps = [step_of(0, 0.0, "r"), step_of(1, 1.0, "r"), step_of(2, 2.0, "s")]
     other.steps = [step_of(0, 9.0, "r, again")]
     decode.steps = [step_of(0, 13.0, "r, again"), step_of(1, 14.0, "r, again")]
-    second = 10**12
-    lost = SentKV("r", 0, 2, 100, begin=2 * second, end=4 * second, alone=second)
-    again = SentKV("r, again", 1, 2, 100, begin=10 * second, end=13 * second, alone=second)
-    arrows = arrows_of([prefill, other, decode], [[], [], [lost, again]])
+    received = [transfer_of("r", 0, begin=2, end=4), transfer_of("r, again", 1, begin=10, end=13)]
+    arrows = arrows_of([prefill, other, decode], [[], [], received])
     way = [arrows[0][1, "r"], arrows[2][-1, "r"], arrows[1][0, "r, again"]]
     way += [arrows[2][-2, "r, again"], arrows[2][0, "r, again"]]
     assert sum(map(len, arrows)) == len(way)
