@@ -18,7 +18,7 @@ from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
-# The end of the id of a request that is sent again.
+# What is appended to the id of a request each time that it is sent again.
 _AGAIN = ", again"
 
 
@@ -103,8 +103,6 @@ class UnreliableFleet(Fleet):
         self._sources: dict[str, WorkloadRequest] = {}
         # Requests of a failed engine, until its step in flight should have ended.
         self._lost: set[str] = set()
-        # A request that is sent again has another id in the engines: that of its client by it.
-        self._client_ids: dict[str, str] = {}
         for outage in outages:
             self.at(outage.begin, functools.partial(self._stop, outage))
 
@@ -167,14 +165,12 @@ class UnreliableFleet(Fleet):
         self._lost.discard(name)
         if is_lost and (source.abort is None or source.abort > self.now):
             if self.retries and request.first_token is None and self.router.available:
-                again = name + _AGAIN
-                self._client_ids[again] = self._client_ids.pop(name, name)
-                self._arrive(msgspec.structs.replace(source, request_id=again))
+                self._arrive(msgspec.structs.replace(source, request_id=name + _AGAIN))
                 return
             request.finish_reason = "failed"
         self._tell(request)
 
     def _tell(self, request: SimulatedRequest) -> None:
         """Tell the client what has become of its request."""
-        request.request_id = self._client_ids.pop(request.request_id, request.request_id)
+        request.request_id = client_id(request.request_id)
         super()._end(request)
