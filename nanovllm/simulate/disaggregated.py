@@ -3,7 +3,6 @@ share."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,9 +18,8 @@ from nanovllm.simulate.fleet import ReplicaRouter, groups_of
 from nanovllm.simulate.links import Links, report, transfer_of
 from nanovllm.simulate.outages import Outage, UnreliableFleet
 from nanovllm.simulate.requests import SimulatedRequest
-from nanovllm.simulate.results import FleetResult
 from nanovllm.simulate.tiers import TierConnector
-from nanovllm.simulate.workload import Workload, WorkloadRequest
+from nanovllm.simulate.workload import WorkloadRequest
 
 
 class PrefillConnector(KVConnectorScheduler):
@@ -192,15 +190,6 @@ class DisaggregatedFleet(UnreliableFleet):
                 connector.offered = self._offered
                 connector.fetch = functools.partial(self._fetch, replica)
                 connector.release = self._release
-
-    def run(self, workload: Workload) -> FleetResult:
-        """Serve all requests of a workload. A fleet runs once."""
-        return dataclasses.replace(
-            super().run(workload),
-            num_transfers=self.links.num_transfers,
-            num_transferred_bytes=self.links.num_bytes,
-            transfer_time=self.links.time,
-        )
 
     # ---------------------------------------------------------------- the way of a request
 

@@ -16,14 +16,16 @@ from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.disk import writing
 from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
-from nanovllm.simulate.links import Transfer
+from nanovllm.simulate.links import Links, Transfer
 from nanovllm.simulate.outages import UnreliableFleet, client_id
 from nanovllm.simulate.report import MILLISECOND
-from nanovllm.simulate.tiers import Tiers
 from nanovllm.simulate.workload import SECOND
 from nanovllm.trace.perfetto import Event, span_event, trace_events
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
+
+# Where KV comes from that is no other engine's, by the name of its link.
+SOURCES = {"host link": "host memory", "store": "store"}
 
 
 class Downtime(msgspec.Struct):
@@ -65,10 +67,10 @@ class FleetRecorder:
 
     Args:
         fleet: has not run yet, and makes its steps one by one.
-        tiers: its host memory and store; None: it has none.
+        links: over which its KV is sent, by the names that `summarize` knows.
     """
 
-    def __init__(self, fleet: Fleet, tiers: Tiers | None) -> None:
+    def __init__(self, fleet: Fleet, links: Mapping[str, Links]) -> None:
         self._fleet = fleet
         self._traces = [Trace() for _ in fleet.engines]
         # By engine: what it has received, with the name of where it comes from.
@@ -76,16 +78,14 @@ class FleetRecorder:
         self._downtimes: list[list[Downtime]] = [[] for _ in fleet.engines]
         for replica, engine in enumerate(fleet.engines):
             engine.recorder = FleetStepRecorder(self._traces[replica], fleet, replica)
-        if isinstance(fleet, DisaggregatedFleet):
-            fleet.links.watch = lambda sent: self._receive(f"engine {sent.source}", sent)
-        if tiers is not None:
-            tiers.host.watch = functools.partial(self._receive, "host memory")
-            tiers.store.watch = functools.partial(self._receive, "store")
+        for name, each in links.items():
+            each.watch = functools.partial(self._receive, name)
         if isinstance(fleet, UnreliableFleet):
             fleet.stopped.append(self._stop)
             fleet.restarted.append(self._restart)
 
-    def _receive(self, source: str, sent: Transfer) -> None:
+    def _receive(self, link: str, sent: Transfer) -> None:
+        source = SOURCES.get(link, f"engine {sent.source}")
         self._received[sent.target].append((source, sent))
 
     def _stop(self, replica: int) -> None:

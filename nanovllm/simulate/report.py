@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from nanovllm.simulate.links import Links
 
 MILLISECOND = SECOND // 1000
+# The name of the links between prefill and decode engines.
+KV_LINK = "KV link"
 # Links that are busy for a larger share of the time have no room for more transfers.
 BUSY = 0.8
 PERCENTILES = (90, 95, 99)
@@ -64,6 +66,7 @@ def summarize(
         links: over which KV was sent, by name.
         dollars_per_hour: cost of all machines.
     """
+    links = links or {}
     done = [each for each in result.requests if each.outcome == "length"]
     seconds = max(result.duration, 1) / SECOND
     num_input = sum(each.num_prompt_tokens for each in done)
@@ -89,14 +92,14 @@ def summarize(
         **_latencies(result, done),
         "prefix_cache_hit_rate": hit / max(1, queried),
         "num_preemptions": sum(each.num_preemptions for each in result.replicas),
-        "bottleneck": _slow_link(result, done, links or {})
-        or _bottleneck(result.replicas, engines),
+        "bottleneck": _slow_link(result, done, links) or _bottleneck(result.replicas, engines),
         "replicas": replicas,
     }
-    if result.num_transfers:
-        summary["num_transfers"] = result.num_transfers
-        summary["num_transferred_bytes"] = result.num_transferred_bytes
-        summary["mean_transfer_ms"] = result.transfer_time / result.num_transfers / MILLISECOND
+    kv_link = links.get(KV_LINK)
+    if kv_link is not None and kv_link.num_transfers:
+        summary["num_transfers"] = kv_link.num_transfers
+        summary["num_transferred_bytes"] = kv_link.num_bytes
+        summary["mean_transfer_ms"] = kv_link.time / kv_link.num_transfers / MILLISECOND
     if dollars and num_output:
         summary["dollars_per_million_output_tokens"] = dollars / num_output * 1e6
         summary["dollars_per_million_tokens"] = dollars / (num_input + num_output) * 1e6

@@ -163,14 +163,9 @@ class FleetResult:
         replicas: the counters of each engine.
         gaps: the times between tokens.
         duration: from the begin of the workload to the last event, in picoseconds.
-        num_transfers, num_transferred_bytes, transfer_time: KV that prefill engines have sent to
-            decode engines, and the time of all these transfers, in picoseconds.
     """
 
     requests: list[ServedRequest] = field(default_factory=list)
     replicas: list[ReplicaCounters] = field(default_factory=list)
     gaps: TokenGaps = field(default_factory=TokenGaps)
     duration: int = 0
-    num_transfers: int = 0
-    num_transferred_bytes: int = 0
-    transfer_time: int = 0

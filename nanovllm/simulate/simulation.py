@@ -14,7 +14,7 @@ from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.links import Links
 from nanovllm.simulate.plan import plan_fleet
-from nanovllm.simulate.report import TIMES, Summary, summarize
+from nanovllm.simulate.report import KV_LINK, TIMES, Summary, summarize
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
 from nanovllm.simulate.sources import sources_of
 from nanovllm.simulate.sweep import highest_load
@@ -47,19 +47,20 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     workload = _workload(config, create(SyntheticWorkload, settings), block_size)
     fleet = plan.create_fleet(workload, fast=perfetto is None)
     tiers = plan.create_tiers(fleet)
+    links = _links_of(fleet, tiers)
     if perfetto is None:
         result = fleet.run(workload)
     else:
         from nanovllm.simulate.perfetto import FleetRecorder
 
-        recorder = FleetRecorder(fleet, tiers)
+        recorder = FleetRecorder(fleet, links)
         result = fleet.run(workload)
         recorder.write(perfetto, result.duration)
     summary = summarize(
         result,
         goodput=goodput,
         engines=plan.engines,
-        links=_links_of(fleet, tiers),
+        links=links,
         dollars_per_hour=sum(each.price_per_hour for each in plan.engines),
     )
     if config.acceptance:
@@ -93,7 +94,7 @@ def find_load(settings: Mapping[str, object]) -> Summary:
 def _links_of(fleet: Fleet, tiers: Tiers | None) -> dict[str, Links]:
     """Return the links over which KV is sent, by name."""
     found = {} if tiers is None else {"store": tiers.store, "host link": tiers.host}
-    return found | ({"KV link": fleet.links} if isinstance(fleet, DisaggregatedFleet) else {})
+    return found | ({KV_LINK: fleet.links} if isinstance(fleet, DisaggregatedFleet) else {})
 
 
 def _workload(config: FleetConfig, synthetic: SyntheticWorkload, block_size: int) -> Workload:

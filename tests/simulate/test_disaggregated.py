@@ -84,8 +84,8 @@ def test_times_of_one_request() -> None:
     assert served.last_token == served.first_token + 2 * 1100 + 11 + 12
     assert (served.num_prompt_tokens, served.num_output_tokens, served.replica) == (10, 3, 1)
     assert (result.gaps.count, result.gaps.total) == (2, 2 * 1100 + 11 + 12)
-    assert (result.num_transfers, result.num_transferred_bytes) == (1, 120)
-    assert result.transfer_time == 190
+    assert (fleet.links.num_transfers, fleet.links.num_bytes) == (1, 120)
+    assert fleet.links.time == 190
     prefill, decode = result.replicas
     assert (prefill.num_steps, decode.num_steps) == (1, 3)
     check_empty(fleet)
@@ -109,7 +109,7 @@ def test_the_first_token_may_come_from_the_prefill_engine() -> None:
     assert result.gaps.longest == 120 + 1111
     # A single token needs no decode engine.
     assert (served["r1"].last_token, served["r1"].replica) == (10**6 + 2010, 0)
-    assert result.num_transfers == 1
+    assert fleet.links.num_transfers == 1
     check_empty(fleet)
 
 
@@ -136,7 +136,7 @@ def test_a_decode_engine_reads_only_what_its_cache_lacks() -> None:
     result = fleet.run(workload_of(*requests, prefix_block_size=8))
     assert [each.num_cached_tokens for each in result.requests] == [0, 16, 16]
     # Five blocks, then the two after the shared ones; the last misses a single token.
-    assert (result.num_transfers, result.num_transferred_bytes) == (2, (5 + 2) * BLOCK * KV_BYTES)
+    assert (fleet.links.num_transfers, fleet.links.num_bytes) == (2, (5 + 2) * BLOCK * KV_BYTES)
     check_empty(fleet)
 
 
