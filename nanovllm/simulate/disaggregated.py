@@ -15,7 +15,7 @@ from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import ReplicaRouter, groups_of
-from nanovllm.simulate.links import Links, report, transfer_of
+from nanovllm.simulate.links import Links, tell_engine, transfer_of
 from nanovllm.simulate.outages import Outage, UnreliableFleet
 from nanovllm.simulate.requests import SimulatedRequest
 from nanovllm.simulate.tiers import TierConnector
@@ -171,7 +171,6 @@ class DisaggregatedFleet(UnreliableFleet):
             by_priority=by_priority,
         )
         num_prefill = len(prefill)
-        self.num_prefill = num_prefill
         self.groups = [
             *groups_of(range(num_prefill), group_sizes[0]),
             *groups_of(range(num_prefill, len(self.engines)), group_sizes[1]),
@@ -217,7 +216,7 @@ class DisaggregatedFleet(UnreliableFleet):
         if prefilled is not None:
             self._offered.add(name)
         replica = self.router.decode.choose(source, self.now)
-        self._send(source, request, self.num_prefill + replica)
+        self._send(source, request, self.router.num_prefill + replica)
 
     def _end(self, request: SimulatedRequest) -> None:
         name = request.request_id
@@ -269,11 +268,11 @@ class DisaggregatedFleet(UnreliableFleet):
                 each.replica in self.groups[source] and begin < each.begin <= self.now
                 for each in self.outages
             )
-            report(self, source, KVConnectorOutput(finished_sending={request_id}))
+            tell_engine(self, source, KVConnectorOutput(finished_sending={request_id}))
             ended = KVConnectorOutput(finished_recving={request_id})
             if has_failed:
                 ended.invalid_block_ids[request_id] = set(block_ids)
-            report(self, replica, ended)
+            tell_engine(self, replica, ended)
 
         self.links.send(source, replica, num_bytes, arrived, request_id)
 
@@ -287,4 +286,4 @@ class DisaggregatedFleet(UnreliableFleet):
     def _free(self, prefilled: SimulatedRequest) -> None:
         """Free a prompt's blocks in its prefill engine."""
         ended = KVConnectorOutput(finished_sending={prefilled.request_id})
-        report(self, prefilled.replica, ended)
+        tell_engine(self, prefilled.replica, ended)

@@ -168,7 +168,7 @@ def transfer_of(engine: SimulatedEngine) -> KVTransfer:
     return next(each for each in engine.scheduler.features if isinstance(each, KVTransfer))
 
 
-def report(fleet: Fleet, replica: int, ended: KVConnectorOutput) -> None:
+def tell_engine(fleet: Fleet, replica: int, ended: KVConnectorOutput) -> None:
     """Tell an engine about transfers that have ended."""
     engine = fleet.engines[replica]
     transfer = transfer_of(engine)

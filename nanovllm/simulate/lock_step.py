@@ -15,20 +15,18 @@ class LockStepEngine(SimulatedEngine):
     all, and so are its last moment and its results.
 
     Attributes:
-        group_in_step: the engines that run their steps with this one; None: it runs alone.
+        group_in_step: the engines that run their steps with this one.
     """
 
-    group_in_step: LockStepGroup | None = None
+    group_in_step: LockStepGroup
 
     def begin(self, now: int) -> bool:
         """Plan and launch a step of the whole group. Returns whether a result is to come."""
-        return (
-            self.begin_alone(now) if self.group_in_step is None else self.group_in_step.begin(now)
-        )
+        return self.group_in_step.begin(now)
 
     def finish(self) -> list[SimulatedRequest]:
         """Take the results of the whole group. Returns the requests that have ended."""
-        return self.finish_alone() if self.group_in_step is None else self.group_in_step.finish()
+        return self.group_in_step.finish()
 
     def begin_alone(self, now: int) -> bool:
         """See `SimulatedEngine.begin`."""

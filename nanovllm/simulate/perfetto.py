@@ -146,7 +146,7 @@ class FleetRecorder:
         fleet = self._fleet
         if not isinstance(fleet, DisaggregatedFleet):
             return f"engine {replica}"
-        return f"engine {replica} ({'prefill' if replica < fleet.num_prefill else 'decode'})"
+        return f"engine {replica} ({'prefill' if replica < fleet.router.num_prefill else 'decode'})"
 
 
 class Lanes:

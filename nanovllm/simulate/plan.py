@@ -67,7 +67,7 @@ class FleetPlan:
             fast: see `create_engine`.
         """
         config = self.config
-        outages = parse_outages(config.failures, config.cold_start, config.num_engines)
+        outages = parse_outages(config.failures, config.cold_start, len(self.engines))
         prefill, *others = self.kinds
         by_priority = prefill.resolved.given.scheduling_policy == "priority"
         store = HostKeys(self.num_store_blocks) if self.num_store_blocks else None

@@ -219,11 +219,6 @@ class FleetConfig(Keywords):
             )
 
     @property
-    def num_engines(self) -> int:
-        """Engines of all kinds."""
-        return self.prefill + self.decode or self.replicas
-
-    @property
     def weights(self) -> Weights | None:
         """`routing_weights` as numbers.
 

@@ -20,7 +20,7 @@ from nanovllm.kv_transfer.stores.offloading import (
 )
 from nanovllm.kv_transfer.stores.store import BYTE, HostKeys
 from nanovllm.simulate.fleet import Fleet
-from nanovllm.simulate.links import Links, report, transfer_of
+from nanovllm.simulate.links import Links, tell_engine, transfer_of
 from nanovllm.simulate.outages import UnreliableFleet
 from nanovllm.simulate.workload import SECOND
 
@@ -155,7 +155,7 @@ class Tiers:
             self.host.send(replica, replica, num_bytes, arrived, request_id)
 
         def arrived() -> None:
-            report(self.fleet, replica, KVConnectorOutput(finished_recving={request_id}))
+            tell_engine(self.fleet, replica, KVConnectorOutput(finished_recving={request_id}))
 
         if num_store:
             num_bytes = round(num_store * block_bytes)

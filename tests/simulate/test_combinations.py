@@ -104,8 +104,7 @@ class Setup:
             )
 
         engines = [create(i < self.prefill) for i in range(self.engines)]
-        if self.group_size > 1 and self.in_lock_step:
-            put_in_lock_step(engines, self.group_size)
+        put_in_lock_step(engines, self.group_size if self.in_lock_step else 1)
         fleet = self._fleet(engines)
         link = Link("test", self.latency / SECOND, SECOND)
         sizes = [KV_BYTES * BLOCK] * self.engines
