@@ -70,13 +70,14 @@ class VirtualClock(SchedulerHooks):
         self._started = read_clock(scale)
         self._waves = waves
         self._last_wave = -1
-        self._known: set[str] = set()  # requests of the last plan or result
-        self._timed: set[str] = set()  # those of them from which the next plan's time follows
+        # By identity: a new request may have the id of one that has ended.
+        self._known: set[Request] = set()  # requests of the last plan or result
+        self._timed: set[Request] = set()  # those of them from which the next plan's time follows
 
     def planned(self, plan: SchedulerOutput) -> None:
         """Tell the ranks the time."""
-        requests = self.queues.requests
-        new = [requests[request_id] for request_id in requests.keys() - self._known]
+        requests = set(self.queues.requests.values())
+        new = requests - self._known
         arrivals = [time for request in new if (time := _carried_time(request))]
         is_timed = self._continues() or (bool(new) and len(arrivals) == len(new))
         now = max([self.now, *arrivals, *([] if is_timed else [read_clock(self.scale)])])
@@ -84,8 +85,8 @@ class VirtualClock(SchedulerHooks):
             self.now = now
         # These wait for KV that another engine still computes: no message tells when it moves.
         receiving = self.queues.by_status[RequestStatus.WAITING_FOR_REMOTE_KVS]
-        untimed = {each.request_id for each in receiving if not _carried_time(each)}
-        self._known = set(requests)
+        untimed = {each for each in receiving if not _carried_time(each)}
+        self._known = requests
         self._timed = self._known - untimed
         self.ordered = now
         plan.extras[VIRTUAL_CLOCK] = now
@@ -93,7 +94,7 @@ class VirtualClock(SchedulerHooks):
     def _continues(self) -> bool:
         """Whether the engine has had work since the last plan or result."""
         if self._waves is None:
-            return not self._timed.isdisjoint(self.queues.requests)
+            return not self._timed.isdisjoint(self.queues.requests.values())
         is_same = self._last_wave == self._waves.ended
         self._last_wave = self._waves.ended
         return is_same
@@ -104,7 +105,7 @@ class VirtualClock(SchedulerHooks):
         ended = max(cast(int, extras[VIRTUAL_CLOCK]) for extras in reports)
         if ended > self.now:
             self.now = ended
-            self._timed = set(self.queues.requests)
+            self._timed = set(self.queues.requests.values())
 
     def sampled(
         self,

@@ -72,8 +72,9 @@ class Roofline(StepCost):
         self.reach = machine.reach
         self.matrices = model.matrices(layout)
         self._products = [self._product(matrix) for matrix in self.matrices]
-        num_kernels = model.config.num_layers + 2 * sum(each.layers for each in self.matrices)
+        num_kernels = model.config.num_layers + 2 * sum(each.layers for each in self.matrices[:-1])
         self._launches = num_kernels * self.reach.kernel
+        self._head_launches = 2 * self.matrices[-1].layers * self.reach.kernel
         config = model.config
         decode_channels = prompt_channels = 2 * config.head_dim
         if config.kv_lora_rank:  # decodes work on latents, and prompts on keys and values
@@ -115,7 +116,8 @@ class Roofline(StepCost):
         return self._decodes[num_decodes]
 
     def head(self, num_samples: int) -> int:
-        """Return the time of the product with the head: see `StepCost`."""
+        """Return the time of the product with the head, and of what belongs to it: see
+        `StepCost`."""
         return round(sum(part.seconds for part in self._sample_parts(num_samples)) * SECOND)
 
     def bottleneck(self, work: StepWork) -> Part:
@@ -126,10 +128,11 @@ class Roofline(StepCost):
         """Return the parts of a step: one for each matrix, and others."""
         num_tokens = work.num_decodes + sum(count for _, count in work.prefills)
         *layers, operators = self._token_parts(num_tokens, not work.prefills)
-        head, more_operators = self._sample_parts(work.num_samples)
+        head, launches, more_operators = self._sample_parts(work.num_samples)
         return [
             *layers,
             head,
+            launches,
             replace(operators, seconds=operators.seconds + more_operators.seconds),
             self._attention(work.decode_context),
             self._prompt_attention(work.prefills),
@@ -149,7 +152,9 @@ class Roofline(StepCost):
         return tokens + samples + self._host(num_requests)
 
     def _host(self, num_requests: int) -> float:
-        return self.reach.host_step + self.reach.host_request * num_requests
+        """Return the seconds for which devices wait for hosts: each stage has its own."""
+        stage = self.reach.host_step + self.reach.host_request * num_requests
+        return self.layout.pipeline_parallel_size * stage
 
     def _token_parts(self, num_tokens: int, is_decode: bool) -> list[Part]:
         """Return the parts whose time depends on the number of tokens; the operators last."""
@@ -167,11 +172,13 @@ class Roofline(StepCost):
         parts += self._collectives(num_tokens, is_decode=is_decode)
         return [*parts, Part("operators", operators, "bytes")]
 
-    def _sample_parts(self, num_samples: int) -> tuple[Part, Part]:
-        """Return the product with the head, and the operators around it."""
+    def _sample_parts(self, num_samples: int) -> tuple[Part, Part, Part]:
+        """Return the product with the head, the launches of its kernels, and the operators around
+        it. A step that samples nothing has none of them."""
         head = self._products[-1]
-        operators = Part("operators", num_samples * head.move, "bytes")
-        return head.of(num_samples, copies=1.0 if num_samples else 0.0), operators
+        product = head.of(num_samples, copies=1.0 if num_samples else 0.0)
+        launches = Part("launches", self._head_launches if num_samples else 0.0, "host")
+        return product, launches, Part("operators", num_samples * head.move, "bytes")
 
     @property
     def _is_spread(self) -> bool:

@@ -21,8 +21,15 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.distributed.cost_model import Link
 from nanovllm.distributed.pipeline_parallel import layer_range
+from nanovllm.engine.llm import LLMEngine
 from nanovllm.executor.rank_cost import RankCost, RankTimes
-from nanovllm.executor.virtual_clock import SECOND, RankRead, RankStep, read_timelines
+from nanovllm.executor.virtual_clock import (
+    SECOND,
+    RankRead,
+    RankStep,
+    read_clock,
+    read_timelines,
+)
 from nanovllm.lab.processes import CONTEXT
 from nanovllm.models.config import ModelConfig
 from nanovllm.simulate.cost import StepWork
@@ -166,6 +173,24 @@ def test_a_rank_takes_all_parts_of_a_step(llama: str) -> None:
     assert times.compute + times.communicate == pytest.approx(roofline.step(work), abs=1000)
 
 
+@pytest.mark.parametrize("share", [(200, 1), (0, 700)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_all_stages_together_take_the_time_of_a_simulated_step(
+    llama: str, stages: int, share: tuple[int, int]
+) -> None:
+    """Layers, head, messages between the stages, and the host of each."""
+    config = EngineConfig(model=llama, device="sleep", pipeline_parallel_size=stages)
+    costs = [Run.cost_of(config, stage) for stage in range(stages)]
+    times = [cost.step([share], 1) for cost in costs]
+    ranks = sum(each.compute for each in times) + sum(each.send for each in times[:-1])
+    layout = Layout(pipeline_parallel_size=stages)
+    roofline = create_cost(find_model(llama), find_machine("H100"), layout)
+    start, count = share
+    decode = StepWork(1, start + 1, (), 1)
+    work = decode if count == 1 else StepWork(0, 0, [share], 1)
+    assert ranks == pytest.approx(roofline.step(work), abs=1000)
+
+
 def test_a_trace_has_virtual_times(llama: str, tmp_path: pathlib.Path) -> None:
     options: dict[str, Any] = {"scale": 2.0, "timelines": str(tmp_path)}
     llm = LLM(llama, trace=True, device="sleep", sleep_config=options)
@@ -188,6 +213,24 @@ def test_the_clock_on_the_wall_follows(llama: str, tmp_path: pathlib.Path) -> No
     seconds = time.monotonic() - begin
     steps = [each for each in read_timelines(tmp_path)["rank 0"] if isinstance(each, RankStep)]
     assert seconds >= 3.0 * (steps[-1].answer - steps[0].order) / SECOND
+
+
+def test_a_later_request_begins_later_even_with_the_id_of_an_earlier_one(
+    llama: str, tmp_path: pathlib.Path
+) -> None:
+    sleep = json.dumps({"timelines": str(tmp_path)})
+    engine = LLMEngine(EngineConfig(llama, device="sleep", sleep_config=sleep))
+    sent = []
+    for _ in range(2):
+        sent.append(read_clock(1.0))
+        engine.add_request("same", {"prompt_token_ids": PROMPTS[0]}, PARAMS)
+        while engine.has_unfinished:
+            engine.step()
+    engine.core.close()
+    steps = [each for each in read_timelines(tmp_path)["rank 0"] if isinstance(each, RankStep)]
+    assert len(steps) == 2 * NUM_TOKENS
+    first = [step.order for step in steps[::NUM_TOKENS]]
+    assert all(order >= time for order, time in zip(first, sent, strict=True))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
