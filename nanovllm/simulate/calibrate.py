@@ -9,23 +9,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import mean, median, quantiles
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.simulate.cost import StepWork
+from nanovllm.executor.virtual_clock import VIRTUAL_CLOCK
 from nanovllm.simulate.decoding import work_of
-from nanovllm.simulate.measured import MeasuredCost, num_pairs
+from nanovllm.simulate.fit import Timed, fit, fit_head
+from nanovllm.simulate.measured import MeasuredCost
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from nanovllm.core.schedule import SchedulerOutput
     from nanovllm.data.resolved_config import ResolvedConfig
     from nanovllm.engine.llm import LLMEngine
@@ -39,10 +37,6 @@ WINDOW = 16
 # Of loads whose requests arrive one after another: the most that decode, and steps per request.
 MAX_JOINED = 32
 JOINED_STEPS = 20
-
-
-# Weight of a change of the price per token, in steps.
-SMOOTHNESS = 0.1
 
 
 class LoadRequest(NamedTuple):
@@ -60,14 +54,6 @@ class LoadRequest(NamedTuple):
 
 
 Load = list[LoadRequest]
-
-
-class Timed(NamedTuple):
-    """A step, and the seconds from the result of the step before to its own result: all that the
-    engine did for this step, and for requests that arrived before it."""
-
-    work: StepWork
-    seconds: float
 
 
 def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
@@ -88,9 +74,13 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
 class StepTimer:
     """Runs loads on an engine, and times their steps. There is no trace, which takes time, too.
 
+    The seconds of a step are those from the result of the step before to its own result: all that
+    the engine did for this step, and for requests that arrived before it.
+
     Attributes:
         numbers: draws loads and tokens.
         seen, unseen: steps for the fit, and others.
+        full: steps of a full pipeline.
         woken: by length of the pause before it, the first steps after pauses.
     """
 
@@ -104,18 +94,17 @@ class StepTimer:
         self.numbers = random.Random(0)
         self.seen: list[Timed] = []
         self.unseen: list[Timed] = []
+        self.full: list[Timed] = []
         self.woken: dict[float, list[Timed]] = {}
         self._shared = self._draw_tokens(core.limits.max_model_len)
         self._ended: list[tuple[SchedulerOutput, float]] = []
-        # In a pipeline, one step at a time, through all stages: the time between the results of two
-        # steps in flight belongs to neither.
-        if core.config.pipeline_parallel_size > 1:
-            core.settings = replace(core.settings, steps_ahead=0)
+        self._num_stages = core.config.pipeline_parallel_size
         hooks = core.scheduler.hooks
         hooks.took = (*hooks.took, self._took)
 
         self.run([LoadRequest(32, 4), LoadRequest(64, 4)])  # compiles, and touches memory
         self._loads: list[Load] = []
+        self._full_loads: list[Load] = []
         self._pauses = itertools.cycle(PAUSES)
 
     def measure(self, seconds: float) -> None:
@@ -124,11 +113,18 @@ class StepTimer:
         # Only steps advance a virtual clock: a pause takes no time there.
         while self.core.virtual_clock is None and time.perf_counter() - began < IDLE * seconds:
             self._pause(next(self._pauses))
-        while not self.seen or time.perf_counter() - began < (1 - HELD_OUT) * seconds:
+        while not self._has_seen_all or time.perf_counter() - began < (1 - HELD_OUT) * seconds:
             self._loads = self._loads or loads(self.core.resolved, self.numbers)
             self.seen += self.run(self._loads.pop())
+            if self._num_stages > 1 and len(self._loads) % 2:
+                self._full_loads = self._full_loads or full_loads(self.core.resolved, self.numbers)
+                self.full += self.run_full(self._full_loads.pop())
         while not self.unseen or time.perf_counter() - began < seconds:
             self.unseen += self.run(mixed_load(self.core.resolved, self.numbers))
+
+    @property
+    def _has_seen_all(self) -> bool:
+        return bool(self.seen) and (bool(self.full) or self._num_stages == 1)
 
     def create_cost(self) -> MeasuredCost:
         """Fit a cost to the steps so far."""
@@ -154,6 +150,8 @@ class StepTimer:
             per_pair=others[2],
             per_prompt=others[3],
         )
+        if self._num_stages > 1:
+            cost = msgspec.structs.replace(cost, head_cost=fit_head(cost, self.full))
         idle_seconds = [mean(extra_seconds(cost, self.woken[pause])) for pause in pauses]
         cost = msgspec.structs.replace(
             cost, pauses=pauses, idle_seconds=[max(0.0, each) for each in idle_seconds]
@@ -166,8 +164,24 @@ class StepTimer:
         return time.perf_counter() if clock is None else clock.now / SECOND
 
     def run(self, load: Load) -> list[Timed]:
-        """Serve a load; returns its steps. All prompts are drawn before the first step: to draw
-        them later would count as time of steps."""
+        """Serve a load; returns its steps. In a pipeline, it is served by one step at a time,
+        through all stages: the time between the results of two steps in flight belongs to
+        neither."""
+        usual = self.core.settings
+        if self._num_stages > 1:
+            self.core.settings = replace(usual, steps_ahead=0)
+        try:
+            return self._run(load)
+        finally:
+            self.core.settings = usual
+
+    def run_full(self, load: Load) -> list[Timed]:
+        """Serve a load with a step in flight for each stage; returns those of `full_steps`."""
+        return full_steps(self._run(load), self._num_stages)
+
+    def _run(self, load: Load) -> list[Timed]:
+        """Draw all prompts before the first step: to draw them later would count as time of
+        steps."""
         in_order = sorted(load, key=lambda request: request.step)
         waiting = deque((request, self._draw_prompt(request)) for request in in_order)
         self._ended.clear()
@@ -179,6 +193,8 @@ class StepTimer:
             if not waiting and not self.engine.has_unfinished:
                 break
             self.engine.step()
+        if self.core.virtual_clock is not None:  # its order of the first step ends the idle time
+            begin = cast(int, self._ended[0][0].extras[VIRTUAL_CLOCK]) / SECOND
         ends = [begin, *(end for _, end in self._ended)]
         times = [end - start for start, end in pairwise(ends)]
         works = [work_of(plan) for plan, _ in self._ended]
@@ -244,6 +260,40 @@ def joining_load(resolved: ResolvedConfig, numbers: random.Random, running: int)
     return found
 
 
+def full_loads(resolved: ResolvedConfig, numbers: random.Random) -> list[Load]:
+    """Return loads in random order that fill a pipeline with equal steps: prompts that arrive one
+    after another, and batches of requests that decode, 1 to `max_num_seqs` of them."""
+    stages = resolved.given.pipeline_parallel_size
+    room = resolved.num_kv_blocks * resolved.given.block_size // 2
+    longest = min(resolved.max_model_len - 16, room // stages, resolved.token_budget // 4)
+    found = []
+    for _ in range(3):
+        size = size_up_to(longest, numbers)
+        found.append([LoadRequest(size, 1, step) for step in range(4 * stages)])
+    count = stages
+    while count <= resolved.given.max_num_seqs:
+        most = min(longest, room // count, resolved.token_budget // count)
+        found.append([LoadRequest(size_up_to(most, numbers), 12)] * count)
+        count *= 2
+    numbers.shuffle(found)
+    return found
+
+
+def full_steps(steps: Sequence[Timed], num_stages: int) -> list[Timed]:
+    """Return the steps of a full pipeline, each with the mean seconds between the last results, one
+    of each stage. Equal steps come before these, two per stage: the first of them have filled the
+    pipeline, and results then arrive as fast as the slowest stage computes."""
+    found = []
+    for last in range(2 * num_stages, len(steps)):
+        window = steps[last - 2 * num_stages : last + 1]
+        works = [work for work, _ in window]
+        kinds = {(work.num_decodes, tuple(work.prefills), work.num_samples) for work in works}
+        if len(kinds) == 1:
+            seconds = mean(each.seconds for each in window[-num_stages:])
+            found.append(Timed(works[-1], seconds))
+    return found
+
+
 def size_up_to(most: int, numbers: random.Random) -> int:
     """Return a number from 8 to `most`; each power of two is as likely."""
     return int(8 * (max(8, most) / 8) ** numbers.random())
@@ -279,120 +329,3 @@ def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:
     cuts = quantiles(means, n=20, method="inclusive") if len(means) > 1 else means
     error = median(abs(ratio - 1) for ratio in ratios)
     return msgspec.structs.replace(cost, error=error, low=cuts[0], high=cuts[-1])
-
-
-def fit(steps: Sequence[Timed]) -> tuple[list[int], list[float], list[float]]:
-    """Fit the cost to steps, in relative errors: returns knots, seconds there, and the prices per
-    sample, context, pair and prompt. No price is negative. Steps that something else has slowed
-    down have less weight (Huber 1964)."""
-    import numpy as np
-
-    tokens = [work.num_decodes + sum(n for _, n in work.prefills) for work, _ in steps]
-    knots = [1]
-    most = max(2, *tokens)
-    while knots[-1] < most:
-        # 2, 3, 4, 6, 8, 12, ...: within an octave, a product can turn from reading to computing.
-        last = knots[-1]
-        is_power = last & (last - 1) == 0
-        knots.append(min(max(last + 1, last * 3 // 2 if is_power else last * 4 // 3), most))
-    spans = [
-        [min(max(count - low, 0), high - low) for count in tokens] for low, high in pairwise(knots)
-    ]
-    works = [work for work, _ in steps]
-    others = [
-        [work.num_samples for work in works],
-        [work.decode_context for work in works],
-        [num_pairs(work) for work in works],
-        [len(work.prefills) for work in works],
-    ]
-    times = np.array([seconds for _, seconds in steps])
-    columns = np.array([[1] * len(steps), *spans, *others], dtype=float).T / times[:, None]
-    scale = np.maximum(columns.max(axis=0), 1e-30)
-    columns /= scale
-    smooth = smoothness(knots, tokens, times, len(scale)) / scale
-    weights = np.ones(len(steps))
-    prices = np.zeros(len(scale))
-    for _ in range(8):
-        weighted = columns * weights[:, None]
-        normal = weighted.T @ columns + smooth.T @ smooth
-        goal = weighted.sum(axis=0)
-        for _ in range(3000):
-            # One price after the other, none below 0.
-            for i, row in enumerate(normal):
-                prices[i] = max(0.0, prices[i] + (goal[i] - row @ prices) / max(row[i], 1e-30))
-        errors = np.abs(columns @ prices - 1)
-        weights = np.minimum(1, 2 * np.median(errors) / np.maximum(errors, 1e-12))
-    base, *slopes = (prices / scale).tolist()
-    lengths = [high - low for low, high in pairwise(knots)]
-    rises = [slope * length for slope, length in zip(slopes, lengths, strict=False)]
-    others_of_steps = (columns[:, len(knots) :] @ prices[len(knots) :]) * times
-    rows = rows_of_mean_steps(
-        knots, np.array(list(accumulate(rises, initial=base))), tokens, times, others_of_steps
-    )
-    return knots, rows.tolist(), slopes[len(rises) :]
-
-
-def smoothness(
-    knots: list[int], tokens: list[int], times: NDArray[np.float64], num_prices: int
-) -> NDArray[np.float64]:
-    """Return rows that make the price per token the same on both sides of a knot, unless steps tell
-    otherwise. Without them, sizes that were not measured can have any time between those of other
-    sizes: the long prompts are explained as well if their first 50 tokens take all of the time.
-
-    Args:
-        tokens, times: of each step.
-        num_prices: columns; the first is the time of any step, and then come those of the spans
-            between two knots.
-    """
-    import numpy as np
-
-    in_order = np.argsort(tokens)
-    usual = np.interp(knots, np.array(tokens)[in_order], times[in_order])
-    rows = np.zeros((len(knots) - 2, num_prices))
-    for i, (low, high) in enumerate(pairwise(knots[:-1])):
-        rows[i, i + 1] = -1
-        rows[i, i + 2] = 1
-        rows[i] *= SMOOTHNESS**0.5 * (high - low) / usual[i + 1]
-    return rows
-
-
-def rows_of_mean_steps(
-    knots: list[int],
-    rows: NDArray[np.float64],
-    tokens: list[int],
-    times: NDArray[np.float64],
-    others: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Scale the seconds at the knots so that steps of each size take as long in the mean as
-    they did, the slow ones included. With a single factor for all, decode steps came out 4 to
-    10 % too short: a delay of some milliseconds hardly moves the typical short step, but it does
-    move the typical long one, which has several.
-
-    Args:
-        rows: seconds at the knots.
-        tokens, times, others: of each step its tokens, its time, and how much of this depends on
-            other things than its tokens.
-    """
-    import numpy as np
-
-    # A factor per octave: between two of these, few steps would decide.
-    octaves = [knot for knot in knots if knot & (knot - 1) == 0 or knot == knots[-1]]
-    counts = shares(tokens, octaves).sum(axis=1)
-    octaves = [knot for knot, count in zip(octaves, counts, strict=True) if count >= 1] or [1]
-    at_tokens = shares(tokens, octaves)
-    of_rows = shares(tokens, knots)
-    factors = np.ones(len(octaves))
-    scaled = rows
-    for _ in range(50):
-        ratios = times / np.maximum(scaled @ of_rows + others, 1e-12)
-        factors = factors * (at_tokens @ ratios) / at_tokens.sum(axis=1)
-        # More tokens take no less time.
-        scaled = np.maximum.accumulate(rows * np.interp(knots, octaves, factors))
-    return scaled
-
-
-def shares(tokens: list[int], knots: list[int]) -> NDArray[np.float64]:
-    """Return how much each knot (rows) counts for each step (columns) in an interpolation."""
-    import numpy as np
-
-    return np.array([np.interp(tokens, knots, unit) for unit in np.eye(len(knots))])

@@ -42,9 +42,9 @@ class StepCost(Protocol):
         """Return base and price per token of context of a step in which `num_decodes` requests
         compute a token each."""
 
-    def head(self, num_samples: int) -> int:
-        """Return the part of a step's time that the last stage of a pipeline has more than others:
-        it samples."""
+    def head(self, work: StepWork) -> int:
+        """Return by how much the last stage of a pipeline takes longer than each other one, as a
+        part of the step's time: it has the model's head."""
         return 0
 
     def after_idle(self, idle: int) -> int:

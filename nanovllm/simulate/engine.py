@@ -250,7 +250,7 @@ class SimulatedEngine:
     def _pass_stages(self, start: int, time: int, work: StepWork) -> int:
         """Let a step pass through all stages. Returns when the last one ends."""
         stages = self._stage_ends
-        head = self.cost.head(work.num_samples)
+        head = self.cost.head(work)
         part = (time - head) // len(stages)
         end = start
         for i, stage_end in enumerate(stages):

@@ -17,6 +17,21 @@ from nanovllm.simulate.roofline import Part
 from nanovllm.simulate.workload import SECOND
 
 
+class HeadCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By how much the last stage of a pipeline takes longer than each other one, in seconds:
+
+        share * step                                   in a step that samples nothing
+        share * step + fixed + per_sample * samples    otherwise
+
+    The model's head is only read and computed for samples. A share of the whole step is more than
+    the head: it is above 0 if stages have unequal numbers of layers, or slow each other down.
+    """
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+    share: float = 0.0
+
+
 class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `StepCost`. Times are in seconds:
 
@@ -34,6 +49,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         on_gpu: it was a GPU.
         num_kv_blocks, block_size, kv_bytes_per_token, max_model_len: of the measured engine.
         knots, row_seconds: numbers of tokens, and `rows` there.
+        head_cost: of a pipeline, what the last stage takes longer; None: there is one stage.
         pauses, idle_seconds: seconds without a request, and how much longer the next step takes.
         error: median of |measured / predicted - 1| over single steps that the fit did not see.
         low, high: interval that contains 90 % of measured / predicted over 16 such steps in a row.
@@ -54,6 +70,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     per_context: float
     per_pair: float
     per_prompt: float = 0.0
+    head_cost: HeadCost | None = None
     pauses: list[float] = []
     idle_seconds: list[float] = []
     error: float = 0.0
@@ -72,9 +89,12 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         base = self._rows(num_decodes) + self.per_sample * num_decodes
         return round(base * SECOND), round(self.per_context * SECOND)
 
-    def head(self, num_samples: int) -> int:
-        """Return the time of samples: see `StepCost`."""
-        return round(self.per_sample * num_samples * SECOND)
+    def head(self, work: StepWork) -> int:
+        """Return what the last stage takes longer: see `StepCost`."""
+        step = self.step(work)
+        cost = self.head_cost or HeadCost()
+        seconds = cost.per_sample * work.num_samples + (cost.fixed if work.num_samples else 0.0)
+        return min(step, round(cost.share * step + seconds * SECOND))
 
     def after_idle(self, idle: int) -> int:
         """Return by how much the first step is longer after a pause: interpolated, and beyond the
@@ -120,12 +140,18 @@ def read_cost(path: Path) -> MeasuredCost:
     """Read a file that `calibrate` has written.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or a pipeline was measured before its stages were told apart.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=MeasuredCost)
+        cost = msgspec.json.decode(path.read_bytes(), type=MeasuredCost)
     except (OSError, ValueError) as error:
         raise UsageError(f"--machine {path}: no file of --calibrate: {error}") from error
+    if cost.pipeline_parallel_size > 1 and cost.head_cost is None:
+        raise UsageError(
+            f"--machine {path} has no time of the last stage: measure the pipeline again with "
+            "--calibrate"
+        )
+    return cost
 
 
 def check_writable(flag: str, path: Path) -> None:

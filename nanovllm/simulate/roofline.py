@@ -115,10 +115,10 @@ class Roofline(StepCost):
             self._decodes[num_decodes] = round(seconds * SECOND), round(per_token * SECOND)
         return self._decodes[num_decodes]
 
-    def head(self, num_samples: int) -> int:
+    def head(self, work: StepWork) -> int:
         """Return the time of the product with the head, and of what belongs to it: see
         `StepCost`."""
-        return round(sum(part.seconds for part in self._sample_parts(num_samples)) * SECOND)
+        return round(sum(part.seconds for part in self._sample_parts(work.num_samples)) * SECOND)
 
     def bottleneck(self, work: StepWork) -> Part:
         """Return the part of a step that takes longest."""

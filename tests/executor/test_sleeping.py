@@ -23,13 +23,7 @@ from nanovllm.distributed.cost_model import Link
 from nanovllm.distributed.pipeline_parallel import layer_range
 from nanovllm.engine.llm import LLMEngine
 from nanovllm.executor.rank_cost import RankCost, RankTimes
-from nanovllm.executor.virtual_clock import (
-    SECOND,
-    RankRead,
-    RankStep,
-    read_clock,
-    read_timelines,
-)
+from nanovllm.executor.virtual_clock import SECOND, RankRead, RankStep, read_clock, read_timelines
 from nanovllm.lab.processes import CONTEXT
 from nanovllm.models.config import ModelConfig
 from nanovllm.simulate.cost import StepWork

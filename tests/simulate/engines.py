@@ -41,9 +41,9 @@ class AffineCost(StepCost):
         """Return base and price per token of context."""
         return self.base + self.per_token * num_decodes, self.per_context
 
-    def head(self, num_samples: int) -> int:
+    def head(self, work: StepWork) -> int:
         """Return what the last stage takes longer."""
-        return self.per_sample * num_samples
+        return self.per_sample * work.num_samples
 
     def after_idle(self, idle: int) -> int:
         """Return the extra time of the first step after a pause."""

@@ -16,15 +16,16 @@ from nanovllm.engine.llm import LLMEngine
 from nanovllm.simulate.calibrate import (
     LoadRequest,
     StepTimer,
-    Timed,
     calibrate,
     extra_seconds,
-    fit,
+    full_loads,
+    full_steps,
     loads,
     with_errors,
 )
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.measured import MeasuredCost, read_cost, write_cost
+from nanovllm.simulate.fit import Timed, fit, fit_head
+from nanovllm.simulate.measured import HeadCost, MeasuredCost, read_cost, write_cost
 from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import simulate
@@ -117,6 +118,10 @@ def test_a_file_is_a_machine(tmp_path):
             UsageError, match=f"--{name.replace('_', '-')} has no effect with --mac"
         ):
             simulate({**few, name: value})
+    without_head = msgspec.structs.replace(COST, pipeline_parallel_size=2)
+    path.write_bytes(msgspec.json.encode(without_head))
+    with pytest.raises(UsageError, match="no time of the last stage: measure the pipeline again"):
+        simulate(few)
     path.write_text(json.dumps({"model": "x"}))
     with pytest.raises(UsageError, match=r"no file of --calibrate: .*missing required field"):
         simulate(few)
@@ -186,11 +191,67 @@ def test_a_step_on_several_ranks_takes_the_time_of_all_stages(tiny_model, layout
     engine = EngineConfig("llama-3.1-8b", **options)
     known = plan_fleet(FleetConfig(machine="L40S"), engine).kinds[0].cost
     load = [LoadRequest(40, 12, step) for step in (0, 2, 4, 6)]
-    _, *steps = timer.run(load)  # before the first one, the clock leaps
+    steps = timer.run(load)
+    full = timer.run_full([LoadRequest(40, 8)] * 4)
     timer.core.close()
     assert len(steps) > 12
     for work, seconds in steps:
-        assert seconds == pytest.approx(known.step(work) / SECOND, rel=0.01)
+        assert seconds == pytest.approx(known.step(work) / SECOND, rel=2e-3)
+    stages = layout.get("pipeline_parallel_size", 1)
+    assert len(full) >= 4
+    for work, seconds in full:
+        step, head = known.step(work), known.head(work)
+        assert work.num_decodes == 4 / stages
+        assert head > 0.05 * step
+        assert seconds == pytest.approx(((step - head) / stages + head) / SECOND, rel=2e-3)
+
+
+PIPELINE = msgspec.structs.replace(COST, pipeline_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [HeadCost(), HeadCost(fixed=0.002, per_sample=3e-4), HeadCost(per_sample=1e-4, share=0.3)],
+)
+def test_a_fit_finds_how_much_longer_the_last_stage_takes(head: HeadCost) -> None:
+    true = msgspec.structs.replace(PIPELINE, head_cost=head)
+    works = [StepWork(n, 100 * n, (), n) for n in (1, 2, 4, 8)] * 3
+    works += [StepWork(0, 0, [(0, n)], 1) for n in (10, 30, 60)] * 3
+
+    def slowest(work: StepWork) -> float:
+        """Seconds of the last of three stages."""
+        extra = true.head(work)
+        return ((true.step(work) - extra) / 3 + extra) / SECOND
+
+    # Of two equal steps, one is faster, and one is slower.
+    for ratios in ([1.0], [0.9, 1.1]):
+        steps = [Timed(work, slowest(work) * ratio) for work in works for ratio in ratios]
+        found = fit_head(PIPELINE, steps)
+        assert (found.fixed, found.per_sample, found.share) == pytest.approx(
+            (head.fixed, head.per_sample, head.share), abs=1e-6
+        )
+
+
+def test_steps_of_a_full_pipeline_come_after_two_equal_ones_per_stage() -> None:
+    decodes = [StepWork(2, 100 + step, (), 2) for step in range(7)]
+    prompt = StepWork(0, 0, [(0, 9)], 1)
+    steps = [Timed(work, 1.0 + i) for i, work in enumerate([prompt, *decodes, prompt, *decodes])]
+    found = full_steps(steps, num_stages=2)
+    # Steps 1 to 7 and 9 to 15 decode; the first four of each fill the pipeline.
+    assert found == [Timed(steps[i].work, i + 0.5) for i in (5, 6, 7, 13, 14, 15)]
+
+
+def test_loads_of_a_full_pipeline_have_equal_requests_for_which_there_is_memory() -> None:
+    config = EngineConfig("smollm2-135m", max_num_seqs=16, pipeline_parallel_size=4)
+    resolved = resolve(config, model_max_len=8192, num_kv_blocks=60, num_host_blocks=0)
+    found = full_loads(resolved, random.Random(0))
+    streams = [load for load in found if load[-1].step > 0]
+    batches = [load for load in found if load not in streams]
+    assert sorted(map(len, batches)) == [4, 8, 16]
+    assert streams
+    for load in found:
+        (size,) = {(each.num_prompt_tokens, each.num_output_tokens) for each in load}
+        assert sum(size) * (4 if load in streams else len(load)) <= 60 * 16
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
@@ -202,6 +263,7 @@ def test_an_engine_of_several_ranks_is_measured_and_simulated(tiny_model, tmp_pa
     (name,) = layout
     assert getattr(cost, name) == 2
     assert cost.tensor_parallel_size * cost.pipeline_parallel_size == 2
+    assert (cost.head_cost is not None) == (name == "pipeline_parallel_size")
     path = tmp_path / "this.json"
     write_cost(cost, path)
     few = {"machine": str(path), "num_prompts": 8, "random_input_len": 40, "random_output_len": 6}

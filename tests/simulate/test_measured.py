@@ -11,7 +11,7 @@ import pytest
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.measured import MeasuredCost, num_pairs, read_cost, write_cost
+from nanovllm.simulate.measured import HeadCost, MeasuredCost, num_pairs, read_cost, write_cost
 from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import simulate
@@ -65,6 +65,18 @@ def test_a_step_of_decodes_is_affine_in_its_context() -> None:
         assert cost.step(StepWork(4, context, (), 4)) == base + per_token * context
 
 
+def test_the_last_stage_takes_longer_by_the_head_and_a_share_of_the_step() -> None:
+    head = HeadCost(fixed=0.001, per_sample=0.0005, share=0.1)
+    cost = msgspec.structs.replace(COST, pipeline_parallel_size=2, head_cost=head)
+    decodes = StepWork(3, 30, (), 3)
+    assert cost.head(decodes) == pytest.approx((0.1 * 0.020 + 0.001 + 3 * 0.0005) * SECOND)
+    no_sample = StepWork(0, 0, [(0, 5)], 0)
+    assert cost.head(no_sample) == pytest.approx(0.1 * 0.024 * SECOND)
+    longer = msgspec.structs.replace(cost, head_cost=HeadCost(fixed=1.0))
+    assert longer.head(decodes) == cost.step(decodes), "no more than the step"
+    assert COST.head(decodes) == 0
+
+
 FEW: dict[str, object] = {
     "num_prompts": 40,
     "request_rate": 10.0,
@@ -86,7 +98,8 @@ def machine(tmp_path: Path) -> str:
 def on_two_ranks(machine: str, name: str) -> None:
     """The machine was measured with two ranks."""
     path = Path(machine)
-    write_cost(msgspec.structs.replace(read_cost(path), **{name: 2}), path)
+    head = HeadCost() if name == "pipeline_parallel_size" else None
+    write_cost(msgspec.structs.replace(read_cost(path), head_cost=head, **{name: 2}), path)
 
 
 def test_engines_that_fail_together_have_a_measured_machine_each(machine: str) -> None:

@@ -20,12 +20,12 @@ from nanovllm.lab.bench.live import (
     serve,
     simulate,
 )
-from nanovllm.simulate.calibrate import StepTimer, joining_load, loads
-from nanovllm.simulate.plan import plan_fleet
+from nanovllm.simulate.calibrate import StepTimer, full_loads, joining_load, loads
+from nanovllm.simulate.plan import FleetPlan, plan_fleet
 from nanovllm.simulate.report import MILLISECOND
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.settings import FleetConfig
-from nanovllm.simulate.workload import SECOND
+from nanovllm.simulate.workload import SECOND, WorkloadRequest
 
 # 10 ms per step and more, and no sleep: a virtual second passes in a nanosecond.
 SLEEP = '{"machine": "L40S", "model": "llama-3.1-8b", "scale": 1e-9}'
@@ -72,8 +72,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+LAYOUTS: list[dict[str, int]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 3}]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated_ones(
     tiny_model: pathlib.Path, clock: Clock, layout: dict[str, int]
 ) -> None:
@@ -81,6 +84,8 @@ def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated
     for load in loads(timer.core.resolved, timer.numbers):
         timer.seen += timer.run(load)
     timer.unseen += timer.run(joining_load(timer.core.resolved, timer.numbers, 4))
+    for load in full_loads(timer.core.resolved, timer.numbers):
+        timer.full += timer.run_full(load)
     cost = timer.create_cost()
     timer.core.close()
     assert cost.error < 0.01
@@ -99,10 +104,10 @@ def test_calibration_finds_a_known_cost_and_live_loads_take_as_long_as_simulated
     assert 0 < hit_rates[0] < 1, "prefixes are found, and evicted"
 
 
-def check_figures(simulated: FleetResult, live: FleetResult, ttft: float = 0.05) -> None:
-    """The goals of held-out errors hold, but for another one for TTFT."""
+def check_figures(simulated: FleetResult, live: FleetResult) -> None:
+    """The goals of held-out errors hold."""
     allowed = {"mean_tpot_ms": 0.03, "output_throughput": 0.03}
-    allowed |= {"mean_ttft_ms": ttft, "p99_ttft_ms": 0.1}
+    allowed |= {"mean_ttft_ms": 0.05, "p99_ttft_ms": 0.1}
     for name, error in allowed.items():
         assert figure(simulated, name) == pytest.approx(figure(live, name), rel=error)
 
@@ -112,20 +117,61 @@ def check_figures(simulated: FleetResult, live: FleetResult, ttft: float = 0.05)
 def test_pipelines_take_as_long_as_those_of_a_known_machine(
     tiny_model: pathlib.Path, clock: Clock, load: LiveLoad
 ) -> None:
-    """The devices sleep for the time that the machine's data predict for each stage. With a light
-    load, the simulated TTFT is 7 % too long; without the head's time on the last stage, TPOT would
-    be 6 % too short under every load."""
-    timer = start(tiny_model, clock, load.num_kv_blocks, {"pipeline_parallel_size": 2})
-    timer.core.settings = replace(timer.core.settings, steps_ahead=1)  # which calibrations lower
-    engine = replace(
-        timer.core.config, model="llama-3.1-8b", max_model_len=2048, device="cpu", sleep_config=None
-    )
-    fleet = plan_fleet(FleetConfig(machine="L40S"), engine)
+    """The devices sleep for the time that the machine's data predict for each stage. Without the
+    head's time on the last stage, TPOT would be 6 % too short under every load."""
+    timer, fleet = start_pipeline(tiny_model, clock, load.num_kv_blocks)
     requests = create_requests(load, fleet, 20.0, seed=1)
     live = serve(timer.engine, requests, clock.now, clock.sleep)
     simulated = simulate(fleet, requests)
     timer.core.close()
-    check_figures(simulated, live, ttft=0.08)
+    check_figures(simulated, live)
+
+
+def start_pipeline(
+    folder: pathlib.Path, clock: Clock, num_kv_blocks: int | None
+) -> tuple[StepTimer, FleetPlan]:
+    """A pipeline of sleeping ranks, and the simulation of its machine."""
+    timer = start(folder, clock, num_kv_blocks, {"pipeline_parallel_size": 2})
+    config = timer.core.config
+    engine = replace(
+        config, model="llama-3.1-8b", max_model_len=2048, device="cpu", sleep_config=None
+    )
+    return timer, plan_fleet(FleetConfig(machine="L40S"), engine)
+
+
+def test_first_tokens_of_a_pipeline_arrive_when_they_are_simulated(
+    tiny_model: pathlib.Path, clock: Clock
+) -> None:
+    """Requests that find an idle engine, and others that arrive at some moment of a step of an
+    earlier one. Of these, a step has the prompt alone, and the first stage may still be busy."""
+    timer, fleet = start_pipeline(tiny_model, clock, None)
+    requests = [
+        WorkloadRequest(
+            request_id=f"{name} {number}",
+            arrival=(1000 * number + ms) * MILLISECOND,
+            num_prompt_tokens=50 * number,
+            num_output_tokens=6,
+        )
+        for number in range(1, 6)
+        for name, ms in (("alone", 0), ("meets another", 30 + 5 * number))
+    ]
+    live = serve(timer.engine, requests, clock.now, clock.sleep).requests
+    timer.core.close()
+    simulated = {each.request_id: ttft(each) for each in simulate(fleet, requests).requests}
+    found = {each.request_id: ttft(each) for each in live}
+    for number in range(1, 6):
+        name = f"alone {number}"
+        assert simulated[name] == pytest.approx(found[name], rel=1e-6)
+        name = f"meets another {number}"
+        # In the simulation, both stages take the time of the message between them.
+        assert simulated[name] == pytest.approx(found[name], rel=2e-3)
+        assert found[name] > 1.3 * found[f"alone {number}"]
+
+
+def ttft(request: ServedRequest) -> int:
+    """Picoseconds to the first token."""
+    assert request.first_token is not None
+    return request.first_token - request.arrival
 
 
 def served(num_tokens: int, tpot_ms: int, ttft_ms: int) -> FleetResult:
