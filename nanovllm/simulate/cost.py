@@ -43,8 +43,8 @@ class StepCost(Protocol):
         compute a token each."""
 
     def head(self, work: StepWork) -> int:
-        """Return by how much the last stage of a pipeline takes longer than each other one, as a
-        part of the step's time: it has the model's head."""
+        """Return by how much the slowest stage of a pipeline takes longer than each other one, as a
+        part of the step's time. It usually is the last one, which has the model's head."""
         return 0
 
     def after_idle(self, idle: int) -> int:

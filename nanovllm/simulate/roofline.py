@@ -116,9 +116,19 @@ class Roofline(StepCost):
         return self._decodes[num_decodes]
 
     def head(self, work: StepWork) -> int:
-        """Return the time of the product with the head, and of what belongs to it: see
-        `StepCost`."""
-        return round(sum(part.seconds for part in self._sample_parts(work.num_samples)) * SECOND)
+        """Return what the slowest stage takes longer: see `StepCost`."""
+        head = sum(part.seconds for part in self._sample_parts(work.num_samples))
+        stages = self.layout.pipeline_parallel_size
+        least, left_over = divmod(self.config.num_layers, stages)
+        if left_over:
+            # The last stage has `least` layers, and others have one more: see `layer_range`.
+            num_tokens = work.num_decodes + sum(count for _, count in work.prefills)
+            host = self._host(work.num_decodes + len(work.prefills))
+            layers = self.step(work) / SECOND - head - host - self._messages(num_tokens)
+            per_layer = layers / self.config.num_layers
+            slowest = max(least * per_layer + head, (least + 1) * per_layer)
+            head = (stages * slowest - layers - head) / (stages - 1)
+        return round(head * SECOND)
 
     def bottleneck(self, work: StepWork) -> Part:
         """Return the part of a step that takes longest."""
@@ -255,9 +265,7 @@ class Roofline(StepCost):
             count = 2 * self.config.num_layers - num_sparse
             found.append(Part("all-reduce", count * self._sum(rows * ACTIVATION_BYTES), "link"))
         if layout.pipeline_parallel_size > 1:
-            link = self.machine.pair_link(layout.devices)
-            message = link.message(rows * ACTIVATION_BYTES / tp)
-            found.append(Part("stages", (layout.pipeline_parallel_size - 1) * message, "link"))
+            found.append(Part("stages", self._messages(num_tokens), "link"))
         if num_sparse:
             # FP8 numbers have a scale per 128.
             element = 1 + 4 / 128 if self.model.bytes_per_weight == 1 else ACTIVATION_BYTES
@@ -265,6 +273,14 @@ class Roofline(StepCost):
                 seconds = self._all_to_all(rows / tp * size, is_decode=is_decode)
                 found.append(Part(name, num_sparse * seconds, "link"))
         return found
+
+    def _messages(self, num_tokens: int) -> float:
+        """Return the seconds for which hidden states are on their way between stages."""
+        layout = self.layout
+        num_bytes = num_tokens * self.config.hidden_size * ACTIVATION_BYTES
+        link = self.machine.pair_link(layout.devices)
+        message = link.message(num_bytes / layout.tensor_parallel_size)
+        return (layout.pipeline_parallel_size - 1) * message
 
     def _sum(self, num_bytes: float) -> float:
         """Return the seconds to sum over the tensor-parallel ranks: in each node, then between."""
