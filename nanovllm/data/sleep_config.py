@@ -31,7 +31,8 @@ class SleepConfig(Keywords):
         expert_imbalance: tokens of the busiest rank's experts, relative to the mean.
         stragglers: by rank, as text, the factor on its computing time; 1 for all others.
         kv_latency_us, kv_gb_per_s: microseconds and gigabytes per second of a rank's link to
-            engines with which it shares KV; by default those of the machine's link to other nodes.
+            engines with which it shares KV; by default what transfers reach of the machine's link
+            to other nodes.
         timelines: folder in which each rank writes its timeline, see `executor.virtual_clock`.
 
     Raises:
