@@ -27,7 +27,7 @@ from nanovllm.simulate.disaggregated import (
 )
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
-from nanovllm.simulate.machines import GIB, find_machine
+from nanovllm.simulate.machines import GIB, Machine, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, ModelShape, find_model
 from nanovllm.simulate.requests import RequestMaker
@@ -47,6 +47,8 @@ TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {
     PrefillConnector: TieredPrefillConnector,
     DecodeConnector: TieredDecodeConnector,
 }
+# A calibration measures no link.
+NO_LINK = Link("unknown", latency=0.0, bandwidth=0.0)
 # Settings that a calibration has measured already.
 MEASURED_FLAGS = (
     "--kv-cache-dtype",
@@ -64,6 +66,9 @@ class EnginePlan:
     Attributes:
         config: the settings of the fleet, with the engines' own ones in place of the common ones.
         count: how many engines there are.
+        layout: machine and layout in words.
+        kv_bytes_per_token: KV of a token, in bytes, on all ranks of an engine.
+        network, host_link: from a device to those of other engines, and to host memory.
         price_per_hour: of the devices of an engine, in US dollars; 0: unknown.
         num_host_blocks: room for KV blocks in an engine's host memory.
         in_lock_step: groups of engines share experts, and run their steps together.
@@ -74,31 +79,15 @@ class EnginePlan:
     count: int
     resolved: ResolvedConfig
     cost: Roofline | MeasuredCost
+    model_name: str
+    layout: str
+    kv_bytes_per_token: float
+    network: Link
+    host_link: Link
     price_per_hour: float
     num_host_blocks: int = 0
     in_lock_step: bool = False
     role: str = ""
-
-    @property
-    def model_name(self) -> str:
-        """The name of the model."""
-        return self.cost.model if isinstance(self.cost, MeasuredCost) else self.cost.model.name
-
-    @property
-    def layout(self) -> str:
-        """Machine and layout in words."""
-        given = self.resolved.given
-        words = [f"TP {given.tensor_parallel_size}", f"PP {given.pipeline_parallel_size}"]
-        if self.config.data_parallel_size > 1:
-            words.append(f"DP {self.config.data_parallel_size}")
-        if isinstance(self.cost, MeasuredCost):
-            return ", ".join([self.config.machine, *words])
-        layout = self.cost.layout
-        if layout.enable_expert_parallel:
-            words.append("EP")
-        if layout.num_redundant_experts:
-            words.append(f"{layout.num_redundant_experts} redundant experts")
-        return ", ".join([self.cost.machine.name, *words])
 
     @property
     def memory(self) -> str:
@@ -119,42 +108,15 @@ class EnginePlan:
         return self.resolved.given.world_size
 
     @property
-    def kv_bytes_per_token(self) -> float:
-        """KV of a token, in bytes, on all ranks of an engine."""
-        if isinstance(self.cost, MeasuredCost):
-            return self.cost.kv_bytes_per_token * self.num_devices
-        tp = self.cost.layout.tensor_parallel_size
-        return self.cost.model.kv_bytes_per_token(tp) * tp
-
-    @property
     def kv_link(self) -> Link:
         """The link of all devices of an engine to other engines: each device has its own."""
-        latency = self.config.kv_transfer_latency
-        link = self._link("--kv-transfer-bandwidth", self.config.kv_transfer_bandwidth)
-        if latency is not None:
-            link = replace(link, latency=latency / 1000)
-        return replace(link, bandwidth=link.bandwidth * self.num_devices)
-
-    @property
-    def host_link(self) -> Link:
-        """The link of a device to host memory."""
-        return self._link("--kv-offloading-bandwidth", self.config.kv_offloading_bandwidth)
-
-    def _link(self, flag: str, bandwidth: float | None) -> Link:
-        """Return a link of a device, with the bandwidth in GB/s that a flag gives."""
-        if isinstance(self.cost, MeasuredCost):
-            assert bandwidth is not None, "a measured machine has no link"
-            return Link(flag, 0.0, 1e9 * bandwidth)
-        machine = self.cost.machine
-        is_network = flag == "--kv-transfer-bandwidth"
-        link = machine.network_link if is_network else machine.host_link
-        return replace(link, bandwidth=1e9 * bandwidth) if bandwidth else link
+        return replace(self.network, bandwidth=self.network.bandwidth * self.num_devices)
 
     @property
     def _copy_time(self) -> int:
         """The time to copy a block to or from host memory, in picoseconds: the sum over the stages
-        of a pipeline. On a measured machine without a link, copies are free."""
-        if isinstance(self.cost, MeasuredCost) and self.config.kv_offloading_bandwidth is None:
+        of a pipeline. Over a link that nothing is known of, copies are free."""
+        if not self.host_link.bandwidth:
             return 0
         given = self.resolved.given
         block = self.kv_bytes_per_token / given.tensor_parallel_size * given.block_size
@@ -277,35 +239,34 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         engine = replace(engine, async_scheduling=False)
     if config.acceptance:
         engine = _with_drafts(engine, len(config.acceptance))
-    cost = create_cost(model, machine, layout)
-    fitting = kv_blocks(
-        model,
-        machine,
-        layout,
-        block_size=engine.block_size,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-    )
-    bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
-    bytes_per_token /= layout.pipeline_parallel_size
-    resolved = _resolve(
-        engine,
-        max_len=model.config.max_position_embeddings,
-        fitting=fitting,
-        bytes_per_token=bytes_per_token,
-        on_gpu=not machine.name.startswith("laptop"),
-    )
+    tp = layout.tensor_parallel_size
+    kv_bytes_per_token = model.kv_bytes_per_token(tp) * tp
     price = config.price_per_hour
     if price is None:
         price = machine.price_per_hour or 0.0
     return EnginePlan(
         config=config,
         count=count,
-        resolved=resolved,
-        cost=cost,
+        cost=create_cost(model, machine, layout),
+        resolved=_resolve_computed(engine, model, machine, layout),
+        model_name=model.name,
+        layout=f"{machine.name}, {layout}",
+        kv_bytes_per_token=kv_bytes_per_token,
+        network=_link(
+            machine.network_link, config.kv_transfer_bandwidth, config.kv_transfer_latency
+        ),
+        host_link=_link(machine.host_link, config.kv_offloading_bandwidth),
         price_per_hour=price * layout.devices,
-        num_host_blocks=_host_blocks(engine, bytes_per_token),
+        num_host_blocks=_host_blocks(engine, kv_bytes_per_token),
         in_lock_step=in_lock_step,
     )
+
+
+def _link(link: Link, bandwidth: float | None, latency: float | None = None) -> Link:
+    """Return a link of a device, with the bandwidth in GB/s and the latency in ms of flags."""
+    if bandwidth is not None:
+        link = replace(link, bandwidth=1e9 * bandwidth)
+    return link if latency is None else replace(link, latency=latency / 1000)
 
 
 def _layout(config: FleetConfig, engine: EngineConfig, model: ModelShape) -> Layout:
@@ -401,6 +362,10 @@ def _measured_plan(
                 f"--machine {config.machine} has no bandwidth of the links that move KV: set {flag}"
             )
     engine = _with_measured_layout(config, engine, cost)
+    layout = Layout(
+        cost.tensor_parallel_size, cost.pipeline_parallel_size, config.data_parallel_size
+    )
+    kv_bytes_per_token = cost.kv_bytes_per_token * engine.world_size
     if config.acceptance:
         engine = _with_drafts(engine, len(config.acceptance))
     resolved = _resolve(
@@ -415,8 +380,13 @@ def _measured_plan(
         count=count,
         resolved=resolved,
         cost=cost,
+        model_name=cost.model,
+        layout=f"{config.machine}, {layout}",
+        kv_bytes_per_token=kv_bytes_per_token,
+        network=_link(NO_LINK, config.kv_transfer_bandwidth, config.kv_transfer_latency),
+        host_link=_link(NO_LINK, config.kv_offloading_bandwidth),
         price_per_hour=(config.price_per_hour or 0.0) * engine.world_size,
-        num_host_blocks=_host_blocks(engine, cost.kv_bytes_per_token),
+        num_host_blocks=_host_blocks(engine, kv_bytes_per_token),
     )
 
 
@@ -445,14 +415,10 @@ def _with_measured_layout(
     )
 
 
-def _host_blocks(engine: EngineConfig, bytes_per_token: float) -> int:
-    """Return how many blocks fit in an engine's host memory.
-
-    Args:
-        bytes_per_token: KV of a token on one rank.
-    """
+def _host_blocks(engine: EngineConfig, kv_bytes_per_token: float) -> int:
+    """Return how many blocks fit in an engine's host memory."""
     size = engine.kv_offloading_size
-    block_bytes = bytes_per_token * engine.block_size * engine.world_size
+    block_bytes = kv_bytes_per_token * engine.block_size
     return blocks_in("--kv-offloading-size", size, block_bytes, engine) if size else 0
 
 
@@ -470,6 +436,25 @@ def blocks_in(flag: str, size: float, block_bytes: float, engine: EngineConfig) 
     if not engine.enable_prefix_caching:
         raise UsageError(f"{flag} needs --enable-prefix-caching: blocks have names by it")
     return num_blocks
+
+
+def _resolve_computed(
+    engine: EngineConfig, model: ModelShape, machine: Machine, layout: Layout
+) -> ResolvedConfig:
+    bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
+    return _resolve(
+        engine,
+        max_len=model.config.max_position_embeddings,
+        fitting=kv_blocks(
+            model,
+            machine,
+            layout,
+            block_size=engine.block_size,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+        ),
+        bytes_per_token=bytes_per_token / layout.pipeline_parallel_size,
+        on_gpu=not machine.name.startswith("laptop"),
+    )
 
 
 def _resolve(

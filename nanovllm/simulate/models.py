@@ -64,6 +64,16 @@ class Layout:
     num_redundant_experts: int = 0
     expert_imbalance: float = 1.0
 
+    def __str__(self) -> str:
+        words = [f"TP {self.tensor_parallel_size}", f"PP {self.pipeline_parallel_size}"]
+        if self.data_parallel_size > 1:
+            words.append(f"DP {self.data_parallel_size}")
+        if self.enable_expert_parallel:
+            words.append("EP")
+        if self.num_redundant_experts:
+            words.append(f"{self.num_redundant_experts} redundant experts")
+        return ", ".join(words)
+
     @property
     def devices(self) -> int:
         """Devices of one of the `data_parallel_size` engines."""
