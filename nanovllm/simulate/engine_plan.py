@@ -176,19 +176,22 @@ class EnginePlan:
         block_size = self.resolved.given.block_size
         maker = RequestMaker(block_size, workload.prefix_block_size)
         num_compared = ROUTED_BLOCKS * block_size
-        router = PolicyRouter(
+        return PolicyRouter(
             Router(config.routing_policy, state),
+            engines,
             lambda source: maker.prompt_names(
                 source.prefix_ids, min(source.num_prompt_tokens, num_compared)
             ),
             refresh=round(config.metrics_interval * SECOND),
         )
-        router.watch(engines)
-        return router
 
     def bottleneck(self, counters: ReplicaCounters) -> str:
         """Name what requests wait for, if some wait in most steps and it is not a step's end; or
-        else the part of the mean step that takes most time, and what it spends this time on."""
+        else the part of the mean step that takes most time, and what it spends this time on.
+
+        Args:
+            counters: of an engine that has computed a step.
+        """
         num_steps = counters.num_steps
         waits = Counter({name: counters.waits[reason] for reason, name in WAITS.items()})
         waits["KV memory"] += counters.waits["preemption"]

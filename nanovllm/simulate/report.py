@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.simulate.results import FleetResult, ReplicaCounters, ServedRequest
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
+    from nanovllm.simulate.engine_plan import EnginePlan
     from nanovllm.simulate.links import Links
 
 MILLISECOND = SECOND // 1000
@@ -28,21 +29,6 @@ TIMES: dict[str, Callable[[ServedRequest], float]] = {
 }
 
 
-class EngineFacts(Protocol):
-    """Describes an engine for a report, beyond what it counts."""
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """Blocks in its KV pool."""
-
-    @property
-    def role(self) -> str:
-        """Either "prefill" or "decode"; "": it does both."""
-
-    def bottleneck(self, counters: ReplicaCounters) -> str:
-        """Name what limits it; it has computed a step."""
-
-
 def time_per_token(served: ServedRequest) -> float | None:
     """Return the mean time between the tokens of a request; None: it has a single one."""
     if served.first_token is None or served.last_token is None or served.num_output_tokens < 2:
@@ -54,7 +40,7 @@ def summarize(
     result: FleetResult,
     *,
     goodput: Mapping[str, float] | None = None,
-    engines: Sequence[EngineFacts] = (),
+    engines: Sequence[EnginePlan] = (),
     links: Mapping[str, Links] | None = None,
     dollars_per_hour: float = 0.0,
 ) -> Summary:
@@ -62,7 +48,7 @@ def summarize(
 
     Args:
         goodput: the longest time in ms, by name, of a request that counts in `request_goodput`.
-        engines: what is known of each engine, if anything is.
+        engines: the plan of each engine, if there is one.
         links: over which KV was sent, by name.
         dollars_per_hour: cost of all machines.
     """
@@ -155,7 +141,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[index] + (upper - values[index]) * (place - index)
 
 
-def _bottleneck(replicas: Sequence[ReplicaCounters], engines: Sequence[EngineFacts]) -> str:
+def _bottleneck(replicas: Sequence[ReplicaCounters], engines: Sequence[EnginePlan]) -> str:
     """Name what limits the engine where requests wait in the largest share of its steps; or the
     busiest one, if they wait nowhere."""
     pairs = [pair for pair in zip(replicas, engines, strict=False) if pair[0].num_steps]
@@ -179,7 +165,7 @@ def _slow_link(
     return ""
 
 
-def _replica(counters: ReplicaCounters, engine: EngineFacts | None, duration: int) -> Summary:
+def _replica(counters: ReplicaCounters, engine: EnginePlan | None, duration: int) -> Summary:
     num_steps = max(1, counters.num_steps)
     num_kv_blocks = 1 if engine is None else engine.num_kv_blocks
     return {

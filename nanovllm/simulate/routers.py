@@ -39,6 +39,8 @@ class PolicyRouter:
     Args:
         router: the policy and its state. A load is `load_score`; with weights, it is the number
             of waiting requests, as in llm-d.
+        engines: show their block pools, if the choice depends on them: with weights, on what is in
+            use, and with the policy `precise`, on what they have cached.
         names: returns the names of a prompt's blocks.
         refresh: picoseconds between two looks at the loads of the engines, as by a router that
             scrapes metrics; 0: it always knows them.
@@ -50,6 +52,7 @@ class PolicyRouter:
     def __init__(
         self,
         router: Router,
+        engines: Sequence[SimulatedEngine],
         names: Callable[[WorkloadRequest], Sequence[Hashable]],
         refresh: int = 0,
     ) -> None:
@@ -62,15 +65,10 @@ class PolicyRouter:
         # Loads that the router does not know before the next look.
         self._unseen: dict[int, tuple[int, int]] = {}
         self._next_look = 0
-
-    def watch(self, engines: Sequence[SimulatedEngine]) -> None:
-        """Have the engines show their block pools, if the choice depends on them: with weights,
-        on what is in use, and with the policy `precise`, on what they have cached."""
-        reads_caches = self.router.reads_caches
         for replica, engine in enumerate(engines):
-            engine.is_watched = reads_caches or self.router.state.weights is not None
-            if reads_caches:
-                reported = ReportedBlocks(self.router.state.cached, replica)
+            engine.is_watched = router.reads_caches or router.state.weights is not None
+            if router.reads_caches:
+                reported = ReportedBlocks(router.state.cached, replica)
                 engine.scheduler.manager.pool.cached_blocks = reported  # type: ignore[assignment]
 
     def choose(self, request: WorkloadRequest, now: int) -> int:
@@ -100,8 +98,6 @@ class PolicyRouter:
     def _load_of(self, engine: SimulatedEngine) -> tuple[int, int]:
         if self.router.state.weights is None:
             return load_score(engine.num_waiting, engine.num_running), 0
-        if engine.group is not None and not engine.is_watched:
-            raise ValueError("weights depend on the block pools of the engines: call `watch` first")
         return engine.num_waiting, round(100 * engine.scheduler.manager.pool.usage)
 
     def _look(self, now: int) -> None:

@@ -94,8 +94,9 @@ def test_the_router_chooses_as_the_simulated_one(policy: Any, words: list[str], 
     weights = FleetConfig(routing_policy=policy, routing_weights=words).weights
     router = Router(policy, RouterState(size, capacity=30, weights=weights))
     bodies: dict[str, Any] = {}
-    simulated = PolicyRouter(router, lambda request: prefix_names(bodies[request.request_id]))
-    simulated.watch(engines)
+    simulated = PolicyRouter(
+        router, engines, lambda request: prefix_names(bodies[request.request_id])
+    )
 
     counts = [0] * size
     for number in range(200):

@@ -31,9 +31,9 @@ def fleet_of(
     maker = RequestMaker(4, 8)
     router = PolicyRouter(
         Router(policy, RouterState(num_replicas, capacity=100)),
+        engines,
         lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens),
     )
-    router.watch(engines)
     return UnreliableFleet(engines, router, outages, retries=retries, group_size=group_size)
 
 

@@ -81,9 +81,9 @@ def prefill(
     def names(request: WorkloadRequest) -> Sequence[int]:
         return make.prompt_names(request.prefix_ids, request.num_prompt_tokens)
 
-    router = PolicyRouter(Router(policy, RouterState(num_nodes), max_blocks=2**18 // BLOCK), names)
-    if policy == "precise":
-        router.watch(engines)
+    router = PolicyRouter(
+        Router(policy, RouterState(num_nodes), max_blocks=2**18 // BLOCK), engines, names
+    )
     return Fleet(engines, router).run(first_tokens(workload))
 
 

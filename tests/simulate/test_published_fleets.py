@@ -100,10 +100,10 @@ def llmd_stage(policy: str, rate: int) -> Routed:
     state = RouterState(8, capacity=31_250 * 16 // LLMD_BLOCK, weights=weights)
     router = PolicyRouter(
         Router(policy, state, max_blocks),
+        engines,
         lambda r: make.prompt_names(r.prefix_ids, r.num_prompt_tokens),
         refresh=SECOND // 20,
     )
-    router.watch(engines)
     result = Fleet(engines, router).run(Workload("llm-d", llmd_requests(rate), LLMD_BLOCK))
     stage = [request for request in result.requests if request.arrival > 100 * SECOND]
     begin = min(request.arrival for request in stage)

@@ -22,11 +22,9 @@ def router_of(
 ) -> PolicyRouter:
     router = Router(policy, RouterState(len(engines), capacity=100, weights=weights))
     maker = RequestMaker(block_size=4, prefix_block_size=8)
-    by_policy = PolicyRouter(
-        router, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
+    return PolicyRouter(
+        router, engines, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
     )
-    by_policy.watch(engines)
-    return by_policy
 
 
 def sessions(seed: int, count: int = 60) -> Workload:
@@ -118,9 +116,8 @@ def serve_by(router: Router, case: Case, refresh: int, fast: bool) -> dict[str, 
         config.given.block_size, case.prefix_block_size, names_outputs=case.names_outputs
     )
     by_policy = PolicyRouter(
-        router, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
+        router, engines, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
     )
-    by_policy.watch(engines)
     fleet = Fleet(engines, by_policy, config.given.scheduling_policy == "priority")
     workload = Workload(
         "random", case.requests, case.prefix_block_size, names_outputs=case.names_outputs
@@ -169,12 +166,3 @@ def test_precise_sees_evictions_in_the_middle_of_steps_at_once(fast: bool) -> No
     served = {each.request_id: each for each in result.requests}
     assert [served[f"r{i}"].replica for i in range(4)] == [0, 1, 0, 1]
     assert (served["r2"].last_token or 0) > 65_000
-
-
-def test_weights_need_engines_that_are_watched() -> None:
-    engines = [engine_of() for _ in range(2)]
-    state = RouterState(2, weights=Weights(prefix=0, kv=1, queue=1))
-    router = PolicyRouter(Router("load", state), lambda request: ())
-    requests = [request_of(i, 100 * i, prompt=10, output=9) for i in range(2)]
-    with pytest.raises(ValueError, match="call `watch` first"):
-        Fleet(engines, router).run(workload_of(*requests))
