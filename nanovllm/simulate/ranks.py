@@ -60,6 +60,8 @@ class StageCost:
         times = dict.fromkeys((part.name for part in parts), 0)
         for part in parts:
             times[part.name] += round(part.seconds * SECOND)
+        if not self.is_last:
+            times["launches"] -= round(self.stage.head_launches * SECOND)
         links = {part.name for part in parts if part.bound == "link"}
         communicate = sum(time for name, time in times.items() if name in links)
         return RankTimes(

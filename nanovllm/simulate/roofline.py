@@ -72,9 +72,10 @@ class Roofline(StepCost):
         self.reach = machine.reach
         self.matrices = model.matrices(layout)
         self._products = [self._product(matrix) for matrix in self.matrices]
-        num_kernels = model.config.num_layers + 2 * sum(each.layers for each in self.matrices[:-1])
+        num_kernels = model.config.num_layers + 2 * sum(each.layers for each in self.matrices)
         self._launches = num_kernels * self.reach.kernel
-        self._head_launches = 2 * self.matrices[-1].layers * self.reach.kernel
+        # Seconds for the launches of the head's kernels, of all launches.
+        self.head_launches = 2 * self.matrices[-1].layers * self.reach.kernel
         config = model.config
         decode_channels = prompt_channels = 2 * config.head_dim
         if config.kv_lora_rank:  # decodes work on latents, and prompts on keys and values
@@ -117,7 +118,8 @@ class Roofline(StepCost):
 
     def head(self, work: StepWork) -> int:
         """Return what the slowest stage takes longer: see `StepCost`."""
-        head = sum(part.seconds for part in self._sample_parts(work.num_samples))
+        head = self.head_launches
+        head += sum(part.seconds for part in self._sample_parts(work.num_samples))
         stages = self.layout.pipeline_parallel_size
         least, left_over = divmod(self.config.num_layers, stages)
         if left_over:
@@ -138,11 +140,10 @@ class Roofline(StepCost):
         """Return the parts of a step: one for each matrix, and others."""
         num_tokens = work.num_decodes + sum(count for _, count in work.prefills)
         *layers, operators = self._token_parts(num_tokens, not work.prefills)
-        head, launches, more_operators = self._sample_parts(work.num_samples)
+        head, more_operators = self._sample_parts(work.num_samples)
         return [
             *layers,
             head,
-            launches,
             replace(operators, seconds=operators.seconds + more_operators.seconds),
             self._attention(work.decode_context),
             self._prompt_attention(work.prefills),
@@ -182,13 +183,11 @@ class Roofline(StepCost):
         parts += self._collectives(num_tokens, is_decode=is_decode)
         return [*parts, Part("operators", operators, "bytes")]
 
-    def _sample_parts(self, num_samples: int) -> tuple[Part, Part, Part]:
-        """Return the product with the head, the launches of its kernels, and the operators around
-        it. A step that samples nothing has none of them."""
+    def _sample_parts(self, num_samples: int) -> tuple[Part, Part]:
+        """Return the product with the head, and the operators around it."""
         head = self._products[-1]
-        product = head.of(num_samples, copies=1.0 if num_samples else 0.0)
-        launches = Part("launches", self._head_launches if num_samples else 0.0, "host")
-        return product, launches, Part("operators", num_samples * head.move, "bytes")
+        operators = Part("operators", num_samples * head.move, "bytes")
+        return head.of(num_samples, copies=1.0 if num_samples else 0.0), operators
 
     @property
     def _is_spread(self) -> bool:
