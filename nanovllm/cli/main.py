@@ -22,11 +22,15 @@ STDOUT = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. If the reader of its output has left, such as
     `head`, it ends without a message, with the code that a shell reports for other programs."""
+    if sys.stdout is None:  # the caller has closed it
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         if not _has_lost_reader():
             raise  # it was another pipe, or a socket
@@ -58,8 +62,6 @@ def _run(arguments: Sequence[str] | None) -> int:
             load_command(name).add_arguments(commands.choices[name])
         parsed = parser.parse_args(words)
         return load_command(name).run(parsed) or 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in REMEDIES:
             raise

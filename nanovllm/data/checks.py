@@ -16,6 +16,8 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+# Sizes of memory, whose number of bytes is finite.
+Gibibytes = Annotated[float, Meta(ge=0, le=1e9)]
 
 # What msgspec expects, in words.
 WORDS = {

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Amount, Count, Keywords, Positive, check_fields, set_fields
+from nanovllm.data.checks import (
+    Amount,
+    Count,
+    Gibibytes,
+    Keywords,
+    Positive,
+    check_fields,
+    set_fields,
+)
 from nanovllm.data.parts import needed_for
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsConfig
@@ -202,7 +210,7 @@ class EngineConfig(Keywords):
     num_kv_blocks: Positive | None = None
     kv_cache_memory: str | int | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    swap_space: Amount = 1.0
+    swap_space: Gibibytes = 1.0
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Annotated[Positive | None, token_count] = None
     long_prefill_token_threshold: Count = 0
@@ -236,7 +244,7 @@ class EngineConfig(Keywords):
     ] = "none"
     kv_connector: str | None = None
     kv_transfer_config: str | None = None
-    kv_offloading_size: Amount = 0.0
+    kv_offloading_size: Gibibytes = 0.0
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = "auto"
     disable_custom_all_reduce: bool = False
     max_num_waiting: Count = 4096

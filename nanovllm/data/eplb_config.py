@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 
+from nanovllm.data.checks import Count, Keywords, Positive
+
 
 @dataclass(frozen=True)
-class EPLBConfig:
+class EPLBConfig(Keywords):
     """When to balance, and with how many slots; names and defaults match vLLM's
     `--eplb-config`.
 
@@ -20,18 +22,11 @@ class EPLBConfig:
             vLLM).
     """
 
-    window_size: int = 1000
-    step_interval: int = 3000
-    num_redundant_experts: int = 0
+    window_size: Positive = 1000
+    step_interval: Positive = 3000
+    num_redundant_experts: Count = 0
     log_balancedness: bool = False
     shared_as_routed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.window_size < 1 or self.step_interval < 1 or self.num_redundant_experts < 0:
-            raise ValueError(
-                "window_size and step_interval must be at least 1, and num_redundant_experts at "
-                "least 0"
-            )
 
     @classmethod
     def from_json(cls, text: str) -> EPLBConfig:
@@ -42,8 +37,8 @@ class EPLBConfig:
         """
         try:
             return cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise ValueError(
-                f"--eplb-config takes a JSON object with keys of {names}; got {text}: {error}"
+                f"--eplb-config takes a JSON object with keys of {names}; got {text!r}: {error}"
             ) from None

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Size = Annotated[int, msgspec.Meta(ge=1)]
+MAX_SIZE = 2**31
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
 
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

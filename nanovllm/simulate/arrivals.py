@@ -14,14 +14,16 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Keywords, Positive
+from nanovllm.data.checks import Keywords
 from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
 
 # Arrivals are in whole nanoseconds, so that the last digit of a logarithm, which differs between
 # mathematical libraries, does not matter.
 NANOSECOND = SECOND // 10**9
-# Numbers of a session's own blocks begin at a multiple of this, which no session exceeds.
+# More blocks than one session has.
 OWN_BLOCKS = 2**40
+# With a larger shape, times between arrivals differ by less than floating-point numbers do.
+EQUAL_TIMES = 1e32
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ class SyntheticWorkload(Keywords):
 
     request_rate: Annotated[float, Meta(ge=1e-6)] = 1.0
     burstiness: Annotated[float, Meta(ge=1e-3)] = 1.0
-    burst_size: Positive = 1
+    burst_size: Annotated[int, Meta(ge=1, le=10**9)] = 1
     num_prompts: Annotated[int, Meta(ge=1, le=10**9)] = 1000
     random_input_len: Length = 1024
     random_output_len: Length = 128
     random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     random_prefix_len: OutputLength = 0
-    num_prefixes: Positive = 1
+    num_prefixes: Annotated[int, Meta(ge=1, le=10**9)] = 1
     num_turns: Annotated[int, Meta(ge=1, le=10**4)] = 1
     turn_interval: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     seed: int = 0
@@ -105,13 +107,13 @@ def _session(
     num_shared = settings.random_prefix_len // block_size
     prefix = int(rng.random() * settings.num_prefixes) * num_shared
     shares_blocks = num_shared > 0 or settings.num_turns > 1
+    own = max(OWN_BLOCKS, settings.num_prefixes * num_shared) + OWN_BLOCKS * number
     num_tokens = settings.random_prefix_len
     arrival = start
     for turn in range(settings.num_turns):
         num_tokens += _length(settings.random_input_len, settings.random_range_ratio, rng)
         num_output_tokens = _length(settings.random_output_len, settings.random_range_ratio, rng)
         num_own = -(-(num_tokens + num_output_tokens) // block_size) - num_shared
-        own = OWN_BLOCKS * (number + 1)
         yield WorkloadRequest(
             request_id=f"{number}-{turn}" if settings.num_turns > 1 else str(number),
             arrival=arrival,
@@ -135,8 +137,8 @@ def _length(mean: int, ratio: float, rng: Random) -> int:
 
 def _gamma(rng: Random, shape: float) -> float:
     """Draw from a gamma distribution of scale 1 (Marsaglia and Tsang 2000), up to a factor: 1 for
-    an infinite shape."""
-    if math.isinf(shape):
+    a shape of `EQUAL_TIMES`."""
+    if shape >= EQUAL_TIMES:
         return 1.0
     if shape < 1:
         return _gamma(rng, shape + 1) * math.pow(1 - rng.random(), 1 / shape)

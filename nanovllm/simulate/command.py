@@ -6,6 +6,7 @@ import argparse
 import atexit
 import gc
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -224,6 +225,9 @@ def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> N
         raise UsageError("--perfetto shows one simulation: omit --find-load")
     if path is not None:
         check_writable("--perfetto", path)
+        workload = arguments.workload
+        if workload is not None and os.path.exists(workload) and path.samefile(workload):
+            raise UsageError(f"--perfetto {path}: this is the file of --workload: name another one")
     summary = find_load(settings) if arguments.find_load else simulate(settings, path)
     if arguments.json:
         print(json.dumps(summary))

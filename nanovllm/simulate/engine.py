@@ -237,7 +237,8 @@ class SimulatedEngine:
         self._count(1, num_decodes, context, end - busy_since, held)
         if plan.blocked_by:
             self._totals.waits[plan.blocked_by] += 1
-        for name in plan.admitted:
+        # A request that is swapped in the step of its admission is first computed when it resumes.
+        for name in (*plan.admitted, *plan.resumed):
             request = self.scheduler.queues.requests[name]
             assert isinstance(request, SimulatedRequest)
             if request.scheduled is None:

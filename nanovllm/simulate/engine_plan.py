@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from nanovllm.simulate.results import ReplicaCounters
 from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.runner import SimulatedRunner
-from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig
+from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create
 from nanovllm.simulate.tiers import TierConnector
 from nanovllm.simulate.workload import SECOND, Workload
 
@@ -225,9 +226,8 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         raise UsageError(
             f"{flag} must be a multiple of --data-parallel-size {group_size}, got {count}"
         )
-    path = Path(config.machine)
-    if path.is_file():
-        return _measured_plan(count, config, engine, read_cost(path))
+    if os.path.isfile(config.machine):
+        return _measured_plan(count, config, engine, read_cost(Path(config.machine)))
     machine = find_machine(config.machine)
     model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
     layout = _layout(config, engine, model)
@@ -239,7 +239,7 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
             "--async-scheduling or --pipeline-parallel-size: lock-step is simulated without them"
         )
     if in_lock_step:
-        engine = replace(engine, async_scheduling=False)
+        engine = create(EngineConfig, vars(engine) | {"async_scheduling": False})
     if config.acceptance:
         engine = _with_drafts(engine, len(config.acceptance))
     tp = layout.tensor_parallel_size
@@ -326,16 +326,17 @@ def _with_drafts(engine: EngineConfig, num_drafts: int) -> EngineConfig:
             "--spec-acceptance cannot be combined with --pipeline-parallel-size: all layers must "
             "be on one stage"
         )
+    if engine.batching_policy == "static":
+        raise UsageError(
+            "--spec-acceptance cannot be combined with --batching-policy static: choose chunked or "
+            "prefill_first"
+        )
     # Which model drafts does not matter. So far, engines with experts on several ranks have none.
     # Their plans do not depend on where experts are.
     drafts = {"method": "eagle3", "num_speculative_tokens": num_drafts}
-    return replace(
-        engine,
-        speculative_config=json.dumps(drafts),
-        enable_expert_parallel=False,
-        enable_eplb=False,
-        eplb_config=None,
-    )
+    alone = {"enable_expert_parallel": False, "enable_eplb": False, "eplb_config": None}
+    speculative = {"speculative_config": json.dumps(drafts)}
+    return create(EngineConfig, vars(engine) | alone | speculative)
 
 
 def _measured_plan(
@@ -411,11 +412,11 @@ def _with_measured_layout(
                 f"--machine {config.machine} was measured with {flag} {measured}, not {given}: "
                 "omit it, or measure this layout with --calibrate"
             )
-    return replace(
-        engine,
-        tensor_parallel_size=cost.tensor_parallel_size,
-        pipeline_parallel_size=cost.pipeline_parallel_size,
-    )
+    layout = {
+        "tensor_parallel_size": cost.tensor_parallel_size,
+        "pipeline_parallel_size": cost.pipeline_parallel_size,
+    }
+    return create(EngineConfig, vars(engine) | layout)
 
 
 def _host_blocks(engine: EngineConfig, kv_bytes_per_token: float) -> int:

@@ -73,6 +73,7 @@ class Fleet:
 
     Attributes:
         now: the time of the last event, in picoseconds.
+        last_end: when the last step or request has ended, in picoseconds.
         groups: for each engine, the engines of its group.
     """
 
@@ -87,6 +88,7 @@ class Fleet:
         self.router = router or RoundRobin(len(engines))
         self.by_priority = by_priority
         self.now = 0
+        self.last_end = 0
         self.groups = groups_of(range(len(engines)), group_size)
         self._make: RequestMaker
         self._served: list[ServedRequest] = []
@@ -111,7 +113,7 @@ class Fleet:
             requests=self._served,
             replicas=[engine.counters for engine in self.engines],
             gaps=gaps,
-            duration=self.now,
+            duration=self.last_end,
         )
 
     def at(self, time: int, action: Callable[[], None]) -> None:
@@ -180,6 +182,8 @@ class Fleet:
 
     def _advance(self, replica: int) -> None:
         engine = self.engines[replica]
+        if engine.end is not None:
+            self.last_end = self.now
         for request in engine.finish():
             self._end(request)
         if engine.begin(self.now):
@@ -202,6 +206,7 @@ class Fleet:
         heappush(self._events, (end, RESULT, replica, version))
 
     def _end(self, request: SimulatedRequest) -> None:
+        self.last_end = self.now
         self._served.append(request.served())
 
 

@@ -5,16 +5,23 @@ Built by notebooks/51_what_if.ipynb: edit it there.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.roofline import Part
 from nanovllm.simulate.workload import SECOND
+
+# Numbers in files: a damaged one is found when it is read.
+Size = Annotated[int, Meta(ge=1, le=10**9)]
+Number = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class HeadCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,9 +34,9 @@ class HeadCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the head: it is above 0 if stages have unequal numbers of layers, or slow each other down.
     """
 
-    fixed: float = 0.0
-    per_sample: float = 0.0
-    share: float = 0.0
+    fixed: Number = 0.0
+    per_sample: Number = 0.0
+    share: Number = 0.0
 
 
 class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,25 +64,31 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     machine: str
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
     on_gpu: bool
-    num_kv_blocks: int
-    block_size: int
-    kv_bytes_per_token: float
-    max_model_len: int
-    knots: list[int]
-    row_seconds: list[float]
-    per_sample: float
-    per_context: float
-    per_pair: float
-    per_prompt: float = 0.0
+    num_kv_blocks: Size
+    block_size: Size
+    kv_bytes_per_token: Annotated[float, Meta(gt=0, le=1e9)]
+    max_model_len: Size
+    knots: Annotated[list[Size], Meta(min_length=2)]
+    row_seconds: list[Number]
+    per_sample: Number
+    per_context: Number
+    per_pair: Number
+    per_prompt: Number = 0.0
     head_cost: HeadCost | None = None
-    pauses: list[float] = []
-    idle_seconds: list[float] = []
-    error: float = 0.0
-    low: float = 1.0
-    high: float = 1.0
+    pauses: list[Number] = []
+    idle_seconds: list[Number] = []
+    error: Number = 0.0
+    low: Number = 1.0
+    high: Number = 1.0
+
+    def __post_init__(self) -> None:
+        for name, values in (("knots", self.row_seconds), ("pauses", self.idle_seconds)):
+            points = getattr(self, name)
+            if len(points) != len(values) or any(b <= a for a, b in pairwise(points)):
+                raise ValueError(f"{name} must increase, and have a time each")
 
     def step(self, work: StepWork) -> int:
         """Return the time of a step, in picoseconds."""
@@ -144,7 +157,7 @@ def read_cost(path: Path) -> MeasuredCost:
     """
     try:
         cost = msgspec.json.decode(path.read_bytes(), type=MeasuredCost)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--machine {path}: no file of --calibrate: {error}") from error
     if cost.pipeline_parallel_size > 1 and cost.head_cost is None:
         raise UsageError(
@@ -163,7 +176,7 @@ def check_writable(flag: str, path: Path) -> None:
     Raises:
         UsageError: it cannot.
     """
-    existed = path.exists()
+    existed = os.path.exists(path)  # not `Path.exists`, which raises an error for a long name
     try:
         path.open("ab").close()
     except OSError as error:

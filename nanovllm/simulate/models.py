@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -211,8 +212,9 @@ def _config_of(raw: JsonObject) -> ModelConfig:
     """Read a config.json of an architecture that the engine runs, or of one in `SAME_MATRICES`."""
     from nanovllm.models.config import ModelConfig
 
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in SAME_MATRICES:
+    names = raw.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else None
+    if not isinstance(architecture, str) or architecture not in SAME_MATRICES:
         return ModelConfig.from_dict(raw)
     fields = {name: value for name, value in raw.items() if name not in _ROTARY}
     fields["architectures"] = [SAME_MATRICES[architecture]]
@@ -230,8 +232,8 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
     """
     from nanovllm.checkpoint.files import read_json
 
-    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
-    if name not in _read() and not path.is_file():
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    if name not in _read() and not os.path.isfile(path):
         known = ", ".join(_read())
         raise UsageError(
             f"--model {name!r} is unknown: choose {known}, which --list describes, or give the "

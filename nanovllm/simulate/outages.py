@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections import Counter
@@ -103,17 +102,15 @@ class UnreliableFleet(Fleet):
         self._sources: dict[str, WorkloadRequest] = {}
         # Requests of a failed engine, until its step in flight should have ended.
         self._lost: set[str] = set()
-        for outage in outages:
-            self.at(outage.begin, functools.partial(self._stop, outage))
 
     def run(self, workload: Workload) -> FleetResult:
         """Serve all requests of a workload. A fleet runs once."""
-        result = super().run(workload)
-        if not self.outages:
-            return result
-        # An outage may be over long after the last request.
-        ends = [request.last_token or request.arrival for request in result.requests]
-        return dataclasses.replace(result, duration=max(ends, default=0))
+        for outage in self.outages:
+            if outage.begin > 0:
+                self.at(outage.begin, functools.partial(self._stop, outage))
+            else:
+                self._stop(outage)  # before the first request arrives
+        return super().run(workload)
 
     def _stop(self, outage: Outage) -> None:
         """A group fails."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanovllm.simulate.workload import SECOND, WorkloadRequest
+from nanovllm.data.errors import UsageError
+from nanovllm.simulate.workload import MAX_LENGTH, MAX_SECONDS, SECOND, WorkloadRequest
 from nanovllm.trace.record import Arrival, StepRecord
 
 
@@ -93,8 +94,11 @@ def first_with_block(
 
     Args:
         number, index: a request that has it, and its place there.
+
+    Raises:
+        UsageError: none was.
     """
-    while True:
+    for _ in requests:
         request = requests[number]
         is_prompt = index < request.num_prompt_tokens // block_size
         prefix = request.arrival.prefix if is_prompt else request.output_prefix
@@ -102,27 +106,51 @@ def first_with_block(
         if index >= count:
             return number
         number = owner
+        if not 0 <= number < len(requests):
+            break
+    raise UsageError(
+        f"the trace is damaged: no request is the first one with block {index} of {request.name!r}"
+    )
 
 
 def traced_workload(records: Iterable[StepRecord], block_size: int) -> Iterator[WorkloadRequest]:
-    """Return the requests of a trace, to be served again. One that was aborted would have got as
-    many tokens as it may."""
+    """Return the requests of a trace in the order of their arrivals, to be served again. One that
+    was aborted would have got as many tokens as it may.
+
+    Raises:
+        UsageError: times or lengths that no trace has.
+    """
     requests = recorded_requests(records)
-    for number, each in enumerate(requests):
+    names: set[str] = set()
+    for number, each in sorted(enumerate(requests), key=lambda pair: pair[1].arrival.time):
         num_output_tokens = each.num_sampled
-        abort = round(each.end * SECOND) if each.reason == "abort" else None
-        if abort is not None:
+        is_aborted = each.reason == "abort"
+        if is_aborted:
             num_output_tokens = max(num_output_tokens, each.arrival.max_tokens)
+        _check(each, num_output_tokens)
         num_blocks = -(-(each.num_prompt_tokens + num_output_tokens) // block_size)
         yield WorkloadRequest(
-            request_id=each.name,
+            # In a simulation, an earlier request of this name may not have ended yet.
+            request_id=f"{each.name}, arrival {number}" if each.name in names else each.name,
             arrival=round(each.arrival.time * SECOND),
             num_prompt_tokens=each.num_prompt_tokens,
             num_output_tokens=num_output_tokens,
             priority=each.arrival.priority,
-            abort=abort,
+            abort=round(each.end * SECOND) if is_aborted else None,
             prefix_ids=[
                 first_with_block(requests, number, i, block_size) << 32 | i
                 for i in range(num_blocks)
             ],
+        )
+        names.add(each.name)
+
+
+def _check(request: RecordedRequest, num_output_tokens: int) -> None:
+    longest = max(request.num_prompt_tokens, num_output_tokens)
+    latest = max(abs(request.arrival.time), abs(request.end))
+    if not 1 <= request.num_prompt_tokens <= longest <= MAX_LENGTH or latest > MAX_SECONDS:
+        raise UsageError(
+            f"the trace is damaged: request {request.name!r} arrived at {request.arrival.time:g} s "
+            f"with {request.num_prompt_tokens} tokens, got {num_output_tokens}, and ended at "
+            f"{request.end:g} s"
         )

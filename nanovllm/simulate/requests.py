@@ -205,8 +205,8 @@ class RequestMaker:
             # Blocks that end in this number's tokens.
             first = end // size
             end += self.prefix_block_size
-            names += range(prefix_id * per_number, prefix_id * per_number + end // size - first)
-        del names[count:]
+            num_blocks = min(end // size, count) - first
+            names += range(prefix_id * per_number, prefix_id * per_number + num_blocks)
         return names
 
 

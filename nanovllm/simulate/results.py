@@ -162,7 +162,8 @@ class FleetResult:
         requests: in the order in which they ended.
         replicas: the counters of each engine.
         gaps: the times between tokens.
-        duration: from the begin of the workload to the last event, in picoseconds.
+        duration: from the begin of the workload until the last step or request has ended, in
+            picoseconds.
     """
 
     requests: list[ServedRequest] = field(default_factory=list)

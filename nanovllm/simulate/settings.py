@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from nanovllm.assembly.flags import DataclassInstance, flags_of, words_of
-from nanovllm.data.checks import Amount, Keywords, Positive, did_you_mean
+from nanovllm.data.checks import Keywords, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.router.config import read_weights
@@ -108,6 +108,8 @@ ROLE_SETTINGS = (
 DEFAULT_MODEL = "llama-3.1-8b"
 # GB/s: `Links` computes with a whole number of bytes per second, which must be positive and finite.
 Bandwidth = Annotated[float, Meta(ge=1e-6, le=1e6)]
+# Times, sizes and prices: the clock's picoseconds, and numbers of blocks, are finite.
+Amount = Annotated[float, Meta(ge=0, le=1e9)]
 T = TypeVar("T", bound=DataclassInstance)
 
 
@@ -170,7 +172,7 @@ class FleetConfig(Keywords):
 
     workload: str | None = None
     speedup: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    limit: Positive | None = None
+    limit: Annotated[int, Meta(ge=1, le=10**9)] | None = None
     replicas: Annotated[int, Meta(ge=1, le=100_000)] = 1
     prefill: Annotated[int, Meta(ge=0, le=100_000)] = 0
     decode: Annotated[int, Meta(ge=0, le=100_000)] = 0
@@ -255,7 +257,7 @@ def parse_role(flag: str, text: str) -> dict[str, object]:
     """
     try:
         settings = msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f'{flag} must be JSON such as {{"tensor_parallel_size": 2}}, got {text!r}: {error}'
         ) from None

@@ -46,7 +46,7 @@ def with_point(settings: Settings, point: Settings) -> dict[str, object]:
         flag = f"--{whole.replace('_', '-')}"
         try:
             data = msgspec.json.decode(str(found.get(whole) or "{}"), type=JsonObject)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{flag} must be a JSON object, got {found[whole]!r}") from error
         inner = data
         for part in parts[:-1]:
@@ -98,10 +98,6 @@ def run_all(
     Raises:
         UsageError: Ray is wanted, and not installed; or all points are impossible.
     """
-    # A browser, in which single simulations run, too, has no processes.
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
     jobs = [(run, point) for point in points]
     num_processes = min(len(points), num_processes or _num_cores())
     if use_ray or ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
@@ -109,9 +105,7 @@ def run_all(
     elif num_processes <= 1:
         summaries = list(map(_run, jobs))
     else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-            summaries = list(pool.map(_run, jobs))
+        summaries = _run_on_cores(jobs, num_processes)
     if all("error" in summary for summary in summaries):
         raise UsageError(str(summaries[0]["error"]))
     return summaries
@@ -129,6 +123,57 @@ def _run(job: tuple[Callable[[Settings], Summary], Settings]) -> Summary:
         return run(point)
     except UsageError as error:
         return {"error": str(error)}
+
+
+def _run_on_cores(
+    jobs: Sequence[tuple[Callable[[Settings], Summary], Settings]], num_processes: int
+) -> list[Summary]:
+    """Run jobs in processes, which end with this one, however it ends.
+
+    Raises:
+        UsageError: one has ended before, which the kernel does when memory is short.
+    """
+    # A browser, in which single simulations run, too, has no processes.
+    import multiprocessing
+    import signal
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(num_processes, context, initializer=_end_with_parent) as pool:
+        # Ctrl-C interrupts this process only: others inherit the mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            results = [pool.submit(_run, job) for job in jobs]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            return [each.result() for each in results]
+        except BaseException as error:  # Ctrl-C, too
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise UsageError(
+                    "a process of --sweep has ended early, perhaps since memory is short: lower "
+                    "--processes"
+                ) from error
+            raise
+
+
+def _end_with_parent() -> None:
+    """Let this process end as soon as the one that has started it has ended."""
+    import multiprocessing
+    import threading
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run_on_ray(jobs: Sequence[tuple[Callable[[Settings], Summary], Settings]]) -> list[Summary]:

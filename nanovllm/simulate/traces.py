@@ -20,14 +20,21 @@ from msgspec.structs import replace
 
 from nanovllm.data.disk import GZIP_MAGIC
 from nanovllm.data.errors import UsageError
-from nanovllm.simulate.workload import SECOND, Length, OutputLength, Workload, WorkloadRequest
+from nanovllm.simulate.workload import (
+    MAX_SECONDS,
+    SECOND,
+    Length,
+    OutputLength,
+    Workload,
+    WorkloadRequest,
+)
 
 FORMATS = (
     "name a file with Mooncake JSON lines (timestamp, input_length, output_length, hash_ids), Azure"
     " CSV (TIMESTAMP, ContextTokens, GeneratedTokens), BurstGPT CSV (Timestamp, Request tokens, "
     "Response tokens), or one from nanovllm serve --trace or vllm bench serve --save-detailed"
 )
-Seconds = Annotated[float, Meta(ge=0, le=1e10)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MOONCAKE_BLOCK_SIZE = 512
 # Columns of time and lengths in CSV files of Azure (AzurePublicDataset) and BurstGPT (arXiv
@@ -42,10 +49,10 @@ T = TypeVar("T")
 class MooncakeRow(msgspec.Struct, gc=False):
     """A line of a trace of Mooncake's (FAST'25): times in ms, a number for each 512 tokens."""
 
-    timestamp: Annotated[float, Meta(ge=0, le=1e13)]
+    timestamp: Annotated[float, Meta(ge=0, le=1000 * MAX_SECONDS)]
     input_length: Length
     output_length: OutputLength
-    hash_ids: list[int] = []
+    hash_ids: list[Annotated[int, Meta(ge=0)]] = []
 
 
 class BenchResult(msgspec.Struct):
@@ -116,7 +123,7 @@ def _keys(line: bytes) -> set[str]:
     """The keys of a line that is a JSON object; else none."""
     try:
         return set(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
-    except ValueError:
+    except (ValueError, RecursionError):
         return set()
 
 
@@ -143,7 +150,7 @@ def _requests(
             request = read(number, row)
             if request.arrival < before:
                 raise ValueError("earlier than the row before: sort the rows by time")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _mistake(path, number, error) from error
         before = request.arrival
         yield request
@@ -153,6 +160,8 @@ def _mooncake(number: int, row: MooncakeRow) -> WorkloadRequest:
     num_blocks = -(-row.input_length // MOONCAKE_BLOCK_SIZE)
     if row.hash_ids and len(row.hash_ids) != num_blocks:
         raise ValueError(f"Expected {num_blocks} numbers, got {len(row.hash_ids)} - at $.hash_ids")
+    if max(row.hash_ids, default=0) >= 2**64:
+        raise ValueError("Expected numbers below 2**64 - at $.hash_ids")
     return WorkloadRequest(
         request_id=str(number),
         arrival=round(row.timestamp * (SECOND // 1000)),
@@ -165,7 +174,10 @@ def _mooncake(number: int, row: MooncakeRow) -> WorkloadRequest:
 def _csv_requests(path: str | Path, lines: Iterable[bytes]) -> Iterator[WorkloadRequest]:
     # A character that is not UTF-8 is shown as such in the message about its cell.
     table = csv.reader(line.decode(errors="replace") for line in lines)
-    header = [name.strip() for name in next(table)]
+    try:
+        header = [name.strip() for name in next(table)]
+    except csv.Error as error:
+        raise UsageError(f"{path} is no workload ({error}): {FORMATS}") from error
     columns = next((known for known in CSV_COLUMNS if {*known} <= {*header}), None)
     if columns is None:
         raise UsageError(f"{path} is no workload: {FORMATS}")
@@ -220,7 +232,7 @@ def _bench_requests(path: str | Path, text: bytes) -> Iterator[WorkloadRequest]:
                 f"in every list - at $.{shortest}[{sizes[shortest]}]"
             )
         rows = sorted(zip(result.start_times, result.input_lens, result.output_lens, strict=True))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if "required field" in str(error):
             error = ValueError(f"{error}: record it with --save-detailed")
         raise _mistake(path, None, error) from error

@@ -12,8 +12,11 @@ from msgspec import Meta
 # The virtual clock counts whole picoseconds: sums are exact, in whatever order they are added.
 SECOND = 10**12
 # Tokens of a prompt, and of an output. No engine serves more: a larger number is a mistake.
-Length = Annotated[int, Meta(ge=1, le=10**8)]
-OutputLength = Annotated[int, Meta(ge=0, le=10**8)]
+MAX_LENGTH = 10**8
+Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
+OutputLength = Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
+# Times of files, about 300 years.
+MAX_SECONDS = 1e10
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -19,7 +19,7 @@ import msgspec
 
 from nanovllm.data.errors import UsageError
 from nanovllm.data.json import JsonObject
-from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.data.trace_settings import MAX_SIZE, TraceSettings
 from nanovllm.trace.record import StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
@@ -100,7 +100,7 @@ def parse_header(line: bytes, source: object) -> TraceSettings:
         for name in SIZES:
             if str(error).endswith(f"`$.{name}`"):
                 raise TraceError(
-                    f"{source}: its {name} must be an integer of at least 1 ({error})"
+                    f"{source}: its {name} must be an integer from 1 to {MAX_SIZE} ({error})"
                 ) from error
         raise TraceError(f"{foreign} ({error})") from error
 

@@ -3,6 +3,7 @@ another position."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,7 @@ from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.kv_transfer.blend.rotation import rotate_keys
 from nanovllm.kv_transfer.stores.offloading import OffloadingScheduler
-from nanovllm.kv_transfer.stores.store import HostStore
+from nanovllm.kv_transfer.stores.store import HostKeys, HostStore
 
 # ------------------------------------------------------------------------------------ HostStore.put
 
@@ -70,6 +71,31 @@ def test_an_entry_in_use_does_not_give_way() -> None:
     store.is_in_use = lambda key: key == b"b"
     put(store, "c")
     assert order(store) == "bc", "b is in use, so a gave way"
+
+
+def test_keys_take_no_memory_before_they_are_there() -> None:
+    keys = HostKeys(10**15)
+    put(keys, "abc")
+    assert order(keys) == "cba" and keys.num_slots == 10**15
+
+
+def test_keys_have_the_order_of_a_store_with_bytes() -> None:
+    rng = random.Random(0)
+    store = HostStore(3, 1)
+    keys = HostKeys(3)
+    in_use = set[bytes]()
+    store.is_in_use = keys.is_in_use = in_use.__contains__
+    for _ in range(500):
+        chosen = "".join(rng.sample("abcdefg", rng.randint(1, 4)))
+        if rng.random() < 0.3:
+            for each in (store, keys):
+                each.evict([key.encode() for key in chosen])
+        elif rng.random() < 0.3:
+            in_use.symmetric_difference_update(key.encode() for key in chosen[:2])
+        else:
+            for each in (store, keys):
+                put(each, chosen)
+        assert order(store) == order(keys)
 
 
 # --------------------------------------------------- OffloadingScheduler.get_num_new_matched_tokens

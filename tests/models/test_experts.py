@@ -649,7 +649,10 @@ def test_eplb_configuration() -> None:
             '{"interval": 3}',
             "keys of window_size, step_interval, num_redundant_experts, log_balancedness",
         ),
-        ('{"step_interval": 0}', "must be at least 1"),
+        ('{"step_interval": 0}', "step_interval must be an integer of at least 1"),
+        ('{"num_redundant_experts": 1.5}', "num_redundant_experts must be an integer"),
+        ('{"log_balancedness": 3}', "log_balancedness must be True or False"),
+        ('{"a":' * 9**5, "takes a JSON object"),
     ):
         with pytest.raises(ValueError, match=message):
             EPLBConfig.from_json(text)

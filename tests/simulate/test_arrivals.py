@@ -34,6 +34,14 @@ def test_times_between_arrivals_have_the_mean_and_the_spread_of_the_gamma_distri
     assert spread == pytest.approx(burstiness**-0.5, rel=0.04, abs=1e-6)
 
 
+def test_a_large_burstiness_means_equal_times() -> None:
+    times = [
+        [request.arrival for request in create(burstiness=burstiness, num_prompts=50)]
+        for burstiness in (1e31, 1e100, 1e308, float("inf"))
+    ]
+    assert times == [times[-1]] * 4
+
+
 def test_lengths_are_uniform_in_their_range() -> None:
     requests = create(
         num_prompts=5000, random_input_len=100, random_output_len=10, random_range_ratio=0.5
@@ -64,6 +72,19 @@ def test_requests_share_the_full_blocks_of_their_prefix() -> None:
     assert all(len(request.prefix_ids) == 12 for request in requests)
     own = [number for request in requests for number in request.prefix_ids[2:]]
     assert len(own) == len(set(own))
+
+
+def test_blocks_of_many_long_prefixes_are_not_those_of_a_session() -> None:
+    requests = create(
+        num_prompts=50,
+        random_prefix_len=10**4,
+        num_prefixes=10**9,
+        random_input_len=8,
+        block_size=1,
+    )
+    largest = max(request.prefix_ids[10**4 - 1] for request in requests)
+    assert largest > 2**40
+    assert min(request.prefix_ids[10**4] for request in requests) > largest
 
 
 def test_a_turn_begins_with_the_one_before_and_its_answer() -> None:

@@ -58,6 +58,8 @@ class Setup:
     num_blocks: int = 100
     latency: int = 0
     first_token: str = "decode"
+    swaps: bool = False
+    by_priority: bool = False
 
     def fleet(self) -> tuple[UnreliableFleet, Tiers | None]:
         """Create the fleet, and what is below the devices."""
@@ -80,6 +82,8 @@ class Setup:
             block_size=BLOCK,
             async_scheduling=False,
             check_invariants=True,
+            preemption_mode="swap" if self.swaps else "recompute",
+            scheduling_policy="priority" if self.by_priority else "fcfs",
             **options,
         )
 
@@ -114,7 +118,13 @@ class Setup:
     def _fleet(self, engines: Sequence[SimulatedEngine]) -> UnreliableFleet:
         if not self.prefill:
             router = RoundRobin(self.engines)
-            return UnreliableFleet(engines, router, self.outages, group_size=self.group_size)
+            return UnreliableFleet(
+                engines,
+                router,
+                self.outages,
+                by_priority=self.by_priority,
+                group_size=self.group_size,
+            )
         return DisaggregatedFleet(
             engines[: self.prefill],
             engines[self.prefill :],
@@ -124,6 +134,7 @@ class Setup:
             latency=self.latency,
             kv_bytes_per_token=KV_BYTES,
             first_token=self.first_token,
+            by_priority=self.by_priority,
             group_sizes=(self.group_size, self.group_size),
         )
 
@@ -150,6 +161,9 @@ def ended(fleet: Fleet, workload: Workload) -> dict[str, ServedRequest]:
             assert source.arrival < request.first_token <= request.last_token
         else:
             assert request.num_output_tokens <= source.num_output_tokens
+        if request.first_token is not None:
+            assert request.scheduled is not None
+            assert source.arrival <= request.scheduled < request.first_token
         if request.outcome == "abort":
             assert source.abort is not None
     for engine in fleet.engines:
@@ -318,6 +332,8 @@ def test_every_request_ends_once_in_every_combination(seed: int) -> None:
         num_blocks=rng.choice([24, 40, 200]),
         latency=rng.choice([0, 500]),
         first_token=rng.choice(["decode", "prefill"]) if prefill else "decode",
+        swaps=seed % 2 == 1,
+        by_priority=seed % 4 > 1,
     )
     at = 0
     requests = []
@@ -327,7 +343,8 @@ def test_every_request_ends_once_in_every_combination(seed: int) -> None:
         abort = at + rng.randrange(20_000) if rng.random() < 0.2 else None
         prompt = rng.randint(1, 40)
         output = rng.randint(1, 30)
-        requests.append(request_of(number, at, prompt, output, prefix_ids=ids, abort=abort))
+        options = {"prefix_ids": ids, "abort": abort, "priority": number * 7 % 3}
+        requests.append(request_of(number, at, prompt, output, **options))
     served = setup.run(*requests)
     if not setup.outages:
         assert "failed" not in {each.outcome for each in served.values()}

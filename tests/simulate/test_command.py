@@ -307,6 +307,35 @@ MISTAKES = {
     "--kv-offloading-bandwidth has no effect without --kv-offloading-size, --kv-store-size": [
         *("--kv-offloading-bandwidth", "9")
     ],
+    "kv_store_latency must be .* at most 1000000000": [
+        *("--kv-store-size", "9", "--kv-store-latency", "1e300")
+    ],
+    "kv_store_size must be .* at most": ["--kv-store-size", "1e300"],
+    "kv_transfer_latency must be .* at most": [
+        *("--prefill", "1", "--decode", "1", "--kv-transfer-latency", "1e300")
+    ],
+    "kv_offloading_size must be .* at most": ["--kv-offloading-size", "1e300"],
+    "swap_space must be .* at most": ["--preemption-mode", "swap", "--swap-space", "1e300"],
+    "metrics_interval must be .* at most": ["--metrics-interval", "1e300"],
+    "cold_start must be .* at most": ["--failures", "0@1", "--cold-start", "1e300"],
+    "draft_time must be .* at most": ["--spec-acceptance", "0.5", "--draft-time", "1e300"],
+    "price_per_hour must be .* at most": ["--price-per-hour", "1e300"],
+    "burst_size must be .* at most": ["--burst-size", "9" * 30],
+    "num_prefixes must be .* at most": ["--num-prefixes", "9" * 30],
+    "limit must be .* at most": ["--workload", "x", "--limit", "9" * 30],
+    "--prefill-config must be JSON": [
+        *("--prefill", "1", "--decode", "1", "--prefill-config", "\udcff")
+    ],
+    "--decode-config must be JSON": [
+        *("--prefill", "1", "--decode", "1", "--decode-config", '{"a":' * 9**5)
+    ],
+    "--decode-config must be a JSON object": [
+        *("--prefill", "1", "--decode", "1", "--decode-config", "\udcff"),
+        *("--sweep", "decode-config.max_num_seqs=1,2"),
+    ],
+    "--spec-acceptance cannot be combined with --batching-policy static: choose": [
+        *("--spec-acceptance", "0.5", "--batching-policy", "static")
+    ],
     "--slo-attainment has no effect without --find-load": ["--slo-attainment", "0.5"],
     "--find-load needs --goodput": ["--find-load"],
     "--replicas has no effect with --list: omit one of them": ["--list", "--replicas", "4"],

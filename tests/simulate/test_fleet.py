@@ -68,7 +68,14 @@ def test_events_are_handled_in_the_order_of_their_times() -> None:
     times = [time for time, _ in fleet.handled]
     assert times == sorted(times)
     assert [time for time, what in fleet.handled if what == "action"] == [3, 5, 10**6]
-    assert len(result.requests) == 6 and result.duration == 10**6
+    assert len(result.requests) == 6
+    assert result.duration == max(time for time, what in fleet.handled if what != "action")
+
+
+def test_a_client_that_disconnects_after_its_answer_makes_the_duration_no_longer() -> None:
+    result = Fleet([engine_of()]).run(workload_of(request_of(0, 0, 10, 1, abort=10**9)))
+    assert [each.outcome for each in result.requests] == ["length"]
+    assert result.duration == FIRST_STEP
 
 
 def test_an_action_is_called_once_and_may_add_others() -> None:

@@ -170,3 +170,39 @@ def test_host_memory_and_links_of_measured_ranks(machine: str, layout: str | Non
 def test_a_measured_machine_has_its_experts(machine: str, idle: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="has no effect with --machine"):
         simulate({**FEW, "machine": machine, **idle})
+
+
+def test_a_measured_pipeline_cannot_plan_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "this.json"
+    cost = msgspec.structs.replace(COST, pipeline_parallel_size=2, head_cost=HeadCost())
+    write_cost(cost, path)
+    with pytest.raises(UsageError, match="async_scheduling needs pipeline_parallel_size 1"):
+        simulate({"machine": str(path), "async_scheduling": True, "num_prompts": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_kv_blocks", 0),
+        ("kv_bytes_per_token", 1e308),
+        ("kv_bytes_per_token", 0.0),
+        ("knots", []),
+        ("knots", [1]),
+        ("knots", [1, 5, 3]),
+        ("knots", [1, 1, 3]),
+        ("row_seconds", [0.01, 0.02]),
+        ("row_seconds", [-0.01, 0.02, 0.03]),
+        ("row_seconds", [1e308] * 3),
+        ("per_context", 1e308),
+        ("per_sample", -1.0),
+        ("idle_seconds", [0.1]),
+        ("head_cost", {"share": 1e308}),
+        ("error", 1e308),
+    ],
+)
+def test_damage_of_a_file_is_reported_in_a_line(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "this.json"
+    path.write_text(json.dumps(msgspec.to_builtins(COST) | {name: value}))
+    with pytest.raises(UsageError, match="no file of --calibrate") as caught:
+        read_cost(path)
+    assert "\n" not in str(caught.value)

@@ -172,3 +172,14 @@ def test_a_model_that_does_not_fit_is_short_of_memory_by_a_number():
     assert model.weight_bytes(Layout(pipeline_parallel_size=2)) < 0.52 * model.weight_bytes(
         Layout()
     )
+
+
+@pytest.mark.parametrize("names", [3, {"a": 1}, [], [3], [[]], "LlamaForCausalLM"])
+def test_architectures_that_are_no_list_of_names_are_reported_in_a_line(
+    tmp_path: Path, names: object
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": names}))
+    with pytest.raises(UsageError, match="architecture") as caught:
+        find_model(str(path))
+    assert "\n" not in str(caught.value)

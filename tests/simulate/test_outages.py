@@ -24,9 +24,10 @@ def fleet_of(
     policy: str = "round_robin",
     retries: bool = True,
     group_size: int = 1,
+    **options: int,
 ) -> UnreliableFleet:
     engines: list[SimulatedEngine] = [
-        engine_of(block_size=4, async_scheduling=False) for _ in range(num_replicas)
+        engine_of(block_size=4, async_scheduling=False, **options) for _ in range(num_replicas)
     ]
     maker = RequestMaker(4, 8)
     router = PolicyRouter(
@@ -70,6 +71,12 @@ def test_a_replica_that_starts_late_gets_no_requests_before() -> None:
     assert [served[f"r{i}"].replica for i in range(6)] == [0, 0, 0, 0, 1, 0]
 
 
+def test_a_replica_that_starts_late_gets_no_request_at_0() -> None:
+    requests = [request_of(i, 0, prompt=10, output=2) for i in range(2)]
+    served = run(fleet_of([Outage(0, 0, 35_000)], retries=False), *requests)
+    assert [(each.outcome, each.replica) for each in served.values()] == [("length", 1)] * 2
+
+
 def test_a_group_is_ready_when_the_last_step_of_all_its_engines_has_ended() -> None:
     requests = [
         request_of(0, 0, prompt=10, output=1),  # replica 0, until 2010
@@ -106,6 +113,16 @@ def test_the_duration_ends_with_the_last_token() -> None:
     fleet = fleet_of([Outage(0, 10**9, 2 * 10**9)])
     result = fleet.run(workload_of(request_of(0, 50, prompt=10, output=1)))
     assert result.duration == 50 + 2010
+
+
+def test_the_duration_contains_the_steps_of_requests_that_fail() -> None:
+    fleet = fleet_of(
+        [Outage(0, 500, None)], num_replicas=1, max_num_seqs=4, max_num_batched_tokens=4
+    )
+    # Its step in flight computes a part of the prompt.
+    result = fleet.run(workload_of(request_of(0, 0, prompt=10, output=9)))
+    assert (result.requests[0].outcome, result.requests[0].first_token) == ("failed", None)
+    assert result.duration == result.replicas[0].busy == 1000 + 4 * 100 + 4
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,5 +1,11 @@
 """Sweeps: combinations, processes, the frontier, and the highest load."""
 
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from nanovllm.data.errors import UsageError
@@ -13,6 +19,7 @@ from nanovllm.simulate.sweep import (
     mark_frontier,
     run_all,
 )
+from tests.server_process import wait_until
 
 
 def product(point: Settings) -> Summary:
@@ -65,3 +72,45 @@ def test_the_highest_load_is_found_to_within_two_percent(limit: float) -> None:
 def test_objectives_that_no_load_decides_are_an_error(attainment: float, answer: str) -> None:
     with pytest.raises(UsageError, match=f"are {answer} kept"):
         highest_load(lambda load: {"slo_attainment": 0.5}, 1.0, attainment)
+
+
+# Each point takes longer than a test.
+LONG_SWEEP = [
+    *("--num-prompts", "10000000", "--request-rate", "30"),
+    *("--sweep", "max-num-seqs=8,16,32,64", "--processes", "2"),
+]
+
+
+@pytest.mark.started
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_of_a_sweep_end_with_it(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", "simulate", *LONG_SWEEP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as sweep:
+        parent = psutil.Process(sweep.pid)
+        workers: list[psutil.Process] = []
+
+        def compute() -> bool:
+            workers[:] = [each for each in parent.children() if "spawn_main" in str(each.cmdline())]
+            return len(workers) == 2 and all(sum(each.cpu_times()[:2]) > 1 for each in workers)
+
+        wait_until(compute, seconds=120)
+        sweep.send_signal(number)
+        psutil.wait_procs(workers, timeout=20)
+        assert not any(each.is_running() for each in workers)
+        _, errors = sweep.communicate(timeout=20)
+    if number == signal.SIGINT:
+        assert (sweep.returncode, errors) == (128 + signal.SIGINT, "")
+
+
+def end_early(settings: Settings) -> Summary:
+    os._exit(1)
+
+
+@pytest.mark.started
+def test_a_process_that_ends_early_is_reported_in_a_line() -> None:
+    with pytest.raises(UsageError, match="a process of --sweep has ended early"):
+        run_all(end_early, [{}, {}], num_processes=2)

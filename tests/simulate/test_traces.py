@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,50 @@ def test_a_trace_says_when_requests_arrived_and_what_they_share(tmp_path: Path) 
     assert len(set(others)) == len(others)
 
 
+def trace_of(path: Path, *arrivals: Arrival, names: str = "ab", length: int = 40) -> Path:
+    """A trace of requests that arrive before the first step and get a token from it."""
+    trace = Trace(settings=TraceSettings(block_size=16, num_blocks=9, token_budget=64))
+    for number, (name, arrival) in enumerate(zip(names, arrivals, strict=True)):
+        share = TracedRequest(name, 0, length, length, [0], [5])
+        record = StepRecord(number, 1.0 + number, 0.5, 64, [share], arrived={name: length})
+        record.arrivals = {name: arrival}
+        record.finished = {name: "length"}
+        trace.record(record)
+    trace.save(path)
+    return path
+
+
+def test_requests_of_a_trace_are_in_the_order_of_their_arrivals(tmp_path: Path) -> None:
+    arrivals = [Arrival(time=time, max_tokens=1) for time in (0.75, 0.25)]
+    found = read(trace_of(tmp_path / "run.jsonl", *arrivals))
+    assert [(each.request_id, each.arrival) for each in found] == [("b", 0), ("a", SECOND // 2)]
+
+
+def test_requests_of_a_trace_with_the_same_id_have_one_each(tmp_path: Path) -> None:
+    arrivals = [Arrival(time=time, max_tokens=1) for time in (0.25, 1.75)]
+    found = read(trace_of(tmp_path / "run.jsonl", *arrivals, names="aa"))
+    assert [each.request_id for each in found] == ["a", "a, arrival 1"]
+
+
+@pytest.mark.parametrize(
+    ("message", "second", "length"),
+    [
+        ("no request is the first one with block 0 of 'b'", {"prefix": (1, 1)}, 40),
+        ("no request is the first one with block 0 of 'b'", {"prefix": (7, 1)}, 40),
+        ("no request is the first one with block 0 of 'b'", {"prefix": (-1, 1)}, 40),
+        (r"request 'b' arrived at 1e\+300 s", {"time": 1e300}, 40),
+        ("request 'a' arrived at 0 s with 1000000000 tokens", {}, 10**9),
+    ],
+)
+def test_a_trace_that_cannot_be_served_again_is_reported_in_a_line(
+    tmp_path: Path, message: str, second: dict[str, Any], length: int
+) -> None:
+    arrivals = Arrival(time=0, max_tokens=1), Arrival(**{"time": 0, "max_tokens": 1, **second})
+    path = trace_of(tmp_path / "run.jsonl", *arrivals, length=length)
+    with pytest.raises(UsageError, match=f"the trace is damaged: .*{message}"):
+        read(path)
+
+
 def test_a_workload_can_be_faster_and_shorter(tmp_path: Path) -> None:
     path = write(tmp_path, MOONCAKE)
     assert [request.arrival for request in read(path, speedup=3.0)] == [0, SECOND // 2]
@@ -155,6 +200,11 @@ DAMAGE = {
     "row 2: Object missing required field timestamp": f"{ROW}\n" + '{"input_length": 1}',
     "row 1, column hash_ids: Expected 2 numbers, got 3": ROW.replace("7]", "7, 8]"),
     "row 1, column hash_ids: Expected int, got str": ROW.replace("7]", '"7"]'),
+    "row 1, column hash_ids: Expected int >= 0": ROW.replace("7]", "-7]"),
+    r"row 1, column hash_ids: Expected numbers below 2\*\*64": ROW.replace("7]", "9" * 40 + "]"),
+    "row 2: maximum recursion depth": f"{ROW}\n" + ROW[:-1] + ', "x": ' + "[" * 9**5,
+    "row 1: maximum recursion depth": '{"a":' * 9**5,
+    "is no workload .*new-line character": AZURE.replace("\n", "\r"),
     "row 2: Input data was truncated": f"{ROW}\n{ROW[:30]}",
     "row 3: earlier than the row before": f"{ROW}\n\n{ROW.replace('3000', '2999')}",
     "row 2: Expected 3 columns, got 4": AZURE.replace("513", "5,13"),

@@ -116,7 +116,9 @@ class HostStore(KVStore):
         self._lock = threading.Lock()
         self._writing = threading.RLock()
 
-    def _allocate(self, entry_bytes: int, pinned: bool) -> NDArray[np.uint8] | list[memoryview]:
+    def _allocate(
+        self, entry_bytes: int, pinned: bool
+    ) -> NDArray[np.uint8] | dict[int, memoryview]:
         """Return the memory of all slots, one after another."""
         import torch  # takes seconds, and `HostKeys` does without
 
@@ -207,10 +209,17 @@ class HostStore(KVStore):
 
 
 class HostKeys(HostStore):
-    """The keys of a `HostStore`, in the same order, without the bytes."""
+    """The keys of a `HostStore`, in the same order, without the bytes. Its memory grows with the
+    keys that it has had."""
 
     def __init__(self, num_slots: int, lower: KVStore | None = None) -> None:
-        super().__init__(num_slots, 1, lower=lower)
+        super().__init__(0, 1, lower=lower)
+        self.num_slots = num_slots
 
-    def _allocate(self, entry_bytes: int, pinned: bool) -> list[memoryview]:
-        return [BYTE] * self.num_slots
+    def _allocate(self, entry_bytes: int, pinned: bool) -> dict[int, memoryview]:
+        return {}
+
+    def _make_room(self) -> bool:
+        if not self._free and len(self.slots) < self.num_slots:
+            self._free.append(len(self.slots))  # the first slot that was never used
+        return super()._make_room()
