@@ -42,17 +42,12 @@ class TierConnector(OffloadingScheduler):
     """
 
     def __init__(self, config: EngineConfig, num_host_blocks: int, store: HostKeys | None) -> None:
-        self._store = store
+        self.store = store
         super().__init__(config, {}, [RankStore("", 1, num_host_blocks)])
         self.load: Callable[[str, int, int], None] = lambda request_id, num_host, num_store: None
 
-    @property
-    def has_store(self) -> bool:
-        """Whether there is a store that engines share."""
-        return self._store is not None
-
     def _open_shared(self, entry_bytes: int) -> HostKeys | None:
-        return self._store
+        return self.store
 
     def _keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
         names: Sequence[int] = block_hashes  # type: ignore[assignment]  # see `SimulatedRequest`
@@ -93,8 +88,8 @@ class TierConnector(OffloadingScheduler):
             self._put(list(metadata.saves)[::-1])
 
     def _put(self, keys: Sequence[bytes]) -> None:
-        if self._store is not None:
-            self._store.put([share_key("", key) for key in keys], [BYTE] * len(keys))
+        if self.store is not None:
+            self.store.put([share_key("", key) for key in keys], [BYTE] * len(keys))
 
     def forget_host(self) -> None:
         """Lose what is in host memory."""
@@ -168,7 +163,7 @@ class Tiers:
         from the store count as bytes and loads of the link to host memory, too."""
         found: dict[str, object] = {}
         tiers = {"host": (self.host, self.num_host_blocks)}
-        if self._connector(0).has_store:
+        if self._connector(0).store is not None:
             tiers["store"] = (self.store, self.num_store_blocks)
         for name, (links, num_blocks) in tiers.items():
             found[f"{name}_hit_rate"] = num_blocks * block_size / max(1, num_queried_tokens)
