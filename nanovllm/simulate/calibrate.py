@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import msgspec
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.errors import UsageError
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.executor.virtual_clock import VIRTUAL_CLOCK
 from nanovllm.simulate.decoding import work_of
@@ -37,6 +38,8 @@ WINDOW = 16
 # Of loads whose requests arrive one after another: the most that decode, and steps per request.
 MAX_JOINED = 32
 JOINED_STEPS = 20
+# All loads are within such a context.
+MIN_MODEL_LEN = 128
 
 
 class LoadRequest(NamedTuple):
@@ -61,11 +64,19 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
     steps, and compare it with the steps of other loads.
 
     Raises:
+        UsageError: the context is too short for the loads.
         ValueError: see `LLM`.
     """
     from nanovllm.engine.llm import LLMEngine
 
-    timer = StepTimer(LLMEngine(config))
+    engine = LLMEngine(config)
+    if (length := engine.core.limits.max_model_len) < MIN_MODEL_LEN:
+        engine.core.close()
+        raise UsageError(
+            f"--calibrate runs requests of {MIN_MODEL_LEN} tokens, got --max-model-len {length}: "
+            "raise it, or choose a model with a longer context"
+        )
+    timer = StepTimer(engine)
     timer.measure(seconds)
     timer.core.close()
     return timer.create_cost()
@@ -202,7 +213,8 @@ class StepTimer:
 
     def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
-        first, *_ = self.run([LoadRequest(size_up_to(256, self.numbers), 2)])
+        most = min(256, self.core.limits.max_model_len - 16)
+        first, *_ = self.run([LoadRequest(size_up_to(most, self.numbers), 2)])
         self.woken.setdefault(seconds, []).append(first)
 
     def _took(self, plan: SchedulerOutput, seconds: float) -> None:

@@ -14,6 +14,7 @@ from nanovllm.data.errors import UsageError
 from nanovllm.data.resolved_config import resolve
 from nanovllm.engine.llm import LLMEngine
 from nanovllm.simulate.calibrate import (
+    MIN_MODEL_LEN,
     LoadRequest,
     StepTimer,
     calibrate,
@@ -150,6 +151,20 @@ def test_settings_that_a_calibration_does_not_use(tmp_path, capsys):
         flag = idle.partition("=")[0]
         assert f"{flag} has no effect with --calibrate" in capsys.readouterr().err
         assert not path.exists()
+
+
+def test_a_context_that_is_too_short_is_refused(tiny_model, tmp_path, capsys):
+    path = tmp_path / "this.json"
+    words = ["--model", str(tiny_model), "--max-model-len", "127", "--num-kv-blocks", "200"]
+    assert main(["simulate", "--calibrate", str(path), *words]) != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--calibrate runs requests of 128 tokens, got --max-model-len 127: raise it" in line
+    assert not path.exists()
+
+
+def test_an_engine_is_measured_with_the_shortest_context(tiny_model):
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=200, max_model_len=MIN_MODEL_LEN)
+    assert calibrate(config, seconds=1.0).decode(1)[0] > 0
 
 
 def test_an_engine_is_measured(tiny_model):
