@@ -45,7 +45,7 @@ def test_an_entry_that_is_there_is_used_and_not_written_again() -> None:
     assert [content(store, key) for key in "ab"] == [b"a", b"b"], (
         "the same key always means the same bytes"
     )
-    assert store.stats.stored == 2 and len(store._free) == 1, "two slots hold entries"
+    assert store.stats.stored == len(store.slots) == 2, "two slots hold entries"
 
 
 def test_the_least_recently_used_entry_gives_way() -> None:

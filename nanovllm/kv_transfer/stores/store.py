@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    Memory = NDArray[np.uint8] | dict[int, memoryview]  # the bytes of each slot
+
 # Stands for an entry where only its key matters.
 BYTE = memoryview(b"\0")
 
@@ -109,21 +111,20 @@ class HostStore(KVStore):
         self.lower = lower or KVStore()
         self._memory = self._allocate(entry_bytes, pinned)
         self.slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(self.num_slots))
+        self._free: list[int] = []  # slots that were used before
         self.is_in_use: Callable[[bytes], bool] = lambda key: False
         # `_lock` guards `slots`, and is held for one copy at most; the thread that fills or
         # empties slots holds `_writing`.
         self._lock = threading.Lock()
         self._writing = threading.RLock()
 
-    def _allocate(
-        self, entry_bytes: int, pinned: bool
-    ) -> NDArray[np.uint8] | dict[int, memoryview]:
+    def _allocate(self, entry_bytes: int, pinned: bool) -> Memory:
         """Return the memory of all slots, one after another."""
         import torch  # takes seconds, and `HostKeys` does without
 
-        size = (self.num_slots, entry_bytes)
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=pinned).numpy()
+        return torch.zeros(
+            self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned
+        ).numpy()
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an entry is in this very store."""
@@ -186,6 +187,8 @@ class HostStore(KVStore):
                 self.stats.stored += 1
 
     def _make_room(self) -> bool:
+        if not self._free and len(self.slots) < self.num_slots:
+            self._free.append(len(self.slots))  # the first slot that was never used
         if not self._free:
             with self._lock:
                 oldest = list(islice((key for key in self.slots if not self.is_in_use(key)), 1))
@@ -213,13 +216,7 @@ class HostKeys(HostStore):
     keys that it has had."""
 
     def __init__(self, num_slots: int, lower: KVStore | None = None) -> None:
-        super().__init__(0, 1, lower=lower)
-        self.num_slots = num_slots
+        super().__init__(num_slots, 1, lower=lower)
 
-    def _allocate(self, entry_bytes: int, pinned: bool) -> dict[int, memoryview]:
+    def _allocate(self, entry_bytes: int, pinned: bool) -> Memory:
         return {}
-
-    def _make_room(self) -> bool:
-        if not self._free and len(self.slots) < self.num_slots:
-            self._free.append(len(self.slots))  # the first slot that was never used
-        return super()._make_room()
