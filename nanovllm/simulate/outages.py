@@ -34,6 +34,9 @@ class Outage(NamedTuple):
     begin: int
     end: int | None
 
+    def __str__(self) -> str:
+        return f"{self.replica}@{self.begin / SECOND:.12g}"
+
 
 def client_id(request_id: str) -> str:
     """Return the id that the client of a request knows, also if it was sent again."""
@@ -63,6 +66,33 @@ def parse_outages(
         end = None if cold_start is None else begin + round(cold_start * SECOND)
         outages.append(Outage(int(found[1]), begin, end))
     return outages
+
+
+def idle_outages(outages: Sequence[Outage], groups: Sequence[range], duration: int) -> list[str]:
+    """Describe the failures without effect: after the end of the run, or of an engine that serves
+    nothing then.
+
+    Args:
+        groups: for each engine, those that fail with it.
+        duration: of the run, in picoseconds.
+    """
+    notes = []
+    late = [str(each) for each in outages if each.begin > duration]
+    if late:
+        verb = "has" if len(late) == 1 else "have"
+        notes.append(
+            f"--failures {' '.join(late)} {verb} no effect: the run ends after "
+            f"{duration / SECOND:.4g} s"
+        )
+    for number, each in enumerate(outages):
+        for other_number, other in enumerate(outages):
+            is_earlier = (other.begin, other_number) < (each.begin, number)
+            lasts = other.end is None or other.end > each.begin
+            is_same = groups[other.replica] == groups[each.replica]
+            if is_earlier and lasts and is_same and each.begin <= duration:
+                notes.append(f"--failures {each}: the engine is not ready then, because of {other}")
+                break
+    return notes
 
 
 class UnreliableFleet(Fleet):

@@ -91,7 +91,17 @@ def summarize(
         summary["dollars_per_million_tokens"] = dollars / (num_input + num_output) * 1e6
     if rejections := [each.rejection for each in result.requests if each.rejection]:
         summary["rejection"] = rejections[0]
+    if num_cut := sum(each.is_cut for each in done):
+        summary["num_cut"] = num_cut
     return summary
+
+
+def num_lost(summary: Summary) -> int:
+    """Return the number of requests that a simulation has not completed."""
+    outcomes = summary["outcomes"]
+    completed = summary["completed"]
+    assert isinstance(outcomes, dict) and isinstance(completed, int)
+    return sum(outcomes.values()) - completed
 
 
 def _goodput(

@@ -137,6 +137,10 @@ class SimulatedRequest(Request):
             num_preemptions=self.num_preemptions,
             outcome=self.finish_reason or "unfinished",
             rejection=self.rejection,
+            is_cut=(
+                self.finish_reason == "length"
+                and self.num_output_tokens < (self.sampling_params.max_tokens or 0)
+            ),
         )
 
 

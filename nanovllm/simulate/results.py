@@ -24,6 +24,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
             prompt is too long for the engine; "failed": its replica has failed, or none was
             ready; "unfinished": the simulation ended before it.
         rejection: why it was rejected, in the words of the scheduler; "": it was not.
+        is_cut: it is complete with fewer tokens than it asked for, since the context was full.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class ServedRequest(msgspec.Struct, gc=False, kw_only=True):
     num_preemptions: int = 0
     outcome: str = "length"
     rejection: str = ""
+    is_cut: bool = False
 
 
 @dataclass(kw_only=True)

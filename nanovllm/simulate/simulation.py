@@ -13,6 +13,7 @@ from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.links import Links
+from nanovllm.simulate.outages import UnreliableFleet, idle_outages
 from nanovllm.simulate.plan import plan_fleet
 from nanovllm.simulate.report import KV_LINK, TIMES, Summary, summarize
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
@@ -20,7 +21,7 @@ from nanovllm.simulate.sources import sources_of
 from nanovllm.simulate.sweep import highest_load
 from nanovllm.simulate.tiers import Tiers
 from nanovllm.simulate.traces import read_workload
-from nanovllm.simulate.workload import Workload
+from nanovllm.simulate.workload import SECOND, Workload
 
 
 def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Summary:
@@ -69,8 +70,35 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
+    notes = _notes(summary)
+    if isinstance(fleet, UnreliableFleet) and fleet.outages:
+        notes += idle_outages(fleet.outages, fleet.groups, result.duration)
+        _add_outages(summary, fleet, result.duration)
+    if notes:
+        summary["notes"] = notes
     sources = sources_of([(kind.config.machine, kind.cost) for kind in plan.kinds])
     return {"setup": plan.description, "sources": sources, **summary}
+
+
+def _notes(summary: Summary) -> list[str]:
+    """Return what a reader of the summary might miss."""
+    num_cut = summary.get("num_cut", 0)
+    if not num_cut:
+        return []
+    words = "answer was cut" if num_cut == 1 else "answers were cut"
+    return [f"{num_cut:,} {words} by --max-model-len, which prompt and output exceed"]
+
+
+def _add_outages(summary: Summary, fleet: UnreliableFleet, duration: int) -> None:
+    """Set "outages" of each engine: from when to when it was not ready, in seconds."""
+    replicas = summary["replicas"]
+    assert isinstance(replicas, list)
+    for replica, group in zip(replicas, fleet.groups, strict=True):
+        replica["outages"] = [
+            {"begin": each.begin / SECOND, "end": None if each.end is None else each.end / SECOND}
+            for each in sorted(fleet.outages, key=lambda outage: outage.begin)
+            if each.replica in group and each.begin <= duration
+        ]
 
 
 def find_load(settings: Mapping[str, object]) -> Summary:

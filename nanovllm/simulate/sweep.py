@@ -12,7 +12,7 @@ import msgspec
 
 from nanovllm.data.errors import UsageError
 from nanovllm.data.json import JsonObject
-from nanovllm.simulate.report import Summary
+from nanovllm.simulate.report import Summary, num_lost
 from nanovllm.simulate.settings import NEEDED_FLAGS
 
 Settings = Mapping[str, object]
@@ -189,15 +189,29 @@ def _run_on_ray(jobs: Sequence[tuple[Callable[[Settings], Summary], Settings]]) 
 
 
 def mark_frontier(summaries: Sequence[Summary]) -> None:
-    """Set "on_frontier" in each summary: no other one has both a shorter P99 TTFT and a shorter P99
-    TPOT."""
-    best = float("inf")
+    """Set "on_frontier" in each summary: no other one has a P99 TTFT and a P99 TPOT of which one is
+    shorter, and none longer. Times of requests that were lost or cut are missing, so only those
+    with the smallest share of them are compared."""
     for summary in summaries:
         summary["on_frontier"] = False
     done = [summary for summary in summaries if summary.get("completed")]
-    for summary in sorted(done, key=lambda each: (_number(each, TTFT), _number(each, TPOT))):
-        summary["on_frontier"] = _number(summary, TPOT) < best
-        best = min(best, _number(summary, TPOT))
+    least = min(map(_missing_share, done), default=0.0)
+    compared = [summary for summary in done if _missing_share(summary) == least]
+    best = (float("inf"), float("inf"))
+    for ttft, tpot, summary in sorted(
+        ((_number(each, TTFT), _number(each, TPOT), each) for each in compared),
+        key=lambda row: row[:2],
+    ):
+        if tpot < best[1]:
+            best = (ttft, tpot)
+        summary["on_frontier"] = (ttft, tpot) == best
+
+
+def _missing_share(summary: Summary) -> float:
+    """Return the share of the requests that were lost, or whose answers were cut."""
+    lost = num_lost(summary)
+    cut = _number(summary, "num_cut") if "num_cut" in summary else 0
+    return (lost + cut) / (lost + _number(summary, "completed"))
 
 
 def _number(summary: Summary, name: str) -> float:

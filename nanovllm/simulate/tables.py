@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from nanovllm.simulate.machines import Efficiency, Machine
 from nanovllm.simulate.models import ModelShape
-from nanovllm.simulate.report import PERCENTILES, Summary
+from nanovllm.simulate.report import PERCENTILES, Summary, num_lost
 from nanovllm.simulate.sources import Selection
 
 MAX_ENGINES = 16
@@ -35,6 +35,7 @@ ENGINE_COLUMNS = {
     "mean_kv_usage": "KV",
     "prefix_cache_hit_rate": "hits",
     "num_preemptions": "preempted",
+    "outages": "not ready (s)",
     "bottleneck": "bottleneck",
 }
 MACHINE_COLUMNS = (
@@ -57,6 +58,8 @@ MODEL_UNITS = (
 SWEEP_COLUMNS = {
     "request_rate": "rate",
     "speedup": "speedup",
+    "num_lost": "lost",
+    "num_cut": "cut",
     "request_throughput": "req/s",
     "output_throughput": "tok/s",
     "p99_ttft_ms": "P99 TTFT (ms)",
@@ -65,6 +68,8 @@ SWEEP_COLUMNS = {
     "dollars_per_million_output_tokens": "$/M out",
     "bottleneck": "bottleneck",
 }
+# Columns that are shown if any row has another value than 0.
+RARE_COLUMNS = "num_lost", "num_cut"
 
 
 def print_summary(summary: Summary) -> None:
@@ -72,10 +77,13 @@ def print_summary(summary: Summary) -> None:
     totals = Table(Column(style="bold"), Column(justify="right"), show_header=False)
     names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
     latencies = Table("ms", *(Column(name, justify="right") for name in names))
-    shown = {"setup", "sources", "rejection"}
+    shown = {"setup", "sources", "rejection", "num_cut"}
     for time, label in TIME_ROWS.items():
         cells = [f"{name}_{time}_ms" for name in names]
-        latencies.add_row(label, *(_shown(summary[cell]) for cell in cells))
+        # As in vLLM, zeros stand for no values; but requests may really queue for no time.
+        is_missing = not any(summary[cell] for cell in cells)
+        is_missing = is_missing and (time != "queue_time" or not summary["completed"])
+        latencies.add_row(label, *("-" if is_missing else _shown(summary[cell]) for cell in cells))
         shown.update(cells)
     for name, value in summary.items():
         if name not in shown and not isinstance(value, list):
@@ -83,22 +91,30 @@ def print_summary(summary: Summary) -> None:
             totals.add_row(name.replace("_", " ") + unit, _shown(value))
     replicas = summary["replicas"]
     assert isinstance(replicas, list)
-    engines = Table("engine", *ENGINE_COLUMNS.values())
+    columns = {name: ENGINE_COLUMNS[name] for name in ENGINE_COLUMNS if name in replicas[0]}
+    engines = Table("engine", *columns.values())
     for number, replica in enumerate(replicas[:MAX_ENGINES]):
         engine = f"{number} {replica['role']}".rstrip()
-        engines.add_row(engine, *(_shown(replica[name]) for name in ENGINE_COLUMNS))
+        outages = {"outages": [_outage(each) for each in replica.get("outages", [])]}
+        values = {**replica, **outages}
+        engines.add_row(engine, *(_shown(values[name]) for name in columns))
     console = Console(width=WIDTH)
     console.print(summary["setup"], highlight=False)
     console.print(_sources_line(summary["sources"]), highlight=False, markup=False, soft_wrap=True)
     console.print(totals, highlight=False)
-    if "rejection" in summary:
-        console.print(
-            f"rejected: {summary['rejection']}", highlight=False, markup=False, soft_wrap=True
-        )
+    for note in _notes(summary):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     console.print(latencies, engines, highlight=False)
     if (num_more := len(replicas) - MAX_ENGINES) > 0:
         verb = "engine is" if num_more == 1 else "engines are"
         console.print(f"{num_more:,} more {verb} in the output of --json", highlight=False)
+
+
+def _notes(summary: Summary) -> list[str]:
+    """Return the reason of rejections, and what else a reader of the table might miss."""
+    notes = summary.get("notes", [])
+    assert isinstance(notes, list)
+    return [f"rejected: {summary['rejection']}", *notes] if "rejection" in summary else notes
 
 
 def _sources_line(sources: object) -> str:
@@ -193,22 +209,39 @@ def _table(*columns: str) -> Table:
 
 
 def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:
-    """Print a table with a row per point, where a star marks the frontier, and then the points that
-    are impossible."""
-    columns = [name for name in SWEEP_COLUMNS if any(name in summary for summary in summaries)]
+    """Print a table with a row per point, where a star marks the frontier; then notes, and the
+    points that are impossible."""
+    rows = [_sweep_row(summary) for summary in summaries]
+    columns = [
+        name
+        for name in SWEEP_COLUMNS
+        if any(row.get(name) if name in RARE_COLUMNS else name in row for row in rows)
+    ]
     names = (name.replace("_", " ") for name in points[0])
     table = Table(*names, *(SWEEP_COLUMNS[name] for name in columns), "")
     console = Console(width=WIDTH)
-    errors = []
-    for point, summary in zip(points, summaries, strict=True):
-        if "error" in summary:
-            errors.append(f"{_shown(dict(point))}: {summary['error']}")
+    # The places of each note.
+    notes: dict[str, list[str]] = {}
+    for point, summary, row in zip(points, summaries, rows, strict=True):
+        is_possible = "error" not in summary
+        for note in _notes(summary) if is_possible else [str(summary["error"])]:
+            notes.setdefault(note, []).append(_shown(dict(point)))
+        if not is_possible:
             continue
-        row = (_shown(summary.get(name, "")) for name in columns)
-        table.add_row(*map(_shown, point.values()), *row, "*" * bool(summary["on_frontier"]))
+        cells = (_shown(row.get(name, "")) for name in columns)
+        table.add_row(*map(_shown, point.values()), *cells, "*" * bool(summary["on_frontier"]))
     console.print(table)
-    for error in errors:
-        console.print(error, highlight=False, markup=False, soft_wrap=True)
+    for note, places in notes.items():
+        for place in [f"{place}: " for place in places] if len(places) < len(points) else [""]:
+            console.print(f"{place}{note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _sweep_row(summary: Summary) -> Summary:
+    """Return what a row shows: "-" as a time that no request has, and numbers of requests."""
+    if "error" in summary:
+        return {}
+    missing = {name: "-" for name in ("p99_ttft_ms", "p99_tpot_ms") if not summary[name]}
+    return {"num_cut": 0, **summary, "num_lost": num_lost(summary), **missing}
 
 
 def print_comparison(comparison: Summary) -> None:
@@ -224,7 +257,15 @@ def print_comparison(comparison: Summary) -> None:
     Console(width=WIDTH).print(_shown(comparison).replace("_", " "), table, highlight=False)
 
 
+def _outage(outage: Mapping[str, float | None]) -> str:
+    """Say from when to when an engine was not ready."""
+    begin, end = outage.values()
+    return f"from {_shown(begin)}" if end is None else f"{_shown(begin)} to {_shown(end)}"
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
     if isinstance(value, float) and abs(value) < 1000:

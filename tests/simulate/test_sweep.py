@@ -50,12 +50,30 @@ def test_a_sweep_of_impossible_points_is_an_error() -> None:
 
 
 def test_the_frontier_has_the_points_that_no_other_one_beats() -> None:
-    times = [(1, 9), (2, 8), (2, 7), (3, 7), (4, 1), (5, 2), (1, 9.5)]
-    summaries: list[Summary] = [{"completed": 1, TTFT: x, TPOT: y} for x, y in times]
+    times = [(1, 9), (2, 8), (2, 7), (3, 7), (4, 1), (5, 2), (1, 9.5), (2, 7)]
+    summaries = [served(9, *each) for each in times]
     summaries.append({"error": "impossible"})
     mark_frontier(summaries)
     marks = [summary["on_frontier"] for summary in summaries]
-    assert marks == [True, False, True, False, True, False, False, False]
+    assert marks == [True, False, True, False, True, False, False, True, False]
+
+
+def served(completed: int, ttft: float, tpot: float, **more: int) -> Summary:
+    """A summary of nine requests."""
+    outcomes = {"length": completed, "rejected": 9 - completed}
+    return {"completed": completed, "outcomes": outcomes, TTFT: ttft, TPOT: tpot, **more}
+
+
+def test_fast_answers_to_fewer_requests_are_not_on_the_frontier() -> None:
+    summaries = [served(4, 1, 1), served(9, 2, 9), served(9, 3, 3), served(9, 1, 1, num_cut=1)]
+    summaries += [served(0, 0, 0), served(9, 4, 4)]
+    mark_frontier(summaries)
+    marks = [summary["on_frontier"] for summary in summaries]
+    assert marks == [False, True, True, False, False, False]
+    # Where every row has lost requests, those with the fewest are compared.
+    summaries = [served(4, 1, 1), served(7, 2, 2), served(7, 3, 1), served(6, 1, 1)]
+    mark_frontier(summaries)
+    assert [summary["on_frontier"] for summary in summaries] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("limit", [0.037, 1.0, 1.5, 100.0])
