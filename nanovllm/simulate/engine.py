@@ -216,6 +216,17 @@ class SimulatedEngine:
         self._is_draining = not self.scheduler.queues.requests
         return ended
 
+    def drop_steps(self, now: int) -> None:
+        """End the steps in flight without results: the engine has failed, and their requests were
+        aborted. Their time does not count; their tokens do, since they were planned."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            step.end = step.start
+            self._take(step)
+        self._totals.busy -= max(0, self._stage_ends[-1] - now)
+        self._stage_ends = [min(end, now) for end in self._stage_ends]
+        self.end = None
+
     def _launch(self, plan: SchedulerOutput, now: int) -> None:
         work = work_of(plan)
         num_copies = len(plan.swap_out) + len(plan.swap_in)

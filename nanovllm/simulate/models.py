@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.data.checks import check_pipeline_parallel
+from nanovllm.data.checks import check_pipeline_parallel, did_you_mean
 from nanovllm.data.errors import UsageError
 
 if TYPE_CHECKING:
@@ -208,6 +209,20 @@ def model_names() -> list[str]:
     return list(_read())
 
 
+def _plain(name: str) -> str:
+    """Return a name without what does not decide about the shape: case, the organisation, and the
+    ending for what the model was trained to do."""
+    return re.sub(r"-(base|chat|instruct)$", "", name.lower().rpartition("/")[2])
+
+
+@cache
+def _plain_names() -> dict[str, str]:
+    """Return the plain names of the known models and of their sources, each with the known name."""
+    return {
+        _plain(word): name for name, raw in _read().items() for word in (str(raw["source"]), name)
+    }
+
+
 def _config_of(raw: JsonObject) -> ModelConfig:
     """Read a config.json of an architecture that the engine runs, or of one in `SAME_MATRICES`."""
     from nanovllm.models.config import ModelConfig
@@ -222,7 +237,8 @@ def _config_of(raw: JsonObject) -> ModelConfig:
 
 
 def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
-    """Return a model by its name, or from the config.json at a path or in a folder.
+    """Return a model by its name, in any case, or that of a repository; or from the config.json at
+    a path or in a folder.
 
     Args:
         kv_cache_dtype: see `EngineConfig`; all but "auto" take a byte per number.
@@ -234,11 +250,15 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
 
     path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
     if name not in _read() and not os.path.isfile(path):
-        known = ", ".join(_read())
-        raise UsageError(
-            f"--model {name!r} is unknown: choose {known}, which --list describes, or give the "
-            "path of a config.json"
-        )
+        names = _plain_names()
+        plain = _plain(name)
+        if plain not in names:
+            hint = did_you_mean(plain, names, names)
+            raise UsageError(
+                f"--model {name!r} is unknown{hint + ' Choose' if hint else ': choose'} "
+                f"{', '.join(_read())}, which --list describes, or give the path of a config.json"
+            )
+        name = names[plain]
     try:
         raw = _read().get(name) or read_json(path)
         config = _config_of(raw)

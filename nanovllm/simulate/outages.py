@@ -99,9 +99,10 @@ class UnreliableFleet(Fleet):
     """A fleet with outages.
 
     The router sends nothing to an engine that has failed, and notices what it has lost when the
-    step in flight should have ended; the results of that step still count. As with `nanovllm
-    router`, requests of which the client has no token yet are sent to another engine; those with
-    tokens fail. Requests that arrive while no engine is ready fail, too.
+    step in flight should have ended; the results of that step still count. Steps that were planned
+    to follow it are dropped then. As with `nanovllm router`, requests of which the client has no
+    token yet are sent to another engine; those with tokens fail. Requests that arrive while no
+    engine is ready fail, too.
 
     Args:
         engines, router, by_priority, group_size: see `Fleet`. A group fails as a whole.
@@ -174,6 +175,13 @@ class UnreliableFleet(Fleet):
                 self.router.set_available(replica, True)
                 for restarted in self.restarted:
                     restarted(replica)
+
+    def _advance(self, replica: int) -> None:
+        super()._advance(replica)
+        engine = self.engines[replica]
+        if self._num_outages[replica] and not engine.scheduler.queues.requests:
+            engine.drop_steps(self.now)
+            self._versions[replica] += 1  # no result is to come
 
     def _arrive(self, source: WorkloadRequest) -> None:
         if self.router.available:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import msgspec
 
 from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.data.disk import writing
+from nanovllm.data.request import EngineOutput
 from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.links import Links, Transfer
@@ -21,6 +22,7 @@ from nanovllm.simulate.outages import UnreliableFleet, client_id
 from nanovllm.simulate.report import MILLISECOND
 from nanovllm.simulate.workload import SECOND
 from nanovllm.trace.perfetto import Event, span_event, trace_events
+from nanovllm.trace.record import StepRecord
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
@@ -60,6 +62,20 @@ class FleetStepRecorder(StepRecorder):
         super().ended(request_id, reason)
         record = self.begin(SchedulerOutput(), -1, self._fleet.now / SECOND)
         self.finish(record, 0.0, ModelRunnerOutput(), [])
+
+    def finish(
+        self,
+        record: StepRecord | None,
+        duration: float,
+        result: ModelRunnerOutput,
+        outputs: Iterable[EngineOutput],
+    ) -> None:
+        """See `StepRecorder.finish`. A step without a duration was dropped: it computed nothing."""
+        if record is not None and record.requests and not duration:
+            record.requests, record.running, record.waiting = [], [], []
+            record.preempted = {}
+            record.num_free_blocks = self.scheduler.manager.pool.num_free
+        super().finish(record, duration, result, outputs)
 
 
 class FleetRecorder:

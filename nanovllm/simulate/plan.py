@@ -152,6 +152,8 @@ def _plan_role(
         own_engine = create(EngineConfig, vars(engine) | settings)
         return replace(plan_engines(flag, count, own_config, own_engine), role=role)
     except UsageError as error:
+        if str(error).startswith("--model "):  # the same for all engines
+            raise
         place = f"{role} engines" if text is None else f"{flag}-config"
         raise UsageError(f"{place}: {error}") from error
 

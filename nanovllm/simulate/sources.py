@@ -35,10 +35,9 @@ def select(machine: str | None = None, model: str | None = None) -> Selection:
     """
     if machine is None and model is None:
         return Selection(known_machines(), {name: find_model(name) for name in model_names()})
-    found = [] if machine is None else [find_machine(machine)]
-    return Selection(
-        {each.name: each for each in found}, {} if model is None else {model: find_model(model)}
-    )
+    machines = [] if machine is None else [find_machine(machine)]
+    models = [] if model is None else [find_model(model)]
+    return Selection({each.name: each for each in machines}, {each.name: each for each in models})
 
 
 def catalog(selection: Selection) -> Summary:

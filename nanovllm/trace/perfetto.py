@@ -37,6 +37,7 @@ class _Timeline:
         self._arrows = arrows
         self._tracks = {"": 0}  # the engine's
         self._busy_until: dict[int, float] = defaultdict(float)
+        self._ended: set[str] = set()
 
     def events(self, step: StepRecord) -> Iterator[Event]:
         """The spans and instants of a step."""
@@ -46,6 +47,7 @@ class _Timeline:
             yield self._span(f"step {step.step}", 0, step, counts)
         for request_id in step.arrived:
             self._track(request_id)
+            self._ended.discard(request_id)
         for request_id, arrival in step.arrivals.items():
             yield self._instant("arrived", request_id, arrival.time)
         for share in step.requests:
@@ -57,12 +59,13 @@ class _Timeline:
             track = self._track(share.request_id)
             span = self._span(f"{share.kind} {share.num_tokens}", track, step, details)
             yield span | self._arrows.get((step.step, share.request_id), {})
-            if share.samples_first_token:
+            if share.samples_first_token and share.request_id not in self._ended:
                 yield self._instant("first token", share.request_id, end)
         for request_id, mode in step.preempted.items():
             yield self._instant(f"preempted ({mode})", request_id, step.start)
         for request_id, reason in step.finished.items():
             yield self._instant(f"finished ({reason})", request_id, end)
+            self._ended.add(request_id)
 
     def names(self) -> Iterator[Event]:
         """The names and the order of the tracks."""

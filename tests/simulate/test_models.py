@@ -15,6 +15,7 @@ from nanovllm.simulate.machines import find_machine, known_machines
 from nanovllm.simulate.models import Layout, find_model, model_names
 from nanovllm.simulate.roofline import kv_blocks
 from nanovllm.simulate.simulation import simulate
+from nanovllm.simulate.sources import select
 
 # Parameters in billions, as the models' cards or their checkpoints have them, without layers that
 # draft: GLM-4.5's have 358.3 and Air's 110.5, with one such layer, its embedding and its head.
@@ -110,7 +111,7 @@ def test_an_architecture_with_the_matrices_of_another_one_costs_as_much(tmp_path
     assert model.matrices(layout) == find_model("glm-4.5-air").matrices(layout)
 
 
-def test_a_config_json_is_read_from_a_folder_or_a_path(tmp_path):
+def test_a_config_json_is_read_from_a_folder_or_a_path(tmp_path, monkeypatch):
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
@@ -123,7 +124,12 @@ def test_a_config_json_is_read_from_a_folder_or_a_path(tmp_path):
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
-    for name in (tmp_path, path):
+    # A folder comes before a repository of the same name.
+    repository = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    repository.mkdir(parents=True)
+    (repository / "config.json").write_text(path.read_text())
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path, path, "meta-llama/Llama-3.1-8B"):
         found = find_model(str(name))
         assert found.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 4
         assert found.bytes_per_weight == 4
@@ -145,6 +151,44 @@ def test_unknown_names_are_answered_with_the_list():
         assert find_machine(name.lower()).name == name
         assert find_machine(f"{name}x16").devices == 16
     assert find_machine("GB200").devices == 72
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Llama-3.1-70B", "llama-3.1-70b"),
+        ("meta-llama/Llama-3.1-70B", "llama-3.1-70b"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.1-70b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen3-Coder-480B-A35B-Instruct", "qwen3-coder-480b"),
+        ("mistralai/Mistral-Nemo-Base-2407", "mistral-nemo-12b"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("01-ai/Yi-34B-Chat", "yi-34b"),
+    ],
+)
+def test_models_are_known_by_the_names_of_their_repositories_in_any_case(
+    name: str, known: str
+) -> None:
+    assert find_model(name) == find_model(known)
+    assert list(select(model=name).models) == [known]
+
+
+def test_each_source_is_a_name_of_its_model():
+    for name in model_names():
+        model = find_model(name)
+        assert find_model(model.source.removeprefix("huggingface.co/")) == model
+        assert find_model(name.upper()) == model
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-7b", "meta-llama/Llama-3.1-71B", "Llama3.1-70B"])
+def test_an_unknown_model_is_answered_with_one_of_a_similar_name(name: str) -> None:
+    with pytest.raises(UsageError, match=r"is unknown; did you mean llama-3\.[13]-.*b\? Choose s"):
+        find_model(name)
+
+
+def test_an_unknown_model_is_no_mistake_of_the_prefill_engines() -> None:
+    with pytest.raises(UsageError, match=r"^--model 'gpt-5' is unknown: choose"):
+        simulate({**FEW, "model": "gpt-5", "prefill": 1, "decode": 1})
 
 
 def test_an_impossible_layout_gets_the_engines_message():

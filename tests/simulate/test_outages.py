@@ -7,13 +7,14 @@ import random
 import pytest
 
 from nanovllm.router.policies import Router, RouterState
+from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.outages import Outage, UnreliableFleet
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import FleetResult, ServedRequest
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import WorkloadRequest
-from tests.simulate.engines import engine_of, request_of, workload_of
+from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
 
 # With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.
 
@@ -123,6 +124,21 @@ def test_the_duration_contains_the_steps_of_requests_that_fail() -> None:
     result = fleet.run(workload_of(request_of(0, 0, prompt=10, output=9)))
     assert (result.requests[0].outcome, result.requests[0].first_token) == ("failed", None)
     assert result.duration == result.replicas[0].busy == 1000 + 4 * 100 + 4
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_step_that_was_planned_ahead_of_a_failure_never_runs(fast: bool) -> None:
+    config = config_of(block_size=4, async_scheduling=True)
+    engine = create_engine(SimulatedEngine, config, AffineCost(), fast=fast)
+    fleet = UnreliableFleet([engine], None, [Outage(0, 2500, 3200)])
+    requests = [request_of(0, 0, prompt=10, output=9), request_of(1, 3500, prompt=10, output=1)]
+    result = fleet.run(workload_of(*requests))
+    # The second step takes from 2010 to 3121. The third one would take until 4233.
+    failed, after = result.requests
+    assert (failed.outcome, failed.num_output_tokens) == ("failed", 2)
+    assert (after.outcome, after.first_token) == ("length", 3500 + 2010), "its replacement is ready"
+    assert result.duration == 5510
+    assert result.replicas[0].busy == 3121 + 2010
 
 
 @pytest.mark.parametrize("seed", range(20))

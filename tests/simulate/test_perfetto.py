@@ -200,9 +200,9 @@ def test_failures_and_late_starts_are_spans_without_steps(tmp_path: Path) -> Non
     for failure in spans.values():
         begin, end = failure["ts"], failure["ts"] + failure["dur"]
         steps = [each for each in events.spans("engine") if each["pid"] == failure["pid"]]
-        # The step in flight at a failure still counts; one more was planned.
+        # The step in flight at a failure still counts; one more was planned, and is dropped.
         begun = [each for each in steps if begin < each["ts"] < end - ROUNDING]
-        assert len(steps) > 50 and len(begun) == (begin > 0)
+        assert len(steps) > 50 and not begun
         aborted = [
             each["ts"]
             for each in events.all
@@ -210,6 +210,41 @@ def test_failures_and_late_starts_are_spans_without_steps(tmp_path: Path) -> Non
         ]
         assert all(begin <= time < begin + 1e5 for time in aborted), "not at the next step"
         assert bool(aborted) == (begin > 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pipeline_parallel_size": 4},
+        {"spec_acceptance": "0.6,0.3"},
+        {"prefill": 1, "decode": 2, "replicas": 1},
+    ],
+)
+def test_an_engine_that_has_failed_computes_nothing(
+    tmp_path: Path, more: dict[str, object]
+) -> None:
+    settings = {**FAILURES, "random_input_len": 6000, "failures": ["0@2.03", "2@3.07"]}
+    events = Events({**settings, "cold_start": None, **more}, tmp_path)
+    failures = events.spans("failures")
+    assert {failure["pid"] for failure in failures} == {1, 3}
+    for failure in failures:
+        begin, end = failure["ts"], failure["ts"] + failure["dur"]
+        engine = [event for event in events.all if event["pid"] == failure["pid"]]
+        assert not [e for e in engine if e["ph"] == "X" and begin < e["ts"] < end and e["tid"] == 0]
+        ended = {
+            event["tid"]: event["ts"]
+            for event in engine
+            if event["name"] == "finished (abort)" and begin <= event["ts"] < end
+        }
+        assert ended
+        for event in engine:
+            if event["name"] == "first token" and event["tid"] in ended:
+                assert event["ts"] <= ended[event["tid"]]
+        # Nothing holds blocks, waits or runs once the last request has ended.
+        for name in ("held KV blocks", "running requests", "waiting requests"):
+            values = [e for e in engine if e["name"] == name and e["ts"] < end]
+            assert values[-1]["args"]["value"] == 0
 
 
 def test_an_engine_without_replacement_has_failed_until_the_end(tmp_path: Path) -> None:
