@@ -14,7 +14,7 @@ from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.links import Links
 from nanovllm.simulate.outages import UnreliableFleet, idle_outages
-from nanovllm.simulate.plan import plan_fleet
+from nanovllm.simulate.plan import FleetPlan, plan_fleet
 from nanovllm.simulate.report import KV_LINK, TIMES, Summary, summarize
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
 from nanovllm.simulate.sources import sources_of
@@ -70,7 +70,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
-    notes = _notes(summary)
+    notes = _notes(summary, plan)
     if isinstance(fleet, UnreliableFleet) and fleet.outages:
         notes += idle_outages(fleet.outages, fleet.groups, result.duration)
         _add_outages(summary, fleet, result.duration)
@@ -80,13 +80,16 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     return {"setup": plan.description, "sources": sources, **summary}
 
 
-def _notes(summary: Summary) -> list[str]:
+def _notes(summary: Summary, plan: FleetPlan) -> list[str]:
     """Return what a reader of the summary might miss."""
     num_cut = summary.get("num_cut", 0)
     if not num_cut:
         return []
     words = "answer was cut" if num_cut == 1 else "answers were cut"
-    return [f"{num_cut:,} {words} by --max-model-len, which prompt and output exceed"]
+    resolved = plan.kinds[-1].resolved
+    limit = resolved.max_request_tokens
+    flag = "--max-model-len" if limit == resolved.max_model_len else "--num-kv-blocks"
+    return [f"{num_cut:,} {words} by {flag}: prompt and output have {limit:,} tokens at most"]
 
 
 def _add_outages(summary: Summary, fleet: UnreliableFleet, duration: int) -> None:

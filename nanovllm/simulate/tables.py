@@ -14,6 +14,8 @@ from nanovllm.simulate.report import PERCENTILES, Summary, num_lost
 from nanovllm.simulate.sources import Selection
 
 MAX_ENGINES = 16
+# Lines about the engines of a sweep, and about their sources.
+MAX_SETUPS = 4
 # Of tables that are not shown in a terminal.
 WIDTH = None if sys.stdout.isatty() else 120
 TIME_ROWS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL", "itl": "ITL", "queue_time": "queue"}
@@ -65,11 +67,13 @@ SWEEP_COLUMNS = {
     "p99_ttft_ms": "P99 TTFT (ms)",
     "p99_tpot_ms": "P99 TPOT (ms)",
     "request_goodput": "good/s",
+    "slo_attainment": "SLO",
+    "prefix_cache_hit_rate": "hits",
     "dollars_per_million_output_tokens": "$/M out",
     "bottleneck": "bottleneck",
 }
 # Columns that are shown if any row has another value than 0.
-RARE_COLUMNS = "num_lost", "num_cut"
+RARE_COLUMNS = "num_lost", "num_cut", "prefix_cache_hit_rate"
 
 
 def print_summary(summary: Summary) -> None:
@@ -209,8 +213,8 @@ def _table(*columns: str) -> Table:
 
 
 def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summary]) -> None:
-    """Print a table with a row per point, where a star marks the frontier; then notes, and the
-    points that are impossible."""
+    """Print the engines and their sources, a table with a row per point, where a star marks the
+    frontier, notes, and the points that are impossible."""
     rows = [_sweep_row(summary) for summary in summaries]
     columns = [
         name
@@ -230,10 +234,22 @@ def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summ
             continue
         cells = (_shown(row.get(name, "")) for name in columns)
         table.add_row(*map(_shown, point.values()), *cells, "*" * bool(summary["on_frontier"]))
+    possible = [summary for summary in summaries if "error" not in summary]
+    _print_once(console, [str(summary["setup"]) for summary in possible])
+    _print_once(console, [_sources_line(summary["sources"]) for summary in possible])
     console.print(table)
     for note, places in notes.items():
         for place in [f"{place}: " for place in places] if len(places) < len(points) else [""]:
             console.print(f"{place}{note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_once(console: Console, lines: Sequence[str]) -> None:
+    """Print each of the first lines that differ."""
+    different = list(dict.fromkeys(lines))
+    if (num_more := len(different) - MAX_SETUPS) > 0:
+        different[MAX_SETUPS:] = [f"{num_more:,} more such lines are in the output of --json"]
+    for line in different:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _sweep_row(summary: Summary) -> Summary:

@@ -26,7 +26,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def rows_of(table: str) -> list[dict[str, str]]:
     """The rows of the last table, by the names of its columns."""
     lines = table[table.rindex("┏") :].splitlines()
-    names = [name.strip() for name in lines[1].strip("┃").split("┃")]
+    heads = [line.strip("┃").split("┃") for line in lines if line.startswith("┃")]
+    names = [" ".join(words).strip() for words in zip(*heads, strict=True)]
+    names = [re.sub(" +", " ", name) for name in names]
     rows = [line.strip("│").split("│") for line in lines[2:] if line.startswith("│")]
     return [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
 
@@ -48,11 +50,37 @@ def test_a_sweep_shows_lost_and_cut_requests(capsys: pytest.CaptureFixture[str])
     assert not {"lost", "cut"} & columns.keys()
 
 
+def test_a_sweep_names_its_engines_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    def header(*words: str) -> list[str]:
+        return re.split(r"^[┌┏]", printed(capsys, *words), maxsplit=1, flags=re.M)[0].splitlines()
+
+    single = header()
+    assert len(single) == 2 and single[1].startswith("step times: computed from NVIDIA H100")
+    same = header("--sweep", "request-rate=2,4", "--processes", "1")
+    assert same == single
+    words = ["--sweep", "machine=H100,A100,H100", "--sweep", "tensor-parallel-size=1,3"]
+    both = header(*words, "--processes", "1")
+    a100 = header("--machine", "A100")
+    assert both == [single[0], a100[0], single[1], a100[1]]
+    words = ["--sweep", "num-kv-blocks=" + ",".join(map(str, range(1000, 1007)))]
+    many = header(*words, "--processes", "1")
+    assert len(many) == 6 and many[4] == "3 more such lines are in the output of --json"
+
+
+def test_a_sweep_shows_attainment_and_hit_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["--sweep", "random-prefix-len=0,1000", "--processes", "1"]
+    rows = rows_of(printed(capsys, *sweep, "--goodput", "ttft:60"))
+    assert rows[0]["hits"] == "0" and 0 < float(rows[1]["hits"]) < 1
+    assert all(0 < float(row["SLO"]) <= 1 for row in rows)
+    rows = rows_of(printed(capsys, "--sweep", "request-rate=1,2", "--processes", "1"))
+    assert not {"SLO", "hits"} & rows[0].keys()
+
+
 def test_a_note_of_all_rows_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--max-model-len", "4096", "--sweep", "max-num-seqs=64,128", "--processes", "1"]
     text = printed(capsys, *LONG, *words)
     assert re.findall(".*were cut.*", text) == [
-        "20 answers were cut by --max-model-len, which prompt and output exceed"
+        "20 answers were cut by --max-model-len: prompt and output have 4,096 tokens at most"
     ]
 
 
@@ -65,7 +93,14 @@ def test_cut_answers_are_counted(more: Summary) -> None:
     assert (cut["completed"], cut["num_cut"]) == (20, 20)
     assert cut["total_output_tokens"] == 20 * 95
     assert cut["notes"] == [
-        "20 answers were cut by --max-model-len, which prompt and output exceed"
+        "20 answers were cut by --max-model-len: prompt and output have 4,095 tokens at most"
+    ]
+
+
+def test_answers_may_be_cut_by_the_size_of_the_cache() -> None:
+    small = simulate({**FEW, "random_input_len": 100, "random_output_len": 60, "num_kv_blocks": 9})
+    assert small["notes"] == [
+        "20 answers were cut by --num-kv-blocks: prompt and output have 144 tokens at most"
     ]
 
 
