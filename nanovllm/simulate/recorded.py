@@ -7,9 +7,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from nanovllm.data.errors import UsageError
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.simulate.workload import MAX_LENGTH, MAX_SECONDS, SECOND, WorkloadRequest
 from nanovllm.trace.record import Arrival, StepRecord
+
+# Flags of the settings in a trace.
+FLAGS = {
+    "model": "model",
+    "block_size": "block-size",
+    "num_blocks": "num-kv-blocks",
+    "token_budget": "max-num-batched-tokens",
+    "max_num_seqs": "max-num-seqs",
+    "batching_policy": "batching-policy",
+    "enable_prefix_caching": "enable-prefix-caching",
+    "enable_chunked_prefill": "enable-chunked-prefill",
+    "long_prefill_token_threshold": "long-prefill-token-threshold",
+    "max_step_ms": "max-step-ms",
+    "scheduling_policy": "scheduling-policy",
+    "preemption_mode": "preemption-mode",
+    "async_scheduling": "async-scheduling",
+    "pipeline_parallel_size": "pipeline-parallel-size",
+}
 
 
 class Sample(NamedTuple):
@@ -85,6 +106,27 @@ def _end(request: RecordedRequest, record: StepRecord) -> None:
     request.reason = record.finished[request.name]
     request.is_aborted = all(share.request_id != request.name for share in record.requests)
     request.end = record.start + (0.0 if request.is_aborted else record.duration)
+
+
+def other_settings(recorded: TraceSettings, simulated: Sequence[TraceSettings]) -> list[str]:
+    """Return, as flags, the settings of a recorded engine that no simulated one has."""
+    stated = msgspec.to_builtins(recorded)
+    others = [msgspec.to_builtins(each) for each in simulated]
+    words = []
+    for name, flag in FLAGS.items():
+        value = stated.get(name)
+        if value is None or any(_plain(value) == _plain(each.get(name)) for each in others):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag}")
+        else:
+            words.append(f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}")
+    return words
+
+
+def _plain(value: object) -> object:
+    """Return a setting without what may differ in names of the same model."""
+    return value.rpartition("/")[2].lower() if isinstance(value, str) else value
 
 
 def first_with_block(

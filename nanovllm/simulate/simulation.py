@@ -9,6 +9,7 @@ from nanovllm.assembly.flags import parse_numbers, words_of
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
+from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
@@ -70,7 +71,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
-    notes = _notes(summary, plan)
+    notes = [*_notes(summary, plan), *_trace_notes(workload, plan)]
     if isinstance(fleet, UnreliableFleet) and fleet.outages:
         notes += idle_outages(fleet.outages, fleet.groups, result.duration)
         _add_outages(summary, fleet, result.duration)
@@ -90,6 +91,22 @@ def _notes(summary: Summary, plan: FleetPlan) -> list[str]:
     limit = resolved.max_request_tokens
     flag = "--max-model-len" if limit == resolved.max_model_len else "--num-kv-blocks"
     return [f"{num_cut:,} {words} by {flag}: prompt and output have {limit:,} tokens at most"]
+
+
+def _trace_notes(workload: Workload, plan: FleetPlan) -> list[str]:
+    """Say in which settings the engine that has recorded the workload differs from all of these."""
+    if workload.recorded is None:
+        return []
+    # Here, since other workloads do not need it.
+    from nanovllm.simulate.recorded import other_settings
+
+    simulated = [
+        TraceSettings(model=kind.model_name) | kind.resolved.trace_settings for kind in plan.kinds
+    ]
+    words = other_settings(workload.recorded, simulated)
+    return (
+        [f"the trace was recorded with {' '.join(words)}, unlike this simulation"] if words else []
+    )
 
 
 def _add_outages(summary: Summary, fleet: UnreliableFleet, duration: int) -> None:

@@ -81,6 +81,7 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
     keys = _keys(first)
     whole = itertools.chain([first], lines)
     block_size = MOONCAKE_BLOCK_SIZE
+    recorded = None
     if not first:
         raise UsageError(f"{path} is empty: {FORMATS}")
     if "nanovllm_trace" in keys:
@@ -88,8 +89,8 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
         from nanovllm.simulate.recorded import traced_workload
         from nanovllm.trace.trace import read_trace
 
-        settings, _, records = read_trace(path)
-        block_size = settings.block_size or block_size
+        recorded, _, records = read_trace(path)
+        block_size = recorded.block_size or block_size
         requests = traced_workload(records, block_size)
     elif "request_throughput" in keys or first.strip() == b"{":
         requests = _bench_requests(path, b"".join(whole))
@@ -103,7 +104,8 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
         name=Path(path).name,
         requests=_scaled(path, itertools.islice(requests, limit), speedup),
         prefix_block_size=block_size,
-        names_outputs="nanovllm_trace" in keys,
+        names_outputs=recorded is not None,
+        recorded=recorded,
     )
 
 

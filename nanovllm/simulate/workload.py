@@ -9,6 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from nanovllm.data.trace_settings import TraceSettings
+
 # The virtual clock counts whole picoseconds: sums are exact, in whatever order they are added.
 SECOND = 10**12
 # Tokens of a prompt, and of an output. No engine serves more: a larger number is a mistake.
@@ -51,9 +53,11 @@ class Workload:
         prefix_block_size: prompt tokens per number in `WorkloadRequest.prefix_ids`.
         names_outputs: the numbers continue after the prompt, and name the output's blocks, so that
             a later prompt may begin with this prompt and its output.
+        recorded: the settings of the engine that has served it; None: unknown.
     """
 
     name: str
     requests: Iterable[WorkloadRequest]
     prefix_block_size: int = 512
     names_outputs: bool = False
+    recorded: TraceSettings | None = None
