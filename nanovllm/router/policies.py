@@ -295,13 +295,15 @@ POLICIES: dict[str, Policy] = {
     "estimated": estimated,
     "precise": precise,
 }
+# Other names of policies.
+SAME_POLICY = {"prefix_aware": "estimated"}
 
 
 class Router:
     """Chooses servers with one of `POLICIES`, and keeps what the next choice depends on.
 
     Args:
-        policy: its name.
+        policy: its name, or the one in `SAME_POLICY`.
         state: the state, whose loads and cached blocks the caller keeps up to date.
         max_blocks: the most blocks of a prompt that are compared.
 
@@ -311,6 +313,7 @@ class Router:
     """
 
     def __init__(self, policy: str, state: RouterState, max_blocks: int = ROUTED_BLOCKS) -> None:
+        policy = SAME_POLICY.get(policy, policy)
         self.state = state
         self.max_blocks = max_blocks
         self.compares_prefixes = policy in ("estimated", "precise")

@@ -19,8 +19,6 @@ from nanovllm.router.policies import ROUTED_BLOCKS, Router, RouterState, Weights
 PIECE_BYTES = 256
 # Hashes to remember per server (about 150 bytes each): enough for a cache of a million tokens.
 CAPACITY = 16384
-# The policies of which the router has another name, too.
-SAME_POLICY = {"prefix_aware": "estimated"}
 
 
 class BackendPool:
@@ -45,7 +43,7 @@ class BackendPool:
     ) -> None:
         self.servers = servers
         self.state = RouterState(len(servers), capacity, weights=weights)
-        self._router = Router(SAME_POLICY.get(policy, policy), self.state)
+        self._router = Router(policy, self.state)
         for number, server in enumerate(servers):
             server.on_change = functools.partial(self.state.sent.forget, number)
 

@@ -10,6 +10,7 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 from nanovllm.assembly.flags import Parser, add_flags, words_of
 from nanovllm.data.checks import did_you_mean
@@ -26,8 +27,8 @@ from nanovllm.simulate.settings import (
 )
 
 MODEL_HELP = (
-    "known model (see --list), or path of a config.json; with --calibrate, a model as for "
-    "`nanovllm serve`"
+    "known model (see --list), or path of a config.json, whose quantization_config decides the "
+    "size of the weights; with --calibrate, a model as for `nanovllm serve`"
 )
 EXAMPLES = """examples:
   nanovllm simulate --request-rate 20 --replicas 2
@@ -51,6 +52,14 @@ class Default:
         return self.value
 
 
+def _refuse_quantization(word: str) -> NoReturn:
+    """Name what does in a simulation what a flag of `nanovllm serve` does there."""
+    raise argparse.ArgumentTypeError(
+        f"{word!r} has no effect here: give --model the path of a config.json with a "
+        "quantization_config"
+    )
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Flags of one simulation."""
     for title, names in FLEET_GROUPS.items():
@@ -59,6 +68,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             add_flags(SyntheticWorkload, parser.add_argument_group("synthetic workload"))
     for title, names in ENGINE_GROUPS.items():
         add_flags(EngineConfig, parser.add_argument_group(title), names, {"model": MODEL_HELP})
+    parser.add_argument(
+        "--quantization",
+        type=_refuse_quantization,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
     parser.set_defaults(model=Default(DEFAULT_MODEL), machine=Default(FleetConfig.machine))
 
 

@@ -22,6 +22,8 @@ from nanovllm.simulate.workload import SECOND
 
 # Activations have 16 bits.
 ACTIVATION_BYTES = 2
+# Share of the memory for weights and KV, by default.
+USUAL_UTILIZATION = 0.9
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -338,7 +340,7 @@ def kv_blocks(
     machine: Machine,
     layout: Layout,
     block_size: int,
-    gpu_memory_utilization: float = 0.9,
+    gpu_memory_utilization: float = USUAL_UTILIZATION,
 ) -> int:
     """Return the number of KV blocks of one engine.
 
@@ -350,9 +352,14 @@ def kv_blocks(
     per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
     size = block_size * per_token / layout.pipeline_parallel_size
     if room < size:
+        is_large = weights + size > machine.memory_gib * GIB * USUAL_UTILIZATION
+        remedy = (
+            "raise tensor_parallel_size, or choose a machine with more memory"
+            if is_large
+            else f"raise gpu_memory_utilization {gpu_memory_utilization:g}"
+        )
         raise UsageError(
             f"{model.name} does not fit on {machine.name}: {(size - room) / 1e9:.1f} GB per device "
-            f"are missing ({weights / 1e9:.1f} GB of weights); raise tensor_parallel_size, or "
-            "choose a machine with more memory"
+            f"are missing ({weights / 1e9:.1f} GB of weights); {remedy}"
         )
     return int(room // size)

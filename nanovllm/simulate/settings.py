@@ -133,7 +133,8 @@ class FleetConfig(Keywords):
         machine: machine of the engines, such as H100 or A100 (see --list); H100x4 has four devices
             per node; or a file that --calibrate has written
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
-            one), estimated (the one that was already sent the prompt's prefix), or precise (the one
+            one), estimated (the one that was already sent the prompt's prefix; also called
+            prefix_aware, as in nanovllm router), or precise (the one
             that has it cached)
         routing_weights: with the policy load, estimated or precise, weights of llm-d's scorers,
             such as prefix:3 kv:2 queue:2, for an engine's share of the prompt's blocks, its free KV
@@ -150,9 +151,11 @@ class FleetConfig(Keywords):
             a model with experts, they share these, and run their steps together
         expert_imbalance: with --enable-expert-parallel, tokens of the busiest rank's experts,
             relative to the mean of all ranks (1: each rank's get the same number)
-        spec_acceptance: speculative decoding: share of drafts that are accepted, for each position,
-            such as 0.8,0.6,0.4
-        draft_time: with --spec-acceptance, time in ms to draft a token for all requests
+        spec_acceptance: speculative decoding: for each position, the share of all drafts that are
+            accepted there, with all before them: 0.7,0.49,0.343 if each is accepted with a chance
+            of 70 %
+        draft_time: with --spec-acceptance, time in ms to draft a token for all requests (0: drafts
+            cost nothing but their verification)
         kv_transfer_bandwidth: with --prefill and --decode, GB/s between a device and those of other
             engines, in one direction (default: the machine's; a file of --calibrate has none)
         kv_transfer_latency: ms until the first byte arrives there (default: the machine's; with a
@@ -179,7 +182,9 @@ class FleetConfig(Keywords):
     prefill_config: str | None = None
     decode_config: str | None = None
     machine: str = "H100"
-    routing_policy: Literal["random", "round_robin", "load", "estimated", "precise"] = "estimated"
+    routing_policy: Literal[
+        "random", "round_robin", "load", "estimated", "prefix_aware", "precise"
+    ] = "estimated"
     routing_weights: str | Sequence[str] | None = None
     metrics_interval: Amount = 0.0
     failures: str | Sequence[str] | None = None

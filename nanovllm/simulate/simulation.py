@@ -150,5 +150,8 @@ def _workload(config: FleetConfig, synthetic: SyntheticWorkload, block_size: int
         return create_workload(synthetic, block_size)
     if idle := words_of(synthetic):
         flag = idle[0].partition("=")[0]
-        raise UsageError(f"{flag} has no effect with --workload: it is for synthetic workloads")
+        hint = "; --limit is the number of rows to read" if flag == "--num-prompts" else ""
+        raise UsageError(
+            f"{flag} has no effect with --workload: it is for synthetic workloads{hint}"
+        )
     return read_workload(config.workload, config.speedup, config.limit)

@@ -81,7 +81,9 @@ def test_a_file_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert results(capsys, *words, "--speedup", "100")["duration"] < 0.7 * summary["duration"]
 
 
-@pytest.mark.parametrize("policy", ["random", "round_robin", "load", "estimated", "precise"])
+@pytest.mark.parametrize(
+    "policy", ["random", "round_robin", "load", "estimated", "prefix_aware", "precise"]
+)
 def test_every_policy_routes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
 ) -> None:
@@ -90,7 +92,7 @@ def test_every_policy_routes(
     words = ["--workload", str(path), "--block-size", "512", "--replicas", "3"]
     summary = results(capsys, *words, "--routing-policy", policy)
     assert summary["completed"] == 40
-    by_prefix = policy in ("estimated", "precise")
+    by_prefix = policy in ("estimated", "prefix_aware", "precise")
     assert by_prefix == (summary["prefix_cache_hit_rate"] > 0.4)
 
 
@@ -279,7 +281,13 @@ MISTAKES = {
     "does not fit on H100: .* GB per device are missing": ["--model", "llama-3.1-405b"],
     "exceeds the 131072 positions": ["--max-model-len", "200000"],
     "raise num_kv_blocks": ["--max-model-len", "100000", "--num-kv-blocks", "9"],
-    "--num-prompts has no effect with --workload": ["--workload", "x", "--num-prompts", "9"],
+    "--num-prompts has no effect with --workload: .*; --limit is": [
+        *("--workload", "x", "--num-prompts", "9")
+    ],
+    "of weights.; raise gpu_memory_utilization 0.1$": ["--gpu-memory-utilization", "0.1"],
+    "of weights.; raise tensor_parallel_size": [
+        *("--model", "llama-3.1-70b", "--gpu-memory-utilization", "0.1")
+    ],
     "x: No such file": ["--workload", "x"],
     "--limit has no effect without --workload: set it, too, or omit --limit": ["--limit", "9"],
     "--speedup has no effect without --workload": ["--speedup", "2"],
@@ -384,6 +392,13 @@ def test_a_mistake_is_a_line(
     assert error.count("\n") == 1
     with pytest.raises(UsageError, match=message):
         raise UsageError(error)
+
+
+def test_quantization_is_in_the_config_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--quantization", "fp8"])
+    hint = "'fp8' has no effect here: give --model the path of a config.json with a quantization_"
+    assert hint in capsys.readouterr().err
 
 
 def test_a_replay_compares_every_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
