@@ -122,9 +122,8 @@ class HostStore(KVStore):
         """Return the memory of all slots, one after another."""
         import torch  # takes seconds, and `HostKeys` does without
 
-        return torch.zeros(
-            self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned
-        ).numpy()
+        size = (self.num_slots, entry_bytes)
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=pinned).numpy()
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an entry is in this very store."""
@@ -146,9 +145,8 @@ class HostStore(KVStore):
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """See `KVStore.get`."""
-        found = self._count_found(
-            [self._read(key, buffer) for key, buffer in self._last_first(keys, buffers)]
-        )
+        entries = self._last_first(keys, buffers)
+        found = self._count_found([self._read(key, buffer) for key, buffer in entries])
         missing = [i for i, there in enumerate(found) if not there]
         below = self.lower.get([keys[i] for i in missing], [buffers[i] for i in missing])
         risen = [i for i, there in zip(missing, below, strict=True) if there]
