@@ -19,7 +19,7 @@ from nanovllm.simulate.sweep import (
     mark_frontier,
     run_all,
 )
-from tests.server_process import wait_until
+from tests.server_process import are_gone, wait_until
 
 
 def product(point: Settings) -> Summary:
@@ -115,11 +115,13 @@ def test_the_processes_of_a_sweep_end_with_it(number: signal.Signals) -> None:
             workers[:] = [each for each in parent.children() if "spawn_main" in str(each.cmdline())]
             return len(workers) == 2 and all(sum(each.cpu_times()[:2]) > 1 for each in workers)
 
-        wait_until(compute, seconds=120)
-        sweep.send_signal(number)
-        psutil.wait_procs(workers, timeout=20)
-        assert not any(each.is_running() for each in workers)
-        _, errors = sweep.communicate(timeout=20)
+        try:
+            wait_until(compute, seconds=120)
+            sweep.send_signal(number)
+            wait_until(lambda: are_gone(workers), what="the workers have ended")
+            _, errors = sweep.communicate(timeout=60)
+        finally:
+            sweep.kill()
     if number == signal.SIGINT:
         assert (sweep.returncode, errors) == (128 + signal.SIGINT, "")
 
