@@ -256,6 +256,19 @@ def test_the_highest_rate_keeps_the_objectives(capsys: pytest.CaptureFixture[str
     assert beyond["slo_attainment"] < 0.8
 
 
+def test_the_picture_does_not_replace_the_workload(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "load.jsonl"
+    line = '{"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1]}\n'
+    path.write_text(line)
+    (tmp_path / "other.jsonl").symlink_to(path)
+    words = "--workload", str(path), "--perfetto", str(tmp_path / "other.jsonl")
+    assert main(["simulate", *words]) == 2
+    assert "this is the file of --workload: name another one" in capsys.readouterr().err
+    assert path.read_text() == line
+
+
 def test_steps_and_requests_are_written_for_perfetto(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
