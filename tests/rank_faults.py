@@ -22,7 +22,7 @@ from nanovllm.core.schedule import ModelRunnerOutput
 from nanovllm.distributed.groups import get_world_group
 from nanovllm.executor.uniproc import Worker, WorkerSetup
 from nanovllm.features.data_parallel.waves import Waves
-from nanovllm.processes import hang
+from tests.supervision.silence import set_silence
 
 EXIT_CODE = 7
 BURN_SECONDS = 2.5
@@ -41,7 +41,7 @@ class Fault:
         self.is_here = rank == int(victim)
         self.steps_before = int(steps[0]) if steps else 4
         if self.how == "burn":  # so that it takes long in comparison
-            hang.SILENCE_SECONDS = 1.0
+            set_silence(1.0)
 
     def strike(self, place: str) -> bool:
         """Go wrong, if this is the place and the time. True if what was to be done must be left

@@ -15,12 +15,13 @@ import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.engine.client import EngineClient
-from nanovllm.processes import hang, supervisor
+from nanovllm.processes import supervisor
 from nanovllm.processes.activity import in_step
 from nanovllm.processes.channel import Failure
 from nanovllm.processes.supervisor import is_debugged_or_dumps_core
 from tests.server_process import wait_until
 from tests.stand_ins import set_constants, set_program
+from tests.supervision.silence import set_silence
 
 SILENCE = 2.0
 
@@ -52,7 +53,7 @@ PROGRAM = (
 
 def compute_for_long(*arguments: Any) -> None:
     """An engine with a step that takes longer than a hang."""
-    hang.SILENCE_SECONDS = SILENCE / 4
+    set_silence(SILENCE / 4)
     end = time.thread_time() + SILENCE
     with in_step():
         while time.thread_time() < end:

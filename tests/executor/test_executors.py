@@ -202,6 +202,7 @@ def test_a_rank_that_dies_while_nothing_is_computed(tiny_model: pathlib.Path) ->
     ],
 )
 def test_a_rank_that_fails_says_why(
+    fork_server: None,
     tiny_model: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: str,

@@ -22,7 +22,10 @@ PROMPTS = [[5, 6, 7, 8], list(range(20, 70)), [9]]
 
 @pytest.mark.nightly
 def test_two_actors_compute_what_one_process_does(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: None,
+    tiny_model: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A Ray of our own, which listens to this machine alone, and of which nothing is left when a
     rank has died."""

@@ -10,9 +10,9 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from nanovllm.processes import channel, hang
 from nanovllm.processes.activity import in_step
 from nanovllm.processes.channel import Channel
+from tests.supervision.silence import set_silence
 
 # Shorter than the time between two of a thread's slices of a busy core.
 SILENCE_SECONDS = 0.6
@@ -22,7 +22,7 @@ PROGRAM = "from tests.supervision.starved import start; start('{}')"
 
 def start(what: str) -> None:
     """What a process does: it gets the number of a core, and sends heartbeats."""
-    hang.SILENCE_SECONDS = channel.SILENCE_SECONDS = SILENCE_SECONDS
+    set_silence(SILENCE_SECONDS)
     connection = Connection(int(sys.argv[1]))
     globals()[what](connection, connection.recv())
 
@@ -38,23 +38,17 @@ def compute() -> None:
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
 
-def beat_often(connection: Connection) -> None:
-    """Send heartbeats more often than SILENCE_SECONDS."""
-    channel.LOOK_SECONDS = channel.HEARTBEAT_SECONDS = SILENCE_SECONDS / 4
-    Channel(connection)
-
-
 def beat(connection: Connection, core: int) -> None:
     """A thread that waits, and one that sends heartbeats."""
     lower(core)
-    beat_often(connection)
+    Channel(connection)
     threading.Event().wait()
 
 
 def hold_the_lock(connection: Connection, core: int) -> None:
     """A library that sleeps."""
     os.sched_setaffinity(0, {core})
-    beat_often(connection)
+    Channel(connection)
     connection.recv()
     ctypes.PyDLL(None).sleep(60)
 

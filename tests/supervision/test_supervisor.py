@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.processes import channel, hang, supervisor
+from nanovllm.processes import channel, hang, starvation, supervisor
 from nanovllm.processes.activity import in_step, waiting_for_others
 from nanovllm.processes.channel import Channel, Failure
 from nanovllm.processes.hang import HangDetector
@@ -20,6 +20,7 @@ from nanovllm.processes.standstill import Activity
 from nanovllm.processes.supervisor import Child, heard_activities
 from tests.server_process import wait_until
 from tests.stand_ins import set_constants
+from tests.supervision.silence import periods_for
 from tests.supervision.supervised import Supervised
 
 SILENCE = 0.8
@@ -28,9 +29,11 @@ RESTS = 1.4  # more than SILENCE and the looks after it
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = {"LOOK_SECONDS": 0.1}
-    for module, others in ((hang, {}), (channel, looks), (supervisor, looks)):
-        set_constants(monkeypatch, module, SILENCE_SECONDS=SILENCE, **others)
+    periods = periods_for(SILENCE)
+    for module in (channel, supervisor):
+        set_constants(monkeypatch, module, **periods)
+    set_constants(monkeypatch, starvation, LOOK_SECONDS=periods.pop("LOOK_SECONDS"))
+    set_constants(monkeypatch, hang, **periods)
 
 
 found = threading.Event()
