@@ -6,22 +6,25 @@ heartbeats and looks must become shorter with the silence."""
 
 from __future__ import annotations
 
-from nanovllm.processes import activity, channel, hang, starvation
+import pytest
 
-NAMES = ("SILENCE_SECONDS", "HEARTBEAT_SECONDS", "LOOK_SECONDS")
+from nanovllm.processes import activity, channel, hang, starvation, supervisor
+
+PERIODS = ("SILENCE_SECONDS", "HEARTBEAT_SECONDS", "LOOK_SECONDS")
 
 
-def periods_for(silence: float) -> dict[str, float]:
-    """The constants of `activity` whose silence is this one, in seconds, and whose proportions are
-    the same."""
+def set_silence(silence: float, patch: pytest.MonkeyPatch | None = None) -> None:
+    """Have this process find a hang after so many seconds, with all periods of `activity` in
+    proportion.
+
+    Args:
+        silence: in seconds.
+        patch: takes it back at the end of a test. Without it, this is a program that does nothing
+            else.
+    """
     factor = silence / activity.SILENCE_SECONDS
-    return {name: factor * getattr(activity, name) for name in NAMES}
-
-
-def set_silence(silence: float) -> None:
-    """Have the channel of this process find a hang after so many seconds: for a program that does
-    nothing else."""
-    for module in (channel, hang, starvation):
-        for name, seconds in periods_for(silence).items():
+    for module in (channel, hang, starvation, supervisor):
+        for name in PERIODS:
             if hasattr(module, name):
-                setattr(module, name, seconds)
+                put = setattr if patch is None else patch.setattr
+                put(module, name, factor * getattr(activity, name))

@@ -26,7 +26,7 @@ from nanovllm.processes.starvation import RunDelay, ThreadTimes, thread_times
 from nanovllm.processes.supervisor import Child
 from tests.server_process import wait_until
 from tests.stand_ins import set_constants
-from tests.supervision.silence import periods_for
+from tests.supervision.silence import set_silence
 from tests.supervision.starved import (
     PROGRAM,
     beat,
@@ -78,9 +78,7 @@ def core() -> Iterator[BusyCore]:
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    periods = periods_for(SILENCE)
-    set_constants(monkeypatch, supervisor, **periods)
-    set_constants(monkeypatch, starvation, LOOK_SECONDS=periods["LOOK_SECONDS"])
+    set_silence(SILENCE, monkeypatch)
 
 
 # ---------------------------------------------------------------- what their parent finds

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.processes import channel, hang, starvation, supervisor
+from nanovllm.processes import hang, supervisor
 from nanovllm.processes.activity import in_step, waiting_for_others
 from nanovllm.processes.channel import Channel, Failure
 from nanovllm.processes.hang import HangDetector
@@ -20,7 +20,7 @@ from nanovllm.processes.standstill import Activity
 from nanovllm.processes.supervisor import Child, heard_activities
 from tests.server_process import wait_until
 from tests.stand_ins import set_constants
-from tests.supervision.silence import periods_for
+from tests.supervision.silence import set_silence
 from tests.supervision.supervised import Supervised
 
 SILENCE = 0.8
@@ -29,11 +29,7 @@ RESTS = 1.4  # more than SILENCE and the looks after it
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    periods = periods_for(SILENCE)
-    for module in (channel, supervisor):
-        set_constants(monkeypatch, module, **periods)
-    set_constants(monkeypatch, starvation, LOOK_SECONDS=periods.pop("LOOK_SECONDS"))
-    set_constants(monkeypatch, hang, **periods)
+    set_silence(SILENCE, monkeypatch)
 
 
 found = threading.Event()
