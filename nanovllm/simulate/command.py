@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from nanovllm.assembly.flags import Parser, add_flags, words_of
+from nanovllm.assembly.flags import SHORT_FLAGS, Parser, add_flags, words_of
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE,VALUE",
-        help="simulate each value of a setting, such as replicas=1,2,4 or "
+        help="simulate each value of a setting, such as replicas=1,2,4, tp=1,2 or "
         "prefill-config.machine=A100,H100; with several --sweep, each combination. The table names "
         "the bottleneck of each, and marks the frontier of P99 TTFT and P99 TPOT",
     )
@@ -327,10 +327,12 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
     """
     parser = Parser(prog="nanovllm simulate", add_help=False)
     add_settings(parser)
+    long_names = {flag: name for name, flags in SHORT_FLAGS.items() for flag in flags}
     lists: dict[str, list[object]] = {}
     for word in words:
         flag, equals, values = word.partition("=")
-        key = flag.removeprefix("--").replace("-", "_")
+        key = flag.lstrip("-").replace("-", "_")
+        key = long_names.get(f"-{key}", key)
         name, *parts = key.split(".")
         is_part = bool(parts) and name.endswith("_config") and not key.endswith("+")
         if name not in known_settings() or is_part != bool(parts):

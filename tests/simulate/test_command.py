@@ -188,6 +188,10 @@ def test_values_of_a_sweep_are_read_as_flags_are() -> None:
         "enable_prefix_caching": [True, False],
         "machine": ["A100"],
     }
+    assert parse_sweep(["tp=1,2", "-pp=1,2"]) == {
+        "tensor_parallel_size": [1, 2],
+        "pipeline_parallel_size": [1, 2],
+    }
 
 
 def test_parts_of_settings_are_swept() -> None:
