@@ -26,6 +26,8 @@ UNWANTED = (
     "WebUIOmniboxPopup WebUIOmniboxAimPopup HttpsUpgrades HttpsFirstBalancedModeAutoEnable "
     "PaintHolding MediaRouter OptimizationHints DestroyProfileOnBrowserClose"
 )
+# What a page shows at once may take this long on a busy machine.
+PATIENCE_MS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,9 @@ def browser() -> Iterator[Any]:
 
     Of a module, not of the session: as long as playwright runs, no asyncio test can run in this
     thread. For the same reason a module that uses it has no asyncio tests."""
-    from playwright.sync_api import Error, sync_playwright
+    from playwright.sync_api import Error, expect, sync_playwright
 
+    expect.set_options(timeout=PATIENCE_MS)  # it does not heed a page's default timeout
     options: dict[str, Any] = {
         "args": ["--disable-dev-shm-usage", f"--disable-features={UNWANTED.replace(' ', ',')}"]
     }
@@ -65,7 +68,7 @@ def page(browser: Any, noise: list[str]) -> Iterator[Any]:
     stands in its console."""
     context = browser.new_context(viewport={"width": 1100, "height": 900})
     made = context.new_page()
-    made.set_default_timeout(20_000)
+    made.set_default_timeout(PATIENCE_MS)
     errors: list[str] = []
     made.on("pageerror", lambda error: errors.append(f"{error.message}\n{error.stack}"))
     made.on(

@@ -13,14 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.server_process import wait_until
-
-
-def free_port() -> int:
-    """One that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.server_process import free_port, wait_until
 
 
 def listens(port: int) -> bool:

@@ -7,8 +7,10 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +36,16 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0, what: str = 
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port for a program that must be told which, and that listens on it later. The system gives
+    no other program one below its own range, which usually begins at 32,768."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def wait_for_shared_memory_to_go() -> None:

@@ -36,11 +36,13 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 HANGS = """
+import pytest
 import threading
 
 def waits_too():
     threading.Event().wait()
 
+@pytest.mark.timeout(3)
 def test_waits():
     threading.Thread(target=waits_too, daemon=True).start()
     threading.Event().wait()
@@ -53,7 +55,7 @@ def test_after_it():
 def test_a_test_that_hangs_fails_with_all_stacks_and_the_next_one_runs(
     tmp_path: pathlib.Path,
 ) -> None:
-    ended = run(command_of(tmp_path, HANGS, "-o", "timeout=3"))
+    ended = run(command_of(tmp_path, HANGS))
     assert ended.returncode == 1 and "1 failed, 1 passed" in ended.stdout, (
         ended.stdout + ended.stderr
     )
@@ -74,11 +76,11 @@ def test_after_it():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="calls the C library")
 def test_a_worker_that_dies_is_a_verdict_and_names_its_test(tmp_path: pathlib.Path) -> None:
-    limits = ["-o", "timeout=0", "-o", "faulthandler_timeout=3"]
+    limits = ["-o", "timeout=0", "-o", "faulthandler_timeout=5"]
     ended = run(command_of(tmp_path, HANGS_IN_C, *limits, "-n", "1", "--dist", "loadfile"))
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "crashed while running 'test_it.py::test_waits'" in ended.stdout
-    assert "Timeout (0:00:03)!" in ended.stderr and "in test_waits" in ended.stderr
+    assert "Timeout (0:00:05)!" in ended.stderr and "in test_waits" in ended.stderr
 
 
 SIGNALS = """

@@ -85,9 +85,11 @@ class HangDetector:
         if now - self._moved - starved < SILENCE_SECONDS:
             return ""
         has_child = has_children_since(now - self._step.since)
-        # If a child for which it has waited ended just now, the thread goes on.
+        # If a child for which it has waited ended just now, the thread goes on. If this look took
+        # long, the whole process was stopped, and the child may have ended since.
         if (
             has_child
+            or time.monotonic() - now > HEARTBEAT_SECONDS
             or (self._step.since, self._wait.since) != state
             or time.clock_gettime(self._clock) > used
         ):

@@ -266,13 +266,15 @@ class Supervisor(Generic[C]):
         Returns:
             What has failed, with the name of the process that is to blame; None while all is well.
         """
-        now = time.monotonic()
-        if now - self._looked > 2 * HEARTBEAT_SECONDS:  # the caller has not listened meanwhile
+        before = self._looked
+        self.listen(timeout)
+        self._looked = now = time.monotonic()
+        # The caller has not listened meanwhile, or this process was stopped, between two looks or
+        # while it listened: perhaps the others were stopped with it.
+        if now - before > timeout + 2 * HEARTBEAT_SECONDS:
             self._activities = {}
             for child in self.children:
                 child.heard = now
-        self.listen(timeout)
-        self._looked = now = time.monotonic()
         for child in self.children:
             if child.is_gone or child.find_failure() is not None:
                 return self._blame(child)

@@ -117,9 +117,11 @@ def test_a_reader_that_gives_up_goes_on_where_it_was():
     queue = MessageQueue.create(1, 32)
     reader = MessageQueue.attach(queue.handle, 0)
     message = os.urandom(300)
-    writer = threading.Timer(0.3, queue.put, (message, 30))
+    with pytest.raises(TimeoutError):
+        reader.get(0.0)
+    writer = threading.Thread(target=queue.put, args=(message, 30))
     writer.start()
-    for _ in range(1000):
+    while True:
         try:
             assert reader.get(0.0) == message
             break

@@ -186,7 +186,7 @@ async def rest(of: RequestStream) -> list[str]:
 async def within(awaitable: Any) -> Any:
     """Fails if it would wait for ever."""
     try:
-        return await asyncio.wait_for(awaitable, 20)
+        return await asyncio.wait_for(awaitable, 60)
     except TimeoutError:
         raise AssertionError(
             "it waits for ever, but an output, an error or the end is there"

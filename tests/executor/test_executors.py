@@ -111,8 +111,8 @@ def test_control_c_breaks_off_a_step_and_no_more(tiny_model: pathlib.Path) -> No
     rng = random.Random(1)
     for _ in range(examples(12)):
         timer = threading.Timer(rng.uniform(0.01, 0.3), os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             while True:
                 llm.generate([{"prompt_token_ids": p} for p in prompts], LONG, use_tqdm=False)
         assert not llm.engine.has_unfinished

@@ -27,7 +27,14 @@ from tests import rank_faults
 from tests.forking import children
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
-from tests.server_process import SOON, START_SECONDS, are_gone, wait_until, with_positions
+from tests.server_process import (
+    SOON,
+    START_SECONDS,
+    are_gone,
+    free_port,
+    wait_until,
+    with_positions,
+)
 
 PROMPT = [5, 6, 7, 8]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -72,12 +79,6 @@ def script(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def tokens_in(text: str) -> list[int]:

@@ -585,10 +585,10 @@ def test_prompt_is_too_long_for_the_producer(engines: Any) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_there(policy: str, engines: Any, expected: list[int]) -> None:
     fleet = Fleet([engines("kv_consumer", policy)])
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
-    ask(fleet.engines[0], "r", PROMPT, params=decode_first(["127.0.0.1", port], "pull"))
-    check(fleet, policy, expected)
+    with closing(socket.socket()) as nobody:  # it keeps the port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        ask(fleet.engines[0], "r", PROMPT, params=decode_first([*nobody.getsockname()], "pull"))
+        check(fleet, policy, expected)
     # No name.
     ask(fleet.engines[0], "s", PROMPT[::-1], params=decode_first(["a..b" * 20, 80], "push"))
     fleet.complete("s")

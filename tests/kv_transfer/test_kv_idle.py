@@ -106,14 +106,17 @@ def test_waiting_for_kv(
             )
         )
         wait_until(lambda: producer.has_work and (way == "pull" or core.peers.connector._in_flight))
-        time.sleep(0.3)
-        while reports.poll(0):
-            hear(0)
-        counts.clear()
-        time.sleep(SECONDS)
-        while reports.poll(0):
-            hear(0)
-        assert counts["report"] == 0 and max(counts.values(), default=0) < 20 * SECONDS, counts
+
+        def sleeps() -> bool:
+            while reports.poll(0):
+                hear(0)
+            counts.clear()
+            time.sleep(SECONDS)
+            while reports.poll(0):
+                hear(0)
+            return counts["report"] == 0 and max(counts.values(), default=0) < 20 * SECONDS
+
+        wait_until(sleeps, what="the engine sleeps")
         tokens: list[int] = []
         while len(tokens) < 5:
             if producer.has_work:

@@ -416,7 +416,8 @@ BROKEN: dict[str, Behaviour] = {
 @pytest.mark.parametrize("fault", BROKEN)
 async def test_a_broken_prefill_server_is_replaced(fault: str) -> None:
     servers = [producer(BROKEN[fault]), producer()]
-    async with fleet_of(servers, [consumer()], prefill_timeout=2.0) as fleet:
+    # Long enough for the second server, on a machine that stands still for a while, too.
+    async with fleet_of(servers, [consumer()], prefill_timeout=5.0) as fleet:
         assert (await fleet.complete()).status_code == 200
     assert fleet.decode[0].bodies == [PROMPT | {"kv_transfer_params": PARAMS}]
 
@@ -536,13 +537,16 @@ async def test_when_all_are_down_and_up_again() -> None:
 async def test_a_server_that_hangs_is_given_up_with_those_who_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_constants(monkeypatch, backends, HEALTH_SECONDS=0.1)
+    arrived: list[Exchange] = []
 
     async def act(exchange: Exchange) -> None:
         if exchange.json.get("stream"):
             await exchange.begin_stream()
             await exchange.chunk(b"data: 1\n\n")
-        server.health = never
+        arrived.append(exchange)
+        if len(arrived) == 2:
+            set_constants(monkeypatch, backends, HEALTH_SECONDS=0.1)
+            server.health = never
         await exchange.until_gone()
 
     server = FakeServer(act)

@@ -425,6 +425,11 @@ START = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+def hurry(server: SignalledServer) -> None:
+    """Shorten the deadlines, once everything is there that must not miss them."""
+    server.config.http.header_seconds = server.config.http.body_seconds = 0.3  # type: ignore[union-attr]
+
+
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
     """What comes before the server closes the connection."""
     found = b""
@@ -468,11 +473,12 @@ def test_an_idle_connection_stays_open_for_longer_than_clients_keep_it() -> None
 
 
 async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with listening(header_seconds=0.3) as (server, connect):
+    async with listening() as (server, connect):
         idle = [await connect() for _ in range(100)]
         served, to_served = await connect()
         to_served.write(WHOLE)
         assert (await served.readline()).startswith(b"HTTP/1.1 200")
+        hurry(server)
         assert await asyncio.gather(*(until_closed(reader) for reader, _ in idle)) == [b""] * 100
         await until_closed(served)
         while server.server_state.connections:
@@ -488,9 +494,12 @@ async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch
 async def test_a_request_that_drips_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, begin: bytes, drip: bytes, what: bytes
 ) -> None:
-    async with listening(header_seconds=0.3, body_seconds=0.3) as (server, connect):
+    async with listening() as (server, connect):
         reader, writer = await connect()
         writer.write(begin)
+        while not any(map(has_begun, server.server_state.connections)):
+            await asyncio.sleep(0.01)
+        hurry(server)
         answer = asyncio.create_task(until_closed(reader))
         while not answer.done():
             writer.write(drip)
@@ -520,10 +529,11 @@ async def test_a_body_that_goes_on_after_its_refusal_is_cut_off(
 
 async def test_a_slow_answer_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def slow(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(1.5)
+        hurry(server)
+        await asyncio.sleep(1)
         await PlainTextResponse("text")(scope, receive, send)
 
-    async with listening(header_seconds=1, body_seconds=1, app=slow) as (_, connect):
+    async with listening(app=slow) as (server, connect):
         reader, writer = await connect()
         writer.write(WHOLE)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
@@ -559,6 +569,11 @@ async def test_a_connection_too_many_ends_the_one_that_keeps_the_server_waiting_
         for reader, writer in busy:
             assert b"200" in await reader.readuntil(b"\r\n\r\ntext")
             writer.close()
+
+
+def has_begun(connection: Any) -> bool:
+    """Whether a part of a request has arrived."""
+    return connection.cycle is not None or bool(connection.conn.trailing_data[0])
 
 
 def is_busy(connection: Any) -> bool:

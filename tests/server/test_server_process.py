@@ -23,8 +23,13 @@ from nanovllm.server.signalled import say
 from tests.server_process import SOON, ServerProcess, are_gone, wait_until, with_positions
 
 LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-# Long enough to be caught in the middle even on a fast machine: 128 completions of 250 tokens.
-VERY_LONG = LONG | {"max_tokens": 250, "n": 128}
+# With the positions of `lasting_model`, it runs for as long as a busy machine takes to look at it.
+VERY_LONG = LONG | {"max_tokens": 20_000, "n": 128}
+
+
+@pytest.fixture
+def lasting_model(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return with_positions(tiny_model, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +130,13 @@ def test_a_flood_with_one_key_leaves_room_for_the_other(guarded: ServerProcess) 
 
 
 def test_a_killed_engine_is_reported_and_nothing_hangs(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+    lasting_model: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    with ServerProcess(tiny_model, tmp_path) as server:
+    with ServerProcess(lasting_model, tmp_path) as server:
         found: dict[str, Any] = {}
 
         def whole() -> None:
-            found["whole"] = httpx.post(f"{server.url}/v1/completions", json=VERY_LONG, timeout=30)
+            found["whole"] = server.post("/v1/completions", VERY_LONG)
 
         def stream() -> None:
             found["stream"] = server.events("/v1/completions", VERY_LONG)
@@ -139,10 +144,7 @@ def test_a_killed_engine_is_reported_and_nothing_hangs(
         threads = [threading.Thread(target=whole), threading.Thread(target=stream)]
         for thread in threads:
             thread.start()
-        other = httpx.Client(base_url=server.url)
-        wait_until(
-            lambda: 'running{engine="0",model_name="tiny"} 256' in other.get("/metrics").text
-        )
+        wait_until(lambda: server.metrics()["num_requests_running"] == 256)
         server.engine.kill()
         for thread in threads:
             thread.join(60)
@@ -155,26 +157,21 @@ def test_a_killed_engine_is_reported_and_nothing_hangs(
             and "SIGKILL" in error["message"]
         )
         assert "SIGKILL" in found["stream"][-1]["error"]["message"]
-        assert other.get("/health").status_code == 503
-        assert other.post("/v1/completions", json={"prompt": "a"}).status_code == 503
-        assert other.get("/version").status_code == other.get("/metrics").status_code == 200
+        assert server.get("/health").status_code == 503
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
+        assert server.get("/version").status_code == server.get("/metrics").status_code == 200
         assert server.stop() == 0
 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_engine_ends_with_its_parent(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path, busy: bool
+    lasting_model: pathlib.Path, tmp_path: pathlib.Path, busy: bool
 ) -> None:
-    with ServerProcess(tiny_model, tmp_path) as server:
+    with ServerProcess(lasting_model, tmp_path) as server:
         thread = threading.Thread(target=lambda: _ignore_cut(server))
         if busy:
             thread.start()
-            wait_until(
-                lambda: (
-                    'running{engine="0",model_name="tiny"} 128'
-                    in httpx.get(f"{server.url}/metrics").text
-                )
-            )
+            wait_until(lambda: server.metrics()["num_requests_running"] == 128)
         server.process.kill()
         gone, _ = psutil.wait_procs([server.engine], timeout=60)
         assert gone, "the engine has outlived its parent"
@@ -201,12 +198,7 @@ def test_a_signal_lets_running_requests_end(
                 httpx.post, f"{server.url}/v1/completions", json=lasting, timeout=300
             )
             stream = pool.submit(server.events, "/v1/completions", lasting)
-            wait_until(
-                lambda: (
-                    'running{engine="0",model_name="tiny"} 8'
-                    in httpx.get(f"{server.url}/metrics").text
-                )
-            )
+            wait_until(lambda: server.metrics()["num_requests_running"] == 8)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: _refuses_connections(server.url), 60)
             assert {c["finish_reason"] for c in whole.result().json()["choices"]} == {"length"}
@@ -223,7 +215,7 @@ def test_a_signal_lets_running_requests_end(
 
 def _refuses_connections(url: str) -> bool:
     try:
-        httpx.get(f"{url}/health")
+        httpx.get(f"{url}/health", timeout=60)
     except httpx.ConnectError:
         return True
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -234,33 +226,23 @@ def _refuses_connections(url: str) -> bool:
 
 
 def test_after_the_timeout_requests_are_aborted(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+    lasting_model: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    with ServerProcess(tiny_model, tmp_path, "--shutdown-timeout", "0.2") as server:
+    with ServerProcess(lasting_model, tmp_path, "--shutdown-timeout", "0.2") as server:
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(server.events, "/v1/completions", VERY_LONG)
-            wait_until(
-                lambda: (
-                    'running{engine="0",model_name="tiny"} 128'
-                    in httpx.get(f"{server.url}/metrics").text
-                )
-            )
+            wait_until(lambda: server.metrics()["num_requests_running"] == 128)
             server.process.send_signal(signal.SIGINT)
             reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
             assert reasons.count("abort") == 128
         assert server.process.wait(60) == 0
 
 
-def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with ServerProcess(tiny_model, tmp_path) as server:
+def test_a_second_signal_does_not_wait(lasting_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with ServerProcess(lasting_model, tmp_path) as server:
         thread = threading.Thread(target=lambda: _ignore_cut(server))
         thread.start()
-        wait_until(
-            lambda: (
-                'running{engine="0",model_name="tiny"} 128'
-                in httpx.get(f"{server.url}/metrics").text
-            )
-        )
+        wait_until(lambda: server.metrics()["num_requests_running"] == 128)
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         assert server.process.poll() is None, "it still drains"

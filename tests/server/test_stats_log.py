@@ -117,10 +117,13 @@ def test_a_busy_server_writes_lines_and_an_idle_one_none(
 
         wait_until(lambda: {found[0] for found in busy_lines()} == {"000", "001"})
         wait_until(lambda: STATS.findall(server.text)[-1][2] == "0.0")
-        time.sleep(1)
-        count = len(STATS.findall(server.text))
-        time.sleep(1)
-        assert len(STATS.findall(server.text)) == count, "silent when idle"
+
+        def is_silent() -> bool:
+            count = len(STATS.findall(server.text))
+            time.sleep(1)
+            return len(STATS.findall(server.text)) == count
+
+        wait_until(is_silent, what="silent when idle")
 
 
 def test_statistics_can_be_switched_off(
