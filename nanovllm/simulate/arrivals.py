@@ -71,7 +71,6 @@ def create_workload(settings: SyntheticWorkload, block_size: int) -> Workload:
             all that prompts share.
     """
     return Workload(
-        name=f"{settings.num_prompts:,} requests at {settings.request_rate:g}/s",
         requests=islice(_requests(settings, block_size), settings.num_prompts),
         prefix_block_size=block_size,
         names_outputs=settings.num_turns > 1,

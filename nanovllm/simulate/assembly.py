@@ -59,11 +59,13 @@ def create_engine(
         scheduler.hooks.may_plan = ()  # the tokens of simulated requests are always known
         scheduler.hooks.keeps_blocks = (group.settle_ended,)
         scheduler.choose_victim = group.settle_victim
+    settings = loop_settings(config)
     return kind(
         scheduler,
         cost,
-        steps_ahead=loop_settings(config).steps_ahead,
+        steps_ahead=settings.steps_ahead,
         num_stages=given.pipeline_parallel_size,
         runner=runner,
         copy_time=copy_time,
+        by_priority=settings.by_priority,
     )

@@ -136,7 +136,7 @@ class DisaggregatedFleet(UnreliableFleet):
     Args:
         prefill, decode: engines with a `PrefillConnector` or a `DecodeConnector`.
         routers: of these engines.
-        outages, retries, by_priority: see `UnreliableFleet`. The prefill engines have the first
+        outages, retries: see `UnreliableFleet`. The prefill engines have the first
             numbers.
         bandwidths: bytes per second of a prefill engine's link, and of a decode engine's.
         latency: of each link; see `Links`.
@@ -160,31 +160,24 @@ class DisaggregatedFleet(UnreliableFleet):
         kv_bytes_per_token: float,
         first_token: str = "decode",
         retries: bool = True,
-        by_priority: bool = False,
         group_sizes: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__(
-            [*prefill, *decode],
-            TwoRouters(*routers, len(prefill)),
-            outages,
-            retries=retries,
-            by_priority=by_priority,
+            [*prefill, *decode], TwoRouters(*routers, len(prefill)), outages, retries=retries
         )
         num_prefill = len(prefill)
         self.groups = [
             *groups_of(range(num_prefill), group_sizes[0]),
             *groups_of(range(num_prefill, len(self.engines)), group_sizes[1]),
         ]
-        self.links = Links(
-            lambda engine: bandwidths[engine >= num_prefill], latency, self.at, lambda: self.now
-        )
+        self.links = Links(self, lambda engine: bandwidths[engine >= num_prefill], latency)
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_extra = int(first_token == "prefill")
         # Requests that were sent to decode engines, as their prefill engines have left them.
         self._prefilled: dict[str, SimulatedRequest | None] = {}
         self._offered: set[str] = set()
         for replica, engine in enumerate(self.engines):
-            connector = transfer_of(engine).connector
+            connector = transfer_of(engine.scheduler).connector
             if isinstance(connector, DecodeConnector):
                 connector.offered = self._offered
                 connector.fetch = functools.partial(self._fetch, replica)

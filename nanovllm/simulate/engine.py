@@ -54,6 +54,7 @@ class SimulatedEngine:
         runner: takes the place of the ranks. With `group`, it is a plain `SimulatedRunner`.
         copy_time: time to copy a KV block between device and host memory, when a request is
             swapped: the step that makes the copies begins with them.
+        by_priority: requests run in the order of their priorities.
 
     Attributes:
         group: the scheduler's queues, if they advance decoding requests as a group. Then steps in
@@ -75,6 +76,7 @@ class SimulatedEngine:
         num_stages: int = 1,
         runner: SimulatedRunner | None = None,
         copy_time: int = 0,
+        by_priority: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
@@ -82,6 +84,7 @@ class SimulatedEngine:
         self.gaps = TokenGaps()
         self.runner = runner or SimulatedRunner()
         self.copy_time = copy_time
+        self.by_priority = by_priority
         self.recorder = Recorder()
         queues = scheduler.queues
         self.group = queues if isinstance(queues, DecodingQueues) else None

@@ -42,11 +42,11 @@ from nanovllm.simulate.workload import SECOND, Workload
 
 # Bottlenecks other than the device, by the reason why the scheduler lets requests wait.
 WAITS = {"kv blocks": "KV memory", "max_num_seqs": "max_num_seqs"}
-# The connector with tiers of each kind of engine.
-TIERED: dict[type[KVConnectorScheduler], type[TierConnector]] = {
-    KVConnectorScheduler: TierConnector,
-    PrefillConnector: TieredPrefillConnector,
-    DecodeConnector: TieredDecodeConnector,
+# The connectors of engines of each role, without tiers and with them.
+CONNECTORS: dict[str, tuple[type[KVConnectorScheduler] | None, type[TierConnector]]] = {
+    "": (None, TierConnector),
+    "prefill": (PrefillConnector, TieredPrefillConnector),
+    "decode": (DecodeConnector, TieredDecodeConnector),
 }
 # A calibration measures no link.
 NO_LINK = Link("unknown", latency=0.0, bandwidth=0.0)
@@ -123,25 +123,19 @@ class EnginePlan:
         block = self.kv_bytes_per_token / given.tensor_parallel_size * given.block_size
         return round(block / self.host_link.bandwidth * SECOND)
 
-    def create_engines(
-        self,
-        fast: bool = True,
-        connector: type[KVConnectorScheduler] = KVConnectorScheduler,
-        store: HostKeys | None = None,
-    ) -> list[SimulatedEngine]:
+    def create_engines(self, store: HostKeys | None, fast: bool) -> list[SimulatedEngine]:
         """Create the engines, and put those in lock-step that share experts.
 
         Args:
+            store: the KV blocks that all engines of the fleet share; None: there is none.
             fast: see `create_engine`.
-            connector: of each engine, if it has no tiers.
-            store: the KV blocks that all engines share.
         """
         engines = [
             create_engine(
                 LockStepEngine if self.in_lock_step else SimulatedEngine,
                 self.resolved,
                 self.cost,
-                connector=self._create_connector(connector, store),
+                connector=self._create_connector(store),
                 runner=self._create_runner(),
                 copy_time=self._copy_time,
                 fast=fast and not self.in_lock_step,
@@ -152,14 +146,13 @@ class EnginePlan:
         put_in_lock_step(members, self.config.data_parallel_size)
         return engines
 
-    def _create_connector(
-        self, kind: type[KVConnectorScheduler], store: HostKeys | None
-    ) -> KVConnectorScheduler | None:
-        """Create the connector of an engine of this kind, with the tiers that there are."""
+    def _create_connector(self, store: HostKeys | None) -> KVConnectorScheduler | None:
+        """Create the connector of an engine, with the tiers that there are."""
         config = self.resolved.given
+        plain, tiered = CONNECTORS[self.role]
         if self.num_host_blocks or store is not None:
-            return TIERED[kind](config, self.num_host_blocks, store)
-        return kind(config, {}, ()) if kind is not KVConnectorScheduler else None
+            return tiered(config, self.num_host_blocks, store)
+        return None if plain is None else plain(config, {}, ())
 
     def _create_runner(self) -> SimulatedRunner:
         """Create what takes the place of an engine's ranks."""

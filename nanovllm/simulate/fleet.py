@@ -67,7 +67,6 @@ class Fleet:
     Args:
         engines: idle. `run` gives them the same `gaps`.
         router: by default, round robin.
-        by_priority: requests run in the order of their priorities.
         group_size: engines after one another that form a group. They fail together. If they share
             experts, they are `LockStepEngine`s.
 
@@ -81,12 +80,10 @@ class Fleet:
         self,
         engines: Sequence[SimulatedEngine],
         router: ReplicaRouter | None = None,
-        by_priority: bool = False,
         group_size: int = 1,
     ) -> None:
         self.engines = engines
         self.router = router or RoundRobin(len(engines))
-        self.by_priority = by_priority
         self.now = 0
         self.last_end = 0
         self.groups = groups_of(range(len(engines)), group_size)
@@ -103,9 +100,12 @@ class Fleet:
         gaps = TokenGaps()
         for engine in self.engines:
             engine.gaps = gaps
-        size = self.engines[0].scheduler.manager.block_size
+        first = self.engines[0]
         self._make = RequestMaker(
-            size, workload.prefix_block_size, self.by_priority, workload.names_outputs
+            first.scheduler.manager.block_size,
+            workload.prefix_block_size,
+            first.by_priority,
+            workload.names_outputs,
         )
         with _collecting_less():
             self._run(iter(workload.requests))

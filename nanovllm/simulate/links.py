@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.scheduling import KVTransfer
-from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.workload import SECOND
 
@@ -44,10 +44,9 @@ class Links:
     sending and its receiving half are independent.
 
     Args:
+        fleet: has the virtual clock.
         bandwidth: returns the bytes per second of an engine's link.
         latency: picoseconds before the first byte arrives.
-        at: calls a function at a time of the virtual clock.
-        now: returns the time of the virtual clock.
 
     Attributes:
         num_bytes: bytes that were sent.
@@ -56,13 +55,8 @@ class Links:
         watch: called with each transfer that has ended; None: nothing watches.
     """
 
-    def __init__(
-        self,
-        bandwidth: Callable[[int], float],
-        latency: int,
-        at: Callable[[int, Callable[[], None]], None],
-        now: Callable[[], int],
-    ) -> None:
+    def __init__(self, fleet: Fleet, bandwidth: Callable[[int], float], latency: int) -> None:
+        self.fleet = fleet
         self.bandwidth = bandwidth
         self.latency = latency
         self.num_bytes = 0
@@ -71,8 +65,6 @@ class Links:
         self.watch: Callable[[Transfer], None] | None = None
         self._sent: Counter[int] = Counter()  # bytes, by engine
         self._received: Counter[int] = Counter()
-        self._at = at
-        self._now = now
         self._moving: list[Transfer] = []
         self._senders: Counter[int] = Counter()
         self._receivers: Counter[int] = Counter()
@@ -92,7 +84,7 @@ class Links:
             target=target,
             num_bytes=num_bytes,
             left=num_bytes * SECOND,
-            begin=self._now(),
+            begin=self.fleet.now,
             alone=self.latency + round(num_bytes * SECOND / bandwidth),
             arrived=arrived,
         )
@@ -100,7 +92,7 @@ class Links:
         self.num_transfers += 1
         self._sent[source] += num_bytes
         self._received[target] += num_bytes
-        self._at(transfer.begin + self.latency, lambda: self._start(transfer))
+        self.fleet.at(transfer.begin + self.latency, lambda: self._start(transfer))
 
     def utilization(self, duration: int) -> float:
         """Return the share of a duration in which the busiest link sends, or receives."""
@@ -124,7 +116,7 @@ class Links:
 
     def _progress(self) -> None:
         """Move all transfers forward to now."""
-        now = self._now()
+        now = self.fleet.now
         elapsed = now - self._time
         self._time = now
         for transfer in self._moving:
@@ -135,7 +127,8 @@ class Links:
         if self._moving:
             self._event += 1
             event = self._event
-            self._at(self._time + min(map(self._time_left, self._moving)), lambda: self._end(event))
+            end = self._time + min(map(self._time_left, self._moving))
+            self.fleet.at(end, lambda: self._end(event))
 
     def _time_left(self, transfer: Transfer) -> int:
         """Return how long the rest takes if nothing changes, in whole picoseconds."""
@@ -156,22 +149,22 @@ class Links:
             self._receivers[transfer.target] -= 1
         self._expect_next()
         for transfer in ended:
-            transfer.end = self._now()
+            transfer.end = self.fleet.now
             self.time += transfer.end - transfer.begin
             if self.watch is not None:
                 self.watch(transfer)
             transfer.arrived()
 
 
-def transfer_of(engine: SimulatedEngine) -> KVTransfer:
-    """Return what connects an engine's scheduler to its connector."""
-    return next(each for each in engine.scheduler.features if isinstance(each, KVTransfer))
+def transfer_of(scheduler: Scheduler) -> KVTransfer:
+    """Return what connects a scheduler to its connector."""
+    return next(each for each in scheduler.features if isinstance(each, KVTransfer))
 
 
 def tell_engine(fleet: Fleet, replica: int, ended: KVConnectorOutput) -> None:
     """Tell an engine about transfers that have ended."""
-    engine = fleet.engines[replica]
-    transfer = transfer_of(engine)
+    scheduler = fleet.engines[replica].scheduler
+    transfer = transfer_of(scheduler)
     transfer.connector.update_connector_output(ended)
-    transfer.update_from_transfers(transfer.connector.take_output(), engine.scheduler)
+    transfer.update_from_transfers(transfer.connector.take_output(), scheduler)
     fleet.wake(replica)

@@ -28,14 +28,6 @@ class LockStepEngine(SimulatedEngine):
         """Take the results of the whole group. Returns the requests that have ended."""
         return self.group_in_step.finish()
 
-    def begin_alone(self, now: int) -> bool:
-        """See `SimulatedEngine.begin`."""
-        return super().begin(now)
-
-    def finish_alone(self) -> list[SimulatedRequest]:
-        """See `SimulatedEngine.finish`."""
-        return super().finish()
-
     def hold_until(self, end: int | None) -> None:
         """Let the step in flight, or the time without one, end then. None: the group is idle."""
         self.end = end
@@ -67,7 +59,7 @@ class LockStepGroup:
         end = self.engines[0].end
         if end is not None and end > now:
             return True
-        computing = [engine for engine in self.engines if engine.begin_alone(now)]
+        computing = [engine for engine in self.engines if SimulatedEngine.begin(engine, now)]
         end = max((engine.end for engine in computing if engine.end is not None), default=None)
         for engine in self.engines:
             engine.hold_until(end)
@@ -75,7 +67,7 @@ class LockStepGroup:
 
     def finish(self) -> list[SimulatedRequest]:
         """Take the results of all engines."""
-        return [request for engine in self.engines for request in engine.finish_alone()]
+        return [request for engine in self.engines for request in SimulatedEngine.finish(engine)]
 
 
 def put_in_lock_step(engines: Sequence[LockStepEngine], group_size: int) -> None:

@@ -105,7 +105,7 @@ class UnreliableFleet(Fleet):
     engine is ready fail, too.
 
     Args:
-        engines, router, by_priority, group_size: see `Fleet`. A group fails as a whole.
+        engines, router, group_size: see `Fleet`. A group fails as a whole.
         outages: an engine is ready when none of its outages lasts.
         retries: send lost requests to another engine.
 
@@ -121,10 +121,9 @@ class UnreliableFleet(Fleet):
         outages: Sequence[Outage] = (),
         *,
         retries: bool = True,
-        by_priority: bool = False,
         group_size: int = 1,
     ) -> None:
-        super().__init__(engines, router, by_priority, group_size)
+        super().__init__(engines, router, group_size)
         self.outages = outages
         self.retries = retries
         self.stopped: list[Callable[[int], None]] = []

@@ -9,7 +9,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.distributed.cost_model import Link
 from nanovllm.kv_transfer.stores.store import HostKeys
-from nanovllm.simulate.disaggregated import DecodeConnector, DisaggregatedFleet, PrefillConnector
+from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.engine_plan import EnginePlan, blocks_in, plan_engines
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.outages import UnreliableFleet, parse_outages
@@ -68,37 +68,27 @@ class FleetPlan:
         """
         config = self.config
         outages = parse_outages(config.failures, config.cold_start, len(self.engines))
-        prefill, *others = self.kinds
-        by_priority = prefill.resolved.given.scheduling_policy == "priority"
         store = HostKeys(self.num_store_blocks) if self.num_store_blocks else None
+        engines, *others = [kind.create_engines(store, fast) for kind in self.kinds]
+        router = self.kinds[0].create_router(engines, workload)
         if not others:
-            engines = prefill.create_engines(fast, store=store)
-            router = prefill.create_router(engines, workload)
             group_size = config.data_parallel_size
             if not outages:
-                return Fleet(engines, router, by_priority, group_size)
+                return Fleet(engines, router, group_size)
             return UnreliableFleet(
-                engines,
-                router,
-                outages,
-                retries=config.retry_failed,
-                by_priority=by_priority,
-                group_size=group_size,
+                engines, router, outages, retries=config.retry_failed, group_size=group_size
             )
-        (decode,) = others
-        producers = prefill.create_engines(fast, PrefillConnector, store)
-        consumers = decode.create_engines(fast, DecodeConnector, store)
+        prefill, decode = self.kinds
         links = prefill.kv_link, decode.kv_link
         return DisaggregatedFleet(
-            producers,
-            consumers,
-            (prefill.create_router(producers, workload), decode.create_router(consumers, workload)),
+            engines,
+            others[0],
+            (router, decode.create_router(others[0], workload)),
             outages,
             bandwidths=(links[0].bandwidth, links[1].bandwidth),
             latency=round(max(link.latency for link in links) * SECOND),
             kv_bytes_per_token=decode.kv_bytes_per_token,
             retries=config.retry_failed,
-            by_priority=by_priority,
             group_sizes=(prefill.config.data_parallel_size, decode.config.data_parallel_size),
         )
 

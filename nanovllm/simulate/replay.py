@@ -33,7 +33,7 @@ from nanovllm.features.speculation.scheduling import (
     num_drafts_wanted,
 )
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
-from nanovllm.kv_transfer.scheduling import KVTransfer
+from nanovllm.simulate.links import transfer_of
 from nanovllm.simulate.recorded import Sample, first_with_block, recorded_requests
 from nanovllm.trace.record import StepRecord, TransfersEnded
 from nanovllm.trace.recorder import StepRecorder
@@ -302,14 +302,13 @@ class ReplayedEngine(StepRecorder, Executor):
         self.core.add_request(EngineRequest(name, prompt, params, priority=arrival.priority))
 
     def _end_transfers(self, ended: TransfersEnded) -> None:
-        transfer = next(each for each in self.scheduler.features if isinstance(each, KVTransfer))
         output = KVConnectorOutput(
             finished_sending=set(ended.sent),
             finished_recving=set(ended.received),
             invalid_block_ids={name: set(ids) for name, ids in ended.invalid_blocks.items()},
             reasons=dict.fromkeys(ended.failed, "as recorded"),
         )
-        transfer.update_from_transfers(output, self.scheduler)
+        transfer_of(self.scheduler).update_from_transfers(output, self.scheduler)
 
     def arrived(self, request: Request, time: float) -> None:
         """Give a request what the trace says of it."""

@@ -121,8 +121,8 @@ class Tiers:
         self.num_host_blocks = 0
         self.num_store_blocks = 0
         latency = max(link.latency for link in hosts)
-        self.host = self._links(lambda replica: hosts[replica].bandwidth, latency)
-        self.store = self._links(lambda replica: store.bandwidth, store.latency)
+        self.host = Links(fleet, lambda replica: hosts[replica].bandwidth, round(latency * SECOND))
+        self.store = Links(fleet, lambda replica: store.bandwidth, round(store.latency * SECOND))
         for replica, engine in enumerate(fleet.engines):
             connector = self._connector(replica)
             connector.load = functools.partial(self._load, replica)
@@ -131,12 +131,8 @@ class Tiers:
         if isinstance(fleet, UnreliableFleet):
             fleet.restarted.append(lambda replica: self._connector(replica).forget_host())
 
-    def _links(self, bandwidth: Callable[[int], float], latency: float) -> Links:
-        fleet = self.fleet
-        return Links(bandwidth, round(latency * SECOND), fleet.at, lambda: fleet.now)
-
     def _connector(self, replica: int) -> TierConnector:
-        connector = transfer_of(self.fleet.engines[replica]).connector
+        connector = transfer_of(self.fleet.engines[replica].scheduler).connector
         assert isinstance(connector, TierConnector)
         return connector
 

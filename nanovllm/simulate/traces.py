@@ -101,7 +101,6 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
     else:
         requests = _csv_requests(path, whole)
     return Workload(
-        name=Path(path).name,
         requests=_scaled(path, itertools.islice(requests, limit), speedup),
         prefix_block_size=block_size,
         names_outputs=recorded is not None,

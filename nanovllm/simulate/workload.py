@@ -48,7 +48,6 @@ class Workload:
     """Requests in the order of their arrivals, which are read while they are needed.
 
     Attributes:
-        name: for reports.
         requests: can be iterated once.
         prefix_block_size: prompt tokens per number in `WorkloadRequest.prefix_ids`.
         names_outputs: the numbers continue after the prompt, and name the output's blocks, so that
@@ -56,7 +55,6 @@ class Workload:
         recorded: the settings of the engine that has served it; None: unknown.
     """
 
-    name: str
     requests: Iterable[WorkloadRequest]
     prefix_block_size: int = 512
     names_outputs: bool = False

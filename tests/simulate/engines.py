@@ -86,4 +86,4 @@ def request_of(number: int, arrival: int, prompt: int, output: int, **more: Any)
 
 def workload_of(*requests: WorkloadRequest, prefix_block_size: int = 512) -> Workload:
     """A workload of these requests."""
-    return Workload("test", requests, prefix_block_size)
+    return Workload(requests, prefix_block_size)

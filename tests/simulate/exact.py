@@ -192,11 +192,8 @@ class Case:
             create_engine(kind, config, AffineCost(per_idle=0.3), copy_time=70, fast=fast)
             for _ in range(self.num_replicas)
         ]
-        by_priority = config.given.scheduling_policy == "priority"
-        fleet = Fleet(engines, LeastBusy(self.num_replicas), by_priority)
-        workload = Workload(
-            "random", self.requests, self.prefix_block_size, names_outputs=self.names_outputs
-        )
+        fleet = Fleet(engines, LeastBusy(self.num_replicas))
+        workload = Workload(self.requests, self.prefix_block_size, names_outputs=self.names_outputs)
         return fleet, fleet.run(workload)
 
 

@@ -118,13 +118,7 @@ class Setup:
     def _fleet(self, engines: Sequence[SimulatedEngine]) -> UnreliableFleet:
         if not self.prefill:
             router = RoundRobin(self.engines)
-            return UnreliableFleet(
-                engines,
-                router,
-                self.outages,
-                by_priority=self.by_priority,
-                group_size=self.group_size,
-            )
+            return UnreliableFleet(engines, router, self.outages, group_size=self.group_size)
         return DisaggregatedFleet(
             engines[: self.prefill],
             engines[self.prefill :],
@@ -134,7 +128,6 @@ class Setup:
             latency=self.latency,
             kv_bytes_per_token=KV_BYTES,
             first_token=self.first_token,
-            by_priority=self.by_priority,
             group_sizes=(self.group_size, self.group_size),
         )
 
@@ -297,7 +290,7 @@ def test_prefill_engines_load_what_decode_engines_have_generated() -> None:
         request_of(1, 10**6, prompt=25, output=1, prefix_ids=[1, 2, 3, 4]),
     ]
     fleet, tiers = Setup(prefill=1, num_store=50).fleet()
-    ended(fleet, Workload("turns", requests, prefix_block_size=8, names_outputs=True))
+    ended(fleet, Workload(requests, prefix_block_size=8, names_outputs=True))
     # Two of five blocks are in the prefill engine's pool.
     assert tiers is not None and tiers.num_store_blocks == 3
 
@@ -363,9 +356,7 @@ def test_with_failures_steps_at_once_are_equal_to_steps_one_by_one(seed: int) ->
         ]
         fleet = UnreliableFleet(engines, RoundRobin(2), outages)
         result = fleet.run(
-            Workload(
-                "random", case.requests, case.prefix_block_size, names_outputs=case.names_outputs
-            )
+            Workload(case.requests, case.prefix_block_size, names_outputs=case.names_outputs)
         )
         assert len(result.requests) == len(case.requests)
         results.append((result.requests, result.replicas, vars(result.gaps), result.duration))

@@ -161,7 +161,7 @@ def test_engines_are_used_in_turn_and_read_the_workload_as_they_need_it() -> Non
             read_at.append(fleet.now)
             yield request_of(i, 1000 * i, prompt=10, output=2)
 
-    result = fleet.run(Workload("stream", requests()))
+    result = fleet.run(Workload(requests()))
     assert sorted((each.request_id, each.replica) for each in result.requests) == [
         (f"r{i}", i % 3) for i in range(6)
     ]
@@ -172,7 +172,7 @@ def test_engines_are_used_in_turn_and_read_the_workload_as_they_need_it() -> Non
 def test_requests_run_by_priority() -> None:
     requests = [request_of(i, i, prompt=10, output=2, priority=-i) for i in range(4)]
     options = {"max_num_seqs": 1, "scheduling_policy": "priority"}
-    result = Fleet([engine_of(**options)], by_priority=True).run(workload_of(*requests))
+    result = Fleet([engine_of(**options)]).run(workload_of(*requests))
     assert [each.request_id for each in result.requests] == ["r0", "r3", "r2", "r1"]
 
 
@@ -195,7 +195,7 @@ def test_a_run_keeps_pythons_garbage_collector_away_and_restores_it() -> None:
         seen.append(gc.isenabled())
         yield request_of(0, 0, prompt=1, output=1)
 
-    Fleet([engine_of()]).run(Workload("one", requests()))
+    Fleet([engine_of()]).run(Workload(requests()))
     assert seen == [False] and gc.isenabled() and gc.get_freeze_count() == 0
 
 

@@ -114,7 +114,7 @@ def test_requests_are_read_while_they_are_needed() -> None:
             most = max(most, number - len(fleet._served))
             yield request_of(number, 10_000 * number, 10, 1)
 
-    fleet.run(Workload("late", requests()))
+    fleet.run(Workload(requests()))
     assert len(fleet._served) == 50 and most <= 2
 
 

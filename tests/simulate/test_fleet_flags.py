@@ -115,7 +115,7 @@ def test_swapped_blocks_take_the_links_of_all_devices_to_host_memory(
 ) -> None:
     engine = EngineConfig("llama-3.1-8b", num_kv_blocks=500, preemption_mode="swap", **layout)
     plan = plan_fleet(FleetConfig(), engine)
-    (simulated,) = plan.create_fleet(Workload("none", [], 16)).engines
+    (simulated,) = plan.create_fleet(Workload([], 16)).engines
     cost = plan.kinds[0].cost
     assert isinstance(cost, Roofline)
     block_bytes = 16 * 32 * 2 * 8 * 128 * 2

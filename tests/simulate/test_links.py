@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Callable
 
+from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.links import Links
 from nanovllm.simulate.workload import SECOND
-
-
-class Clock:
-    """A virtual clock and its events."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._events: list[tuple[int, int, Callable[[], None]]] = []
-        self._num_events = 0
-
-    def at(self, time: int, action: Callable[[], None]) -> None:
-        assert time >= self.now
-        self._num_events += 1
-        heapq.heappush(self._events, (time, self._num_events, action))
-
-    def run(self) -> None:
-        while self._events:
-            self.now, _, action = heapq.heappop(self._events)
-            action()
+from tests.simulate.engines import engine_of, workload_of
 
 
 def times_of(
     transfers: list[tuple[int, int, int, int]], bandwidth: float, latency: int = 0
 ) -> tuple[list[int], Links]:
     """When transfers (begin, source, target, bytes) arrive."""
-    clock = Clock()
-    links = Links(lambda engine: bandwidth, latency, clock.at, lambda: clock.now)
+    clock = Fleet([engine_of()])
+    links = Links(clock, lambda engine: bandwidth, latency)
     ends = [0] * len(transfers)
 
     def begin(number: int, source: int, target: int, num_bytes: int) -> None:
@@ -45,7 +26,7 @@ def times_of(
 
     for number, (at, source, target, num_bytes) in enumerate(transfers):
         clock.at(at, lambda n=number, s=source, t=target, b=num_bytes: begin(n, s, t, b))  # type: ignore[misc]
-    clock.run()
+    clock.run(workload_of())
     return ends, links
 
 

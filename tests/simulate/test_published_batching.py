@@ -160,7 +160,7 @@ def serve(
     if policy == "in_turns":
         scheduler.fill = in_turns()
     engine = SimulatedEngine(scheduler, YiCost())
-    return Fleet([engine]).run(Workload("sarathi", requests_of(lengths, rate, count)))
+    return Fleet([engine]).run(Workload(requests_of(lengths, rate, count)))
 
 
 def median_ttft(result: FleetResult) -> float:

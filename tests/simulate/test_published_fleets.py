@@ -104,7 +104,7 @@ def llmd_stage(policy: str, rate: int) -> Routed:
         lambda r: make.prompt_names(r.prefix_ids, r.num_prompt_tokens),
         refresh=SECOND // 20,
     )
-    result = Fleet(engines, router).run(Workload("llm-d", llmd_requests(rate), LLMD_BLOCK))
+    result = Fleet(engines, router).run(Workload(llmd_requests(rate), LLMD_BLOCK))
     stage = [request for request in result.requests if request.arrival > 100 * SECOND]
     begin = min(request.arrival for request in stage)
     times = [(request.first_token or 0) - request.arrival for request in stage]
@@ -283,7 +283,7 @@ def meets_targets(tp_prefill: int, tp_decode: int, rate_per_gpu: float, runs: in
             first_token="prefill",
         )
         requests = sharegpt_requests(rate_per_gpu * (tp_prefill + tp_decode), seed)
-        for served in fleet.run(Workload("ShareGPT", requests)).requests:
+        for served in fleet.run(Workload(requests)).requests:
             assert served.first_token is not None and served.last_token is not None
             first.append(served.first_token - served.arrival)
             decoding = served.last_token - served.first_token

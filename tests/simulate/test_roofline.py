@@ -86,7 +86,6 @@ def tokens_per_second(model, workload):
     fleet = Fleet([SimulatedEngine(scheduler, cost, steps_ahead=1)])
     result = fleet.run(
         Workload(
-            workload.name,
             [
                 WorkloadRequest(
                     request_id=str(index),
@@ -95,7 +94,7 @@ def tokens_per_second(model, workload):
                     num_output_tokens=request.max_tokens,
                 )
                 for index, request in enumerate(requests)
-            ],
+            ]
         )
     )
     return sum(request.max_tokens for request in requests) * SECOND / result.duration

@@ -118,10 +118,8 @@ def serve_by(router: Router, case: Case, refresh: int, fast: bool) -> dict[str, 
     by_policy = PolicyRouter(
         router, engines, lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens), refresh
     )
-    fleet = Fleet(engines, by_policy, config.given.scheduling_policy == "priority")
-    workload = Workload(
-        "random", case.requests, case.prefix_block_size, names_outputs=case.names_outputs
-    )
+    fleet = Fleet(engines, by_policy)
+    workload = Workload(case.requests, case.prefix_block_size, names_outputs=case.names_outputs)
     return state_of(fleet, fleet.run(workload))
 
 

@@ -197,7 +197,7 @@ def serve(
 
 def simulate(fleet: FleetPlan, requests: Sequence[WorkloadRequest]) -> FleetResult:
     """Serve the same requests on a simulated engine."""
-    workload = Workload("live", requests, BLOCK_SIZE)
+    workload = Workload(requests, BLOCK_SIZE)
     return fleet.create_fleet(workload).run(workload)
 
 

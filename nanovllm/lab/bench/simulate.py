@@ -94,7 +94,7 @@ def _seconds(
     ]
     fleet = Fleet(engines)
     start = time.process_time()
-    fleet.run(Workload("bench", requests, 512))
+    fleet.run(Workload(requests, 512))
     return (time.process_time() - start) / len(requests)
 
 
