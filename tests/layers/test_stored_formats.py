@@ -218,8 +218,9 @@ def test_8_bit_rows_of_any_length(tmp_path: pathlib.Path, variant: Callable[...,
 def two_formats(second: str, target: str) -> dict[str, Any]:
     """A `quantization_config` in which some layers have another format than `PACKED`."""
     first = FORMATS[PACKED][4]
-    other = FORMATS[second][4]["config_groups"]["group_0"] | {"targets": [target]}
-    groups = {"group_0": first["config_groups"]["group_0"], "group_1": other}
+    one = first["config_groups"]["group_0"]
+    other = FORMATS[second][4]["config_groups"]["group_0"]
+    groups = {"group_0": dict(one), "group_1": other | {"targets": [target]}}
     return first | {"format": "mixed-precision", "config_groups": groups}
 
 

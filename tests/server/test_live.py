@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -500,11 +500,10 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
 # ---------------------------------------------------------------- over HTTP
 
 
-@pytest.fixture(scope="module")
-def guarded(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server with a key that shows texts."""
-    folder = tmp_path_factory.mktemp("guarded")
-    with ServerProcess(tiny_model, folder, "--api-key", "open sesame", "--show-text") as running:
+@pytest.fixture
+def guarded(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[ServerProcess]:
+    """A server with a key that shows texts. Each test has its own: one ends it."""
+    with ServerProcess(tiny_model, tmp_path, "--api-key", "open sesame", "--show-text") as running:
         yield running
 
 
