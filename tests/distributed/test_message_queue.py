@@ -264,7 +264,7 @@ def test_a_writer_that_dies_is_noticed_and_nothing_is_left(start):
 def test_an_idle_reader_takes_no_processor(start):
     queue = MessageQueue.create(1)
     reader = MessageQueue.attach(queue.handle, 0)
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(TimeoutError):
         reader.get(1.0)
-    assert time.process_time() - began < 0.2
+    assert time.thread_time() - began < 0.2

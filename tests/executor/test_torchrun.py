@@ -285,12 +285,13 @@ def test_a_server_on_two_ranks_answers_and_drains(
     text = make_tokenizer().decode(reference_tokens(str(tiny_model), PROMPT, 20))
     with Job(with_positions(tiny_model, tmp_path), tmp_path, "--num-kv-blocks", "2048") as job:
         assert job.complete(20).json()["choices"][0]["text"] == text
-        request = Request(job, 1500)
+        # torchrun gives all processes 30 seconds to end.
+        request = Request(job, 500)
         wait_until_running(job)
         job.process.terminate()  # torchrun passes the signal on to all processes of all ranks
         response, _ = request.answer()
         assert response.status_code == 200, response.text
-        assert response.json()["usage"]["completion_tokens"] == 1500
+        assert response.json()["usage"]["completion_tokens"] == 500
         wait_until(lambda: job.is_over, SOON, "torchrun and all ranks have ended")
         assert are_gone(job.processes) and "the engine is dead" not in job.text
 

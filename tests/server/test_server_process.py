@@ -192,7 +192,8 @@ def test_a_signal_lets_running_requests_end(
     trace = tmp_path / "run.jsonl"
     model = with_positions(tiny_model, tmp_path)
     lasting = LONG | {"n": 4, "max_tokens": 1000}
-    with ServerProcess(model, tmp_path, "--trace", str(trace), "--num-kv-blocks", "2048") as server:
+    options = ["--trace", str(trace), "--num-kv-blocks", "2048", "--shutdown-timeout", "300"]
+    with ServerProcess(model, tmp_path, *options) as server:
         with ThreadPoolExecutor(2) as pool:
             whole = pool.submit(
                 httpx.post, f"{server.url}/v1/completions", json=lasting, timeout=300
