@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _has_lost_reader():
             raise  # it was another pipe, or a socket
         return 128 + signal.SIGPIPE
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return 128 + signal.SIGPIPE  # rich, which prints tables, would exit with 1
 
 
 def _has_lost_reader() -> bool:

@@ -181,6 +181,13 @@ def run(arguments: argparse.Namespace) -> int:
             "--slo-attainment has no effect without --find-load: set it, too, or omit "
             "--slo-attainment"
         )
+    workload = arguments.workload
+    reads_again = arguments.find_load or arguments.sweep
+    if reads_again and os.path.exists(workload or "") and pathlib.Path(workload).is_fifo():
+        raise UsageError(
+            f"--workload {workload} is a pipe, which can be read once, and --find-load and "
+            "--sweep read it several times: name a file"
+        )
     if arguments.calibrate is not None:
         for name in ("sweep", "find_load", "perfetto", "json"):
             if vars(arguments)[name]:

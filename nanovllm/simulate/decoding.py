@@ -135,6 +135,7 @@ class DecodingQueues(Queues):
                     start = request.num_computed_tokens - 1
                     share = ScheduledRequest(request.request_id, start, 1, [], [], samples=1)
                     plan.requests.append(share)
+                    plan.requests.context -= start + 1
         request.is_member = request.is_ending = False
         request.last_step = request.event = NEVER
 

@@ -32,12 +32,14 @@ class StepInFlight(msgspec.Struct, gc=False):
     Attributes:
         start: when it was planned, or when the step before it ended, if that was later.
         end: when its result arrives.
+        num_held_blocks: KV blocks that requests hold in it.
         record: see `Recorder.begin`.
     """
 
     plan: SchedulerOutput
     start: int
     end: int
+    num_held_blocks: int
     record: StepRecord | None = None
 
 
@@ -221,11 +223,15 @@ class SimulatedEngine:
 
     def drop_steps(self, now: int) -> None:
         """End the steps in flight without results: the engine has failed, and their requests were
-        aborted. Their time does not count; their tokens do, since they were planned."""
+        aborted. They never run, so they do not count. None of them has drafts, which are made from
+        the result of the step before."""
         while self._in_flight:
             step = self._in_flight.popleft()
             step.end = step.start
             self._take(step)
+            work = work_of(step.plan)
+            self._totals.num_prefill_tokens -= step.plan.num_tokens - work.num_decodes
+            self._count(-1, -work.num_decodes, -work.decode_context, 0, -step.num_held_blocks)
         self._totals.busy -= max(0, self._stage_ends[-1] - now)
         self._stage_ends = [min(end, now) for end in self._stage_ends]
         self.end = None
@@ -260,7 +266,7 @@ class SimulatedEngine:
         if self.group is not None:
             self.group.ahead = len(self._in_flight)
             self.group.planned += 1
-        self._in_flight.append(StepInFlight(plan, start, end, record))
+        self._in_flight.append(StepInFlight(plan, start, end, held, record))
 
     def _pass_stages(self, start: int, time: int, work: StepWork) -> int:
         """Let a step pass through all stages. Returns when the last one ends."""
@@ -443,6 +449,7 @@ class SimulatedEngine:
         group.ahead = self.steps_ahead
         self._count_waits(run.num_steps - run.first_wait)
         held = group.advance(run.num_steps)
+        last_held = group.manager.pool.num_blocks - group.manager.pool.num_free
         ended = self._take(self._in_flight.popleft()) if self._in_flight else []
         num_steps = run.num_steps
         size = run.size
@@ -459,7 +466,8 @@ class SimulatedEngine:
             self._count_waits(int(run.first_wait <= num_steps and group.size > 0))
             self._plan_after(end)
         elif self.steps_ahead:
-            self._in_flight.append(StepInFlight(group.plan_silently(), last_end, end))
+            plan = group.plan_silently()
+            self._in_flight.append(StepInFlight(plan, last_end, end, last_held))
         group.taken += run.num_results
         group.last_end = last_end
         if run.ends:
@@ -482,6 +490,7 @@ class SimulatedEngine:
             return
         base, per_context = self.cost.decode(size)
         time = base + per_context * context
-        self._count(1, size, context, time, group.advance(1))
+        held = group.advance(1)
+        self._count(1, size, context, time, held)
         end = self._stage_ends[0] = start + time
-        self._in_flight.append(StepInFlight(group.plan_silently(), start, end))
+        self._in_flight.append(StepInFlight(group.plan_silently(), start, end, held))

@@ -35,7 +35,11 @@ FORMATS = (
     "Response tokens), or one from nanovllm serve --trace or vllm bench serve --save-detailed"
 )
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+# Bytes of a line. A result of `vllm bench serve` is a single line of JSON.
+MAX_JSON = 2**30
+MAX_LINE = 2**20
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+BOM = b"\xef\xbb\xbf"
 MOONCAKE_BLOCK_SIZE = 512
 # Columns of time and lengths in CSV files of Azure (AzurePublicDataset) and BurstGPT (arXiv
 # 2401.17644).
@@ -77,7 +81,7 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
             or one that is earlier than the one before; the message has its row and column.
     """
     lines = _lines(path)
-    first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
+    first = next(lines, b"").removeprefix(BOM)
     keys = _keys(first)
     whole = itertools.chain([first], lines)
     block_size = MOONCAKE_BLOCK_SIZE
@@ -89,7 +93,7 @@ def read_workload(path: str | Path, speedup: float = 1.0, limit: int | None = No
         from nanovllm.simulate.recorded import traced_workload
         from nanovllm.trace.trace import read_trace
 
-        recorded, _, records = read_trace(path)
+        recorded, _, records = read_trace(path, data=b"".join(whole))
         block_size = recorded.block_size or block_size
         requests = traced_workload(records, block_size)
     elif "request_throughput" in keys or first.strip() == b"{":
@@ -113,7 +117,12 @@ def _lines(path: str | Path) -> Iterator[bytes]:
         with open(path, "rb") as file:
             is_compressed = file.peek(2)[:2] == GZIP_MAGIC
             # A buffer above finds lines faster than `GzipFile` does.
-            yield from io.BufferedReader(gzip.GzipFile(fileobj=file)) if is_compressed else file
+            lines = io.BufferedReader(gzip.GzipFile(fileobj=file)) if is_compressed else file
+            most = MAX_JSON if b"{" in lines.peek(len(BOM) + 1)[: len(BOM) + 1] else MAX_LINE
+            for number, line in enumerate(iter(lambda: lines.readline(most), b""), start=1):
+                if len(line) == most:
+                    raise UsageError(f"{path}, row {number} has {most:,} bytes or more: {FORMATS}")
+                yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"{path} is damaged: {error}") from error
     except OSError as error:

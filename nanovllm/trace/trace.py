@@ -141,20 +141,25 @@ class Trace:
 
 
 def read_trace(
-    path: FilePath, partial: bool = False
+    path: FilePath, partial: bool = False, data: bytes | None = None
 ) -> tuple[TraceSettings, list[bytes], Iterator[StepRecord]]:
     """The settings of a trace, its other lines, each without its end, and their records, which are
     read while they are asked for.
 
     Args:
         partial: leave out a last line that was cut off.
+        data: the content of the file, if it was read already, as pipes are only once.
 
     Raises:
         TraceError: not a trace, of another version, or cut off in the middle of a line; or, while
             records are read, a damaged line.
         OSError: there is no such file.
     """
-    data = pathlib.Path(path).read_bytes()
+    if data is None:
+        with open(path, "rb") as file:
+            first = file.peek(len(GZIP_MAGIC))
+            # What is no trace may have no end, such as a device.
+            data = file.read() if first.startswith((GZIP_MAGIC, b"{")) else first
     compressed_whole = True
     if data.startswith(GZIP_MAGIC):
         decompressor = zlib.decompressobj(wbits=31)

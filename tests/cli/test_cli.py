@@ -313,6 +313,10 @@ def test_the_port_that_is_named_is_not_the_next_one_if_that_is_taken() -> None:
     [
         ("", ["simulate", "--num-prompts", "3", "--json"]),
         ("1", ["simulate", "--num-prompts", "3", "--json"]),
+        # Rich has an answer of its own to a closed pipe.
+        ("", ["simulate", "--num-prompts", "3"]),
+        ("1", ["simulate", "--num-prompts", "3"]),
+        ("", ["simulate", "--list", "--machine", "H100"]),
         ("", ["simulate", "--help"]),
         ("", ["--version"]),
     ],

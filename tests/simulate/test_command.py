@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -258,6 +259,18 @@ def test_the_highest_rate_keeps_the_objectives(capsys: pytest.CaptureFixture[str
     rate = found["request_rate"]
     beyond = results(capsys, *words, "--request-rate", str(rate * 1.03))
     assert beyond["slo_attainment"] < 0.8
+
+
+@pytest.mark.parametrize(
+    "words", [["--find-load", "--goodput", "ttft:9"], ["--sweep", "replicas=1,2"]]
+)
+def test_a_pipe_is_not_read_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    assert main(["simulate", "--workload", str(path), *words]) == 2
+    assert f"--workload {path} is a pipe, which can be read once" in capsys.readouterr().err
 
 
 def test_the_picture_does_not_replace_the_workload(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
+from nanovllm.core.recorder import Recorder
+from nanovllm.core.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.data.request import EngineOutput
 from nanovllm.router.policies import Router, RouterState
 from nanovllm.simulate.assembly import create_engine
 from nanovllm.simulate.engine import SimulatedEngine
@@ -14,6 +18,7 @@ from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import FleetResult, ServedRequest
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import WorkloadRequest
+from nanovllm.trace.record import StepRecord
 from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
 
 # With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.
@@ -138,7 +143,73 @@ def test_a_step_that_was_planned_ahead_of_a_failure_never_runs(fast: bool) -> No
     assert (failed.outcome, failed.num_output_tokens) == ("failed", 2)
     assert (after.outcome, after.first_token) == ("length", 3500 + 2010), "its replacement is ready"
     assert result.duration == 5510
-    assert result.replicas[0].busy == 3121 + 2010
+    (counters,) = result.replicas
+    assert counters.busy == 3121 + 2010
+    assert (counters.num_steps, counters.num_prefill_tokens) == (3, 10 + 10)
+    # One decode, which attends to 11 tokens; it holds 3 blocks, as each of the prompts does.
+    assert (counters.num_decodes, counters.decode_context) == (1, 11)
+    assert counters.num_held_blocks == 3 * 3
+
+
+class PlanKeeper(Recorder):
+    """Keeps the plans of the steps that have run."""
+
+    def __init__(self) -> None:
+        self.plans: list[SchedulerOutput] = []
+
+    def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord | None:
+        """Let the plan take the place of a record."""
+        return plan  # type: ignore[return-value]
+
+    def finish(
+        self,
+        record: object,
+        duration: float,
+        result: ModelRunnerOutput,
+        outputs: Sequence[EngineOutput],
+    ) -> None:
+        """Keep the plan of a step that was not dropped."""
+        if duration:
+            assert isinstance(record, SchedulerOutput)
+            self.plans.append(record)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_totals_are_those_of_the_steps_that_have_run(seed: int) -> None:
+    rng = random.Random(seed)
+    config = config_of(
+        block_size=4, max_num_seqs=8, max_num_batched_tokens=8, pipeline_parallel_size=3
+    )
+    engine = create_engine(SimulatedEngine, config, AffineCost(), fast=False)
+    engine.recorder = keeper = PlanKeeper()
+    fleet = UnreliableFleet([engine], None, [Outage(0, rng.randint(3000, 9000), None)])
+    requests = [request_of(i, 10 * i, rng.randint(4, 20), 9) for i in range(6)]
+    (counters,) = fleet.run(workload_of(*requests)).replicas
+    assert counters.num_steps == len(keeper.plans)
+    num_tokens = sum(plan.num_tokens for plan in keeper.plans)
+    assert counters.num_prefill_tokens + counters.num_decodes == num_tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_failures_count_equally_when_steps_are_made_in_one_call(seed: int) -> None:
+    totals = []
+    for fast in (False, True):
+        rng = random.Random(seed)
+        config = config_of(
+            num_blocks=rng.choice([20, 100]),
+            block_size=4,
+            async_scheduling=True,
+            max_num_seqs=rng.choice([3, 8]),
+            max_num_batched_tokens=rng.choice([8, 64]),
+        )
+        engines = [create_engine(SimulatedEngine, config, AffineCost(), fast=fast) for _ in "ab"]
+        outages = [Outage(i, rng.randint(3000, 40_000), [None, 45_000][i]) for i in range(2)]
+        requests = [
+            request_of(i, 1500 * i, rng.randint(2, 30), rng.randint(1, 30)) for i in range(20)
+        ]
+        result = UnreliableFleet(engines, None, outages).run(workload_of(*requests))
+        totals.append(result.replicas)
+    assert totals[0] == totals[1]
 
 
 @pytest.mark.parametrize("seed", range(20))

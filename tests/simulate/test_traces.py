@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from nanovllm.data.errors import UsageError
 from nanovllm.data.trace_settings import TraceSettings
-from nanovllm.simulate.traces import read_workload
+from nanovllm.simulate.traces import MAX_LINE, read_workload
 from nanovllm.simulate.workload import SECOND, WorkloadRequest
 from nanovllm.trace.record import Arrival
 from nanovllm.trace.trace import StepRecord, Trace, TracedRequest
@@ -259,3 +260,36 @@ def test_what_is_no_text_is_reported_in_a_line(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UsageError, match="directory: name a file"):
             read(path)
+
+
+@pytest.mark.parametrize("content", ["\0", "a,"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_line_has_an_end(tmp_path: Path, content: str, compressed: bool) -> None:
+    data = (content * MAX_LINE)[:MAX_LINE].encode()
+    path = write(tmp_path, gzip.compress(data) if compressed else data)
+    with pytest.raises(UsageError, match=rf"row 1 has {MAX_LINE:,} bytes or more: name a file"):
+        read(path)
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_result_in_a_single_line_may_be_longer(tmp_path: Path, mark: str) -> None:
+    text = json.dumps(BENCH | {"generated_texts": ["x" * MAX_LINE]})
+    assert len(read(write(tmp_path, mark + text))) == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="no such device")
+def test_a_device_without_an_end_is_no_workload() -> None:
+    with pytest.raises(UsageError, match="/dev/zero, row 1 has"):
+        read(Path("/dev/zero"))
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path) -> None:
+    arrivals = [Arrival(time=time, max_tokens=1) for time in (0.25, 1.75)]
+    path = trace_of(tmp_path / "run.jsonl", *arrivals)
+    read_end, write_end = os.pipe()
+    os.write(write_end, path.read_bytes())
+    os.close(write_end)
+    try:
+        assert read(Path(f"/dev/fd/{read_end}")) == read(path)
+    finally:
+        os.close(read_end)

@@ -388,6 +388,12 @@ def test_a_foreign_file(content: bytes, compressed: bool, tmp_path: pathlib.Path
         Trace.load(path)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="no such device")
+def test_a_device_without_an_end_is_no_trace() -> None:
+    with pytest.raises(TraceError, match="/dev/zero is not a nanovllm trace"):
+        Trace.load("/dev/zero")
+
+
 def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_text('{"nanovllm_trace": 1, "settings": {}}\n')
