@@ -63,7 +63,7 @@ def test_make_runs_nothing_if_a_package_is_unknown() -> None:
     packages = ".venv/site/node_modules/.package-lock.json"  # npm's
     made = [f"-o{target}" for target in ("browser", "servers", packages)]
     command = ["make", *made, program, "test", "PACKAGE=schedular"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode != 0 and "there is no package 'schedular'" in run.stderr
     assert "Tests in" not in run.stdout
 

@@ -367,7 +367,7 @@ def test_the_command_line_refuses_it_with_2(nine_heads: pathlib.Path) -> None:
         "-tp",
         "2",
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert (
         "9 attention heads" in ended.stderr and "tensor_parallel_size may be 1 or 3" in ended.stderr

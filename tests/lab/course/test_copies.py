@@ -55,7 +55,7 @@ def test_a_copy_that_was_run_leaves_git_status_clean(root: Path) -> None:
     before = git(root, "status", "--porcelain")
     copy_lectures(root)
     copy = root / FOLDER / "10_first.ipynb"
-    assert run(copy, root, timeout=60)
+    assert run(copy, root, timeout=300)
     assert "blue" in copy.read_text()
     assert git(root, "status", "--porcelain") == before
 
