@@ -12,18 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from nanovllm.assembly.flags import SHORT_FLAGS, Parser, add_flags, words_of
+from nanovllm.assembly.flags import SHORT_FLAGS, Parser, add_flags
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.simulate.arrivals import SyntheticWorkload
 from nanovllm.simulate.settings import (
     DEFAULT_MODEL,
+    ENGINE_FLAGS,
     ENGINE_GROUPS,
     FLEET_GROUPS,
     FleetConfig,
+    check_needed,
     create,
+    flag_of,
     known_settings,
+    name_of,
 )
 
 MODEL_HELP = (
@@ -39,7 +43,18 @@ EXAMPLES = """examples:
   nanovllm simulate --list --machine MI300X --model glm-4.6
 """
 # Flags of what the command does, besides the settings of a simulation.
-RUNS = "sweep", "find_load", "calibrate", "replay", "by_time", "perfetto", "processes", "ray"
+RUNS = (
+    *("list", "sweep", "find_load", "calibrate", "replay", "by_time", "perfetto", "processes"),
+    *("ray", "json"),
+)
+# What the command does instead of simulating, each with the settings that have an effect then.
+INSTEAD = {
+    "list": ("machine", "model", "json"),
+    "replay": ("by_time", "json"),
+    "calibrate": ENGINE_FLAGS,
+}
+# Flags that have an effect only with another one, besides `NEEDED_FLAGS`.
+NEEDED_BY_RUNS = {"--ray": "--sweep", "--processes": "--sweep", "--slo-attainment": "--find-load"}
 
 
 @dataclass(frozen=True)
@@ -157,30 +172,22 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: settings or files that cannot be used.
     """
-    given = {name: vars(arguments)[name] for name in known_settings()}
+    values = vars(arguments)
     settings = {
-        name: str(value) if isinstance(value, Default) else value for name, value in given.items()
+        name: str(values[name]) if isinstance(values[name], Default) else values[name]
+        for name in known_settings()
     }
+    given = given_flags(arguments)
+    refuse_idle(given)
     if arguments.list:
-        refuse_idle("--list", arguments, ("machine", "model"))
-        names = (given[name] for name in ("machine", "model"))
-        machine, model = (None if isinstance(name, Default) else name for name in names)
+        machine, model = (
+            values[name] if flag_of(name) in given else None for name in ("machine", "model")
+        )
         return run_list(machine, model, arguments.json)
     if arguments.replay is not None:
-        refuse_idle("--replay", arguments, ("replay", "by_time"))
         return run_replay(arguments.replay, arguments.by_time, arguments.json)
     if arguments.by_time is not None:
         raise UsageError("--by-time is for replays: name a trace with --replay")
-    for flag in ("ray", "processes"):
-        if vars(arguments)[flag] and not arguments.sweep:
-            raise UsageError(
-                f"--{flag} has no effect without --sweep: set it, too, or omit --{flag}"
-            )
-    if settings["slo_attainment"] != FleetConfig.slo_attainment and not arguments.find_load:
-        raise UsageError(
-            "--slo-attainment has no effect without --find-load: set it, too, or omit "
-            "--slo-attainment"
-        )
     workload = arguments.workload
     reads_again = arguments.find_load or arguments.sweep
     if reads_again and os.path.exists(workload or "") and pathlib.Path(workload).is_fifo():
@@ -189,12 +196,6 @@ def run(arguments: argparse.Namespace) -> int:
             "--sweep read it several times: name a file"
         )
     if arguments.calibrate is not None:
-        for name in ("sweep", "find_load", "perfetto", "json"):
-            if vars(arguments)[name]:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} has no effect with --calibrate, which simulates "
-                    "nothing: omit it"
-                )
         run_calibration(settings, arguments.calibrate)
     elif arguments.sweep:
         run_sweep(settings, arguments)
@@ -203,22 +204,36 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_idle(flag: str, arguments: argparse.Namespace, used: Sequence[str]) -> None:
-    """Reject flags that have no effect with the given one.
-
-    Args:
-        used: flags that have an effect.
-    """
-    values = vars(arguments)
-    given = [name for name in RUNS if values[name]]
+def settings_parser() -> Parser:
+    """Return a parser of the flags of one simulation."""
     parser = Parser(prog="nanovllm simulate", add_help=False)
     add_settings(parser)
-    defaults = vars(parser.parse_args([]))
+    return parser
+
+
+def given_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags that are not at their defaults."""
+    values = vars(arguments)
+    given = [name for name in RUNS if values[name] not in (None, False, [])]
+    defaults = vars(settings_parser().parse_args([]))
     given += [name for name, default in defaults.items() if values[name] != default]
-    for name in given:
-        if name not in used:
-            idle = f"{'no-' if values[name] is False else ''}{name.replace('_', '-')}"
-            raise UsageError(f"--{idle} has no effect with {flag}: omit one of them")
+    return [flag_of(f"no_{name}" if values[name] is False else name) for name in given]
+
+
+def refuse_idle(given: Sequence[str]) -> None:
+    """Reject flags that have no effect with others of the given ones, or without others.
+
+    Raises:
+        UsageError: one has no effect.
+    """
+    for name, used in INSTEAD.items():
+        idle = [flag for flag in given if name_of(flag) not in (name, *used)]
+        if flag_of(name) in given and idle:
+            raise UsageError(f"{idle[0]} has no effect with {flag_of(name)}: omit one of them")
+    check_needed(given, NEEDED_BY_RUNS)
+    for several in ("--sweep", "--find-load"):
+        if several in given and "--perfetto" in given:
+            raise UsageError(f"--perfetto shows one simulation: omit {several}")
 
 
 def run_list(machine: str | None, model: str | None, as_json: bool) -> int:
@@ -243,8 +258,6 @@ def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> N
     # The last garbage collection, while the process ends, would look at all requests.
     atexit.register(gc.freeze)
     path = arguments.perfetto
-    if arguments.find_load and path is not None:
-        raise UsageError("--perfetto shows one simulation: omit --find-load")
     if path is not None:
         check_writable("--perfetto", path)
         workload = arguments.workload
@@ -264,8 +277,6 @@ def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> 
     from nanovllm.simulate.simulation import find_load, simulate
     from nanovllm.simulate.sweep import combinations, mark_frontier, run_all, with_point
 
-    if arguments.perfetto is not None:
-        raise UsageError("--perfetto shows one simulation: omit --sweep")
     points = combinations(parse_sweep(arguments.sweep))
     summaries = run_all(
         find_load if arguments.find_load else simulate,
@@ -309,12 +320,6 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
     from nanovllm.simulate.calibrate import calibrate
     from nanovllm.simulate.measured import check_writable, write_cost
 
-    for idle in (create(FleetConfig, settings), create(SyntheticWorkload, settings)):
-        for word in words_of(idle):
-            raise UsageError(
-                f"{word.partition('=')[0]} has no effect with --calibrate, which measures one "
-                "engine with loads of its own: omit it"
-            )
     check_writable("--calibrate", path)
     cost = calibrate(create(EngineConfig, {**settings, "data_parallel_size": 1}))
     write_cost(cost, path)
@@ -332,8 +337,7 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
     Raises:
         UsageError: not a list, or an unknown setting.
     """
-    parser = Parser(prog="nanovllm simulate", add_help=False)
-    add_settings(parser)
+    parser = settings_parser()
     long_names = {flag: name for name, flags in SHORT_FLAGS.items() for flag in flags}
     lists: dict[str, list[object]] = {}
     for word in words:
@@ -348,10 +352,10 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
             raise UsageError(f"--sweep must be a list such as replicas=1,2,4, got {word!r}")
         lists[key] = []
         for value in split_values(values):
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             words_of_value = [".".join([flag, *parts]) + f"={value}"]
             if not parts:
-                switches = {"true": [flag], "false": [f"--no{flag.removeprefix('-')}"]}
+                switches = {"true": [flag], "false": [flag_of(f"no_{name}")]}
                 words_of_value = switches.get(value.lower(), words_of_value)
             found = vars(parser.parse_args(words_of_value))[name]
             if parts:

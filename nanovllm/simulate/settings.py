@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -213,12 +213,7 @@ class FleetConfig(Keywords):
                 "--replicas has no effect with --prefill and --decode, which count the engines: "
                 "omit it"
             )
-        given = {word.partition("=")[0] for word in words_of(self)}
-        for flag, needed in NEEDED_FLAGS.items():
-            if flag in given and needed not in given:
-                raise ValueError(
-                    f"{flag} has no effect without {needed}: set it, too, or omit {flag}"
-                )
+        check_needed({word.partition("=")[0] for word in words_of(self)}, NEEDED_FLAGS)
         if self.weights and self.routing_policy in ("random", "round_robin"):
             raise ValueError(
                 "--routing-weights needs --routing-policy load, estimated or precise, got "
@@ -254,6 +249,31 @@ class FleetConfig(Keywords):
         return shares
 
 
+def check_needed(given: Collection[str], needed_flags: Mapping[str, str]) -> None:
+    """Check that flags which others need are set, too.
+
+    Args:
+        given: flags that are not at their defaults.
+        needed_flags: by flag, the one without which it has no effect.
+
+    Raises:
+        UsageError: one of these is missing.
+    """
+    for flag, needed in needed_flags.items():
+        if flag in given and needed not in given:
+            raise UsageError(f"{flag} has no effect without {needed}: set it, too, or omit {flag}")
+
+
+def flag_of(name: str) -> str:
+    """Return the flag that sets a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def name_of(flag: str) -> str:
+    """Return the setting that a flag sets."""
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
 def parse_role(flag: str, text: str) -> dict[str, object]:
     """Read the settings of a role from JSON. Names may have dashes, as flags have.
 
@@ -271,7 +291,7 @@ def parse_role(flag: str, text: str) -> dict[str, object]:
         if name not in ROLE_SETTINGS and name in known_settings():
             raise UsageError(
                 f"{flag} cannot have {name}, which is the same for all engines: set "
-                f"--{name.replace('_', '-')} instead"
+                f"{flag_of(name)} instead"
             )
         if name not in ROLE_SETTINGS:
             raise UsageError(f"{flag}: no setting {name!r}{did_you_mean(name, ROLE_SETTINGS)}")

@@ -13,7 +13,7 @@ import msgspec
 from nanovllm.data.errors import UsageError
 from nanovllm.data.json import JsonObject
 from nanovllm.simulate.report import Summary, num_lost
-from nanovllm.simulate.settings import NEEDED_FLAGS
+from nanovllm.simulate.settings import NEEDED_FLAGS, flag_of, name_of
 
 Settings = Mapping[str, object]
 # The times that the frontier compares.
@@ -43,7 +43,7 @@ def with_point(settings: Settings, point: Settings) -> dict[str, object]:
         if not parts:
             found[whole] = value
             continue
-        flag = f"--{whole.replace('_', '-')}"
+        flag = flag_of(whole)
         try:
             data = msgspec.json.decode(str(found.get(whole) or "{}"), type=JsonObject)
         except (ValueError, RecursionError) as error:
@@ -74,11 +74,6 @@ def idle_settings(settings: Settings, point: Settings) -> list[str]:
     )
     is_swept = any(name in point for name in (*sizes, *modes))
     return [*idle, "kv_offloading_bandwidth"] if is_swept and not uses_host else idle
-
-
-def name_of(flag: str) -> str:
-    """Return the setting that a flag sets."""
-    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def run_all(
