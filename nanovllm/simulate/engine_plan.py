@@ -28,12 +28,12 @@ from nanovllm.simulate.disaggregated import (
 )
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
-from nanovllm.simulate.machines import GIB, Machine, find_machine
+from nanovllm.simulate.machines import GIB, find_machine
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, ModelShape, find_model
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import ReplicaCounters
-from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks
+from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks, longest_part
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.runner import SimulatedRunner
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create
@@ -201,7 +201,7 @@ class EnginePlan:
             prefills=[(0, count) for count in counts if count],
             num_samples=num_decodes,
         )
-        part = self.cost.bottleneck(work)
+        part = longest_part(self.cost.parts(work))
         return f"{part.name} ({part.bound})"
 
 
@@ -233,18 +233,25 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         )
     if in_lock_step:
         engine = create(EngineConfig, vars(engine) | {"async_scheduling": False})
-    if config.acceptance:
-        engine = _with_drafts(engine, len(config.acceptance))
     tp = layout.tensor_parallel_size
     kv_bytes_per_token = model.kv_bytes_per_token(tp) * tp
+    cost = create_cost(model, machine, layout)
+    resolved = _resolve(
+        engine,
+        num_drafts=len(config.acceptance),
+        max_len=model.config.max_position_embeddings,
+        fitting=kv_blocks(model, machine, layout, engine.block_size, engine.gpu_memory_utilization),
+        bytes_per_token=model.kv_bytes_per_token(tp) / layout.pipeline_parallel_size,
+        on_gpu=not machine.name.startswith("laptop"),
+    )
     price = config.price_per_hour
     if price is None:
         price = machine.price_per_hour or 0.0
     return EnginePlan(
         config=config,
         count=count,
-        cost=create_cost(model, machine, layout),
-        resolved=_resolve_computed(engine, model, machine, layout),
+        cost=cost,
+        resolved=resolved,
         model_name=model.name,
         layout=f"{machine.name}, {layout}",
         kv_bytes_per_token=kv_bytes_per_token,
@@ -363,10 +370,9 @@ def _measured_plan(
         cost.tensor_parallel_size, cost.pipeline_parallel_size, config.data_parallel_size
     )
     kv_bytes_per_token = cost.kv_bytes_per_token * engine.world_size
-    if config.acceptance:
-        engine = _with_drafts(engine, len(config.acceptance))
     resolved = _resolve(
         engine,
+        num_drafts=len(config.acceptance),
         max_len=cost.max_model_len,
         fitting=cost.num_kv_blocks * cost.block_size // engine.block_size,
         bytes_per_token=cost.kv_bytes_per_token,
@@ -435,28 +441,28 @@ def blocks_in(flag: str, size: float, block_bytes: float, engine: EngineConfig) 
     return num_blocks
 
 
-def _resolve_computed(
-    engine: EngineConfig, model: ModelShape, machine: Machine, layout: Layout
-) -> ResolvedConfig:
-    bytes_per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
-    return _resolve(
-        engine,
-        max_len=model.config.max_position_embeddings,
-        fitting=kv_blocks(
-            model,
-            machine,
-            layout,
-            block_size=engine.block_size,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-        ),
-        bytes_per_token=bytes_per_token / layout.pipeline_parallel_size,
-        on_gpu=not machine.name.startswith("laptop"),
-    )
-
-
 def _resolve(
-    engine: EngineConfig, *, max_len: int, fitting: int, bytes_per_token: float, on_gpu: bool
+    engine: EngineConfig,
+    *,
+    num_drafts: int,
+    max_len: int,
+    fitting: int,
+    bytes_per_token: float,
+    on_gpu: bool,
 ) -> ResolvedConfig:
+    """Return what decides the plans of an engine.
+
+    Args:
+        num_drafts: per step of a request that decodes.
+        max_len: the longest context of the model.
+        fitting: KV blocks for which a device has memory.
+        bytes_per_token: KV of a token, in bytes, on one rank.
+
+    Raises:
+        UsageError: settings that are impossible.
+    """
+    if num_drafts:
+        engine = _with_drafts(engine, num_drafts)
     num_blocks = engine.num_kv_blocks or fitting
     try:
         engine.check_limits(max_len, num_blocks)

@@ -119,10 +119,6 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 return round((start + share * (end - start)) * SECOND)
         return round(points[-1][1] * SECOND)
 
-    def bottleneck(self, work: StepWork) -> Part:
-        """Return the part of a step that takes longest."""
-        return max(self.parts(work), key=lambda part: part.seconds)
-
     def parts(self, work: StepWork) -> list[Part]:
         """Return the parts of a step."""
         num_tokens = work.num_decodes + sum(count for _, count in work.prefills)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -130,15 +131,21 @@ def _latencies(result: FleetResult, done: Sequence[ServedRequest]) -> Summary:
     )
     summary: Summary = {}
     for name, values in times.items():
-        summary[f"mean_{name}_ms"] = sum(values) / max(1, len(values)) / MILLISECOND
-        summary[f"median_{name}_ms"] = percentile(values, 50) / MILLISECOND
-        for percent in PERCENTILES:
-            summary[f"p{percent}_{name}_ms"] = percentile(values, percent) / MILLISECOND
-    summary["mean_itl_ms"] = result.gaps.mean / MILLISECOND
-    summary["median_itl_ms"] = result.gaps.quantile(0.5) / MILLISECOND
-    for percent in PERCENTILES:
-        summary[f"p{percent}_itl_ms"] = result.gaps.quantile(percent / 100) / MILLISECOND
-    return summary
+        mean = sum(values) / max(1, len(values))
+        summary |= _spread(name, mean, partial(percentile, values))
+    gaps = result.gaps
+    return summary | _spread("itl", gaps.mean, lambda percent: gaps.quantile(percent / 100))
+
+
+def _spread(name: str, mean: float, at: Callable[[float], float]) -> Summary:
+    """Return mean, median and percentiles of a kind of times.
+
+    Args:
+        at: returns a percentile, in picoseconds, like `mean`.
+    """
+    found = {f"mean_{name}_ms": mean, f"median_{name}_ms": at(50)}
+    found |= {f"p{percent}_{name}_ms": at(percent) for percent in PERCENTILES}
+    return {key: time / MILLISECOND for key, time in found.items()}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

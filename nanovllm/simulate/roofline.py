@@ -38,6 +38,11 @@ class Part(msgspec.Struct, frozen=True):
     bound: str
 
 
+def longest_part(parts: Sequence[Part]) -> Part:
+    """Return the part that takes longest."""
+    return max(parts, key=lambda part: part.seconds)
+
+
 class Product(msgspec.Struct, frozen=True):
     """Times of the products with a matrix, in seconds.
 
@@ -133,10 +138,6 @@ class Roofline(StepCost):
             slowest = max(least * per_layer + head, (least + 1) * per_layer)
             head = (stages * slowest - layers - head) / (stages - 1)
         return round(head * SECOND)
-
-    def bottleneck(self, work: StepWork) -> Part:
-        """Return the part of a step that takes longest."""
-        return max(self.parts(work), key=lambda part: part.seconds)
 
     def parts(self, work: StepWork) -> list[Part]:
         """Return the parts of a step: one for each matrix, and others."""

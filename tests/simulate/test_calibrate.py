@@ -28,6 +28,7 @@ from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.fit import Timed, fit, fit_head
 from nanovllm.simulate.measured import HeadCost, MeasuredCost, read_cost, write_cost
 from nanovllm.simulate.plan import plan_fleet
+from nanovllm.simulate.roofline import longest_part
 from nanovllm.simulate.settings import FleetConfig
 from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.workload import SECOND
@@ -85,7 +86,7 @@ def test_steps_of_decodes_are_affine_and_the_last_line_goes_on():
         base, per_token = COST.decode(count)
         assert COST.step(StepWork(count, 5000, (), count)) == base + 5000 * per_token
     assert COST.decode(96)[0] == round((0.04 + 0.02 + 96e-4) * SECOND)
-    assert COST.bottleneck(StepWork(1, 10**6, (), 1)).name == "attention"
+    assert longest_part(COST.parts(StepWork(1, 10**6, (), 1))).name == "attention"
 
 
 def test_a_pause_delays_the_next_step():

@@ -15,7 +15,7 @@ from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
-from nanovllm.simulate.roofline import create_cost
+from nanovllm.simulate.roofline import create_cost, longest_part
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
 LAYOUTS = [
@@ -50,7 +50,7 @@ def test_steps_of_decodes_are_affine_and_more_work_takes_longer(
 
 def bottleneck(cost, work):
     """Name and bound of the part that takes longest."""
-    part = cost.bottleneck(work)
+    part = longest_part(cost.parts(work))
     return part.name, part.bound
 
 
@@ -59,7 +59,7 @@ def test_the_bottleneck_has_a_name_and_a_reason():
     assert bottleneck(cost, StepWork(1, 100, (), 1)) == ("mlp", "bytes")
     assert bottleneck(cost, StepWork(0, 0, [(0, 2048)], 1)) == ("mlp", "FLOPs")
     assert bottleneck(cost, StepWork(64, 64 * 30_000, (), 64)) == ("attention", "bytes")
-    assert cost.bottleneck(StepWork(0, 0, [(60_000, 2048)], 0)).name == "prompt attention"
+    assert longest_part(cost.parts(StepWork(0, 0, [(60_000, 2048)], 0))).name == "prompt attention"
     slow = Layout(tensor_parallel_size=8)
     cost = create_cost(find_model("llama-3.1-8b"), find_machine("L40S"), slow)
     assert bottleneck(cost, StepWork(0, 0, [(0, 2048)], 1)) == ("all-reduce", "link")
