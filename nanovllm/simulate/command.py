@@ -47,7 +47,7 @@ RUNS = (
     *("list", "sweep", "find_load", "calibrate", "replay", "by_time", "perfetto", "processes"),
     *("ray", "json"),
 )
-# What the command does instead of simulating, each with the settings that have an effect then.
+# Flags of other runs than simulations, each with the settings that have an effect then.
 INSTEAD = {
     "list": ("machine", "model", "json"),
     "replay": ("by_time", "json"),
