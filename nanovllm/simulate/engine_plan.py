@@ -33,7 +33,7 @@ from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, ModelShape, find_model
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import ReplicaCounters
-from nanovllm.simulate.roofline import Roofline, create_cost, kv_blocks, longest_part
+from nanovllm.simulate.roofline import Roofline, kv_blocks, longest_part
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.runner import SimulatedRunner
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create
@@ -235,7 +235,7 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         engine = create(EngineConfig, vars(engine) | {"async_scheduling": False})
     tp = layout.tensor_parallel_size
     kv_bytes_per_token = model.kv_bytes_per_token(tp) * tp
-    cost = create_cost(model, machine, layout)
+    cost = Roofline(model, machine, layout)
     resolved = _resolve(
         engine,
         num_drafts=len(config.acceptance),

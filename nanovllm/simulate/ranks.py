@@ -16,7 +16,7 @@ from nanovllm.executor.rank_cost import RankTimes
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.machines import Machine, find_machine
 from nanovllm.simulate.models import Layout, ModelShape, find_model
-from nanovllm.simulate.roofline import ACTIVATION_BYTES, Roofline, create_cost, kv_blocks
+from nanovllm.simulate.roofline import ACTIVATION_BYTES, Roofline, kv_blocks
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def create_rank_cost(
         expert_imbalance=sleep.expert_imbalance,
     )
     return StageCost(
-        engine=create_cost(model, machine, layout),
-        stage=create_cost(
+        engine=Roofline(model, machine, layout),
+        stage=Roofline(
             _stage_of(model, layers), machine, replace(layout, pipeline_parallel_size=1)
         ),
         is_last=layers.stop == model.config.num_layers,

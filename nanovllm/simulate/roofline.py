@@ -68,7 +68,12 @@ class Product(msgspec.Struct, frozen=True):
 
 
 class Roofline(StepCost):
-    """A `StepCost`: see `create_cost`."""
+    """The cost of a step of one engine, computed. With expert parallelism, the engines of
+    `data_parallel_size` are taken to have equal steps.
+
+    Raises:
+        UsageError: the model cannot be divided like this; the message is the engine's own.
+    """
 
     def __init__(self, model: ModelShape, machine: Machine, layout: Layout) -> None:
         layout.check(model.config)
@@ -323,17 +328,6 @@ def distinct_nodes(num_groups: int, topk_group: int, top_k: int, nodes: int) -> 
         return nodes * (1 - (1 - 1 / nodes) ** top_k)
     elsewhere = num_groups - num_groups // nodes
     return nodes * (1 - math.comb(elsewhere, topk_group) / math.comb(num_groups, topk_group))
-
-
-def create_cost(model: ModelShape, machine: Machine, layout: Layout) -> Roofline:
-    """Return the cost of a step of one engine.
-
-    With expert parallelism, the engines of `data_parallel_size` are taken to have equal steps.
-
-    Raises:
-        UsageError: the model cannot be divided like this; the message is the engine's own.
-    """
-    return Roofline(model, machine, layout)
 
 
 def kv_blocks(

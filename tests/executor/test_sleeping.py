@@ -30,7 +30,7 @@ from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.ranks import create_rank_cost
-from nanovllm.simulate.roofline import create_cost
+from nanovllm.simulate.roofline import Roofline
 from tests.kv_engines import Fleet
 from tests.kv_fleet import KVFleet
 from tests.oracle import make_tokenizer
@@ -162,7 +162,7 @@ def test_a_rank_takes_all_parts_of_a_step(llama: str) -> None:
     cost = Run.cost_of(EngineConfig(model=llama, device="sleep"))
     times = cost.step([(200, 1)], 1)
     work = StepWork(num_decodes=1, decode_context=201, prefills=[], num_samples=1)
-    roofline = create_cost(find_model(llama), find_machine("H100"), Layout())
+    roofline = Roofline(find_model(llama), find_machine("H100"), Layout())
     assert times.compute + times.communicate == sum(times.parts.values())
     assert times.compute + times.communicate == pytest.approx(roofline.step(work), abs=1000)
 
@@ -182,7 +182,7 @@ def test_all_stages_together_take_the_time_of_a_simulated_step(
     times = [cost.step([share], 1) for cost in costs]
     ranks = sum(each.compute for each in times) + sum(each.send for each in times[:-1])
     layout = Layout(pipeline_parallel_size=stages)
-    roofline = create_cost(find_model(folder), find_machine("H100"), layout)
+    roofline = Roofline(find_model(folder), find_machine("H100"), layout)
     start, count = share
     decode = StepWork(1, start + 1, (), 1)
     work = decode if count == 1 else StepWork(0, 0, [share], 1)

@@ -12,7 +12,7 @@ import pytest
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
-from nanovllm.simulate.roofline import create_cost
+from nanovllm.simulate.roofline import Roofline
 from nanovllm.simulate.workload import SECOND
 
 DAY = 86_400
@@ -22,7 +22,7 @@ GPUS = 8
 def experts_over(ranks):
     """The cost of DeepSeek-V3 with its experts over so many GPUs, and 32 copies of busy ones."""
     layout = Layout(data_parallel_size=ranks, enable_expert_parallel=True, num_redundant_experts=32)
-    return create_cost(find_model("deepseek-v3"), find_machine("H800"), layout)
+    return Roofline(find_model("deepseek-v3"), find_machine("H800"), layout)
 
 
 def prefill_rate(cost, prompts):

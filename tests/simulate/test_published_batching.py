@@ -26,7 +26,7 @@ from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.results import FleetResult
-from nanovllm.simulate.roofline import create_cost
+from nanovllm.simulate.roofline import Roofline
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
 NANOSECOND = SECOND // 10**9
@@ -219,7 +219,7 @@ def test_the_roofline_predicts_the_artifact_s_prompts() -> None:
     program. It misses what small chunks cost more: 5 to 10 % at 512, against 6 to 10 % too much
     at 2,048."""
     yi = find_model("yi-34b")
-    cost = create_cost(yi, find_machine("A100"), Layout(tensor_parallel_size=2))
+    cost = Roofline(yi, find_machine("A100"), Layout(tensor_parallel_size=2))
     measured = {
         512: {2047: 435.7, 4095: 922.0, 8191: 1958.5, 16_383: 4512.8},
         2048: {2047: 377.7, 4095: 793.9, 8191: 1643.4, 16_383: 3651.6},

@@ -22,7 +22,7 @@ from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.requests import RequestMaker
 from nanovllm.simulate.results import FleetResult
-from nanovllm.simulate.roofline import create_cost
+from nanovllm.simulate.roofline import Roofline
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
@@ -53,7 +53,7 @@ def node_cost() -> StepCost:
     """The cost of a node. An A800 is an A100 whose NVLink has 400 GB/s instead of 600."""
     a100 = find_machine("A100")
     a800 = replace(a100, name="A800", inside=dataclasses.replace(a100.inside, bandwidth=200e9))
-    return create_cost(find_model("llama-3.1-70b"), a800, Layout(tensor_parallel_size=8))
+    return Roofline(find_model("llama-3.1-70b"), a800, Layout(tensor_parallel_size=8))
 
 
 def prefill(

@@ -20,7 +20,7 @@ from nanovllm.simulate.fleet import Fleet, RoundRobin
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
 from nanovllm.simulate.requests import RequestMaker
-from nanovllm.simulate.roofline import create_cost
+from nanovllm.simulate.roofline import Roofline
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 from tests.simulate.engines import engine_of
@@ -81,9 +81,7 @@ def llmd_stage(policy: str, rate: int) -> Routed:
     """Serve a stage of the benchmark: 8 servers of two H100s each, whose cost is predicted from the
     data sheet, with Qwen3-32B and the published 307,328 KV tokens. Loads are looked up every 50 ms.
     """
-    cost = create_cost(
-        find_model("qwen3-32b"), find_machine("H100"), Layout(tensor_parallel_size=2)
-    )
+    cost = Roofline(find_model("qwen3-32b"), find_machine("H100"), Layout(tensor_parallel_size=2))
     engines = [
         engine_of(
             num_blocks=307_328 // LLMD_BLOCK,

@@ -10,7 +10,7 @@ import pytest
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
-from nanovllm.simulate.roofline import Roofline, create_cost
+from nanovllm.simulate.roofline import Roofline
 from nanovllm.simulate.workload import SECOND
 
 # MIT ORCD, amd-benchmarks, amd-cloud/results/atom.md, 2026-08: output tokens per second of ATOM on
@@ -40,7 +40,7 @@ def throughput(cost: Roofline, num_requests: int) -> float:
 @pytest.mark.parametrize(("name", "size"), ATOM)
 def test_serving_on_mi355x_is_predicted_within_a_quarter(name: str, size: int) -> None:
     model = replace(find_model(name, kv_cache_dtype="fp8"), bytes_per_weight=1)
-    cost = create_cost(model, find_machine("MI355X"), Layout(tensor_parallel_size=size))
+    cost = Roofline(model, find_machine("MI355X"), Layout(tensor_parallel_size=size))
     published = ATOM[name, size]
     predicted = [throughput(cost, count) for count in published]
     assert predicted == pytest.approx(list(published.values()), rel=0.25)
@@ -64,12 +64,12 @@ def test_serving_on_h20_is_fitted() -> None:
     1,536 tokens."""
     model = find_model("deepseek-v3")
     machine = find_machine("H20")
-    node = create_cost(model, machine, Layout(tensor_parallel_size=8))
+    node = Roofline(model, machine, Layout(tensor_parallel_size=8))
     prompts = [(0, 4096)] * 4
     rate = 4 * 4096 * SECOND / node.step(StepWork(0, 0, prompts, len(prompts)))
     assert rate == pytest.approx(16_500, rel=0.12)
     layout = Layout(data_parallel_size=16, enable_expert_parallel=True)
-    decode = create_cost(model, machine, layout)
+    decode = Roofline(model, machine, layout)
     for num_requests, published in {48: 714, 32: 675}.items():
         rows = 2 * num_requests
         step = decode.step(StepWork(rows, rows * (4096 + 768), (), rows))

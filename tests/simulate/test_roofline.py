@@ -15,7 +15,7 @@ from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.machines import find_machine
 from nanovllm.simulate.models import Layout, find_model
-from nanovllm.simulate.roofline import create_cost, longest_part
+from nanovllm.simulate.roofline import Roofline, longest_part
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
 
 LAYOUTS = [
@@ -34,7 +34,7 @@ LAYOUTS = [
 def test_steps_of_decodes_are_affine_and_more_work_takes_longer(
     model, machine, layout, num_decodes, context, count, start
 ):
-    cost = create_cost(find_model(model), find_machine(machine), layout)
+    cost = Roofline(find_model(model), find_machine(machine), layout)
     base, per_token = cost.decode(num_decodes)
     decodes = StepWork(num_decodes, context, (), num_decodes)
     assert cost.step(decodes) == base + per_token * context
@@ -55,13 +55,13 @@ def bottleneck(cost, work):
 
 
 def test_the_bottleneck_has_a_name_and_a_reason():
-    cost = create_cost(find_model("llama-3.1-8b"), find_machine("H100"), Layout())
+    cost = Roofline(find_model("llama-3.1-8b"), find_machine("H100"), Layout())
     assert bottleneck(cost, StepWork(1, 100, (), 1)) == ("mlp", "bytes")
     assert bottleneck(cost, StepWork(0, 0, [(0, 2048)], 1)) == ("mlp", "FLOPs")
     assert bottleneck(cost, StepWork(64, 64 * 30_000, (), 64)) == ("attention", "bytes")
     assert longest_part(cost.parts(StepWork(0, 0, [(60_000, 2048)], 0))).name == "prompt attention"
     slow = Layout(tensor_parallel_size=8)
-    cost = create_cost(find_model("llama-3.1-8b"), find_machine("L40S"), slow)
+    cost = Roofline(find_model("llama-3.1-8b"), find_machine("L40S"), slow)
     assert bottleneck(cost, StepWork(0, 0, [(0, 2048)], 1)) == ("all-reduce", "link")
 
 
@@ -69,7 +69,7 @@ def test_tensor_parallel_ranks_share_the_work_and_slower_links_cost():
     model = find_model("llama-3.1-70b")
     work = StepWork(64, 64 * 2000, (), 64)
     times = [
-        create_cost(model, find_machine(machine), Layout(tensor_parallel_size=tp)).step(work)
+        Roofline(model, find_machine(machine), Layout(tensor_parallel_size=tp)).step(work)
         for machine, tp in (("H100", 4), ("H100", 8), ("H100x4", 8))
     ]
     assert times[1] < times[0]
@@ -81,7 +81,7 @@ def tokens_per_second(model, workload):
     options = EngineConfig(max_num_batched_tokens=8192, num_kv_blocks=60_000)
     config = resolve(options, model_max_len=2048, num_kv_blocks=60_000, num_host_blocks=0)
     scheduler = create_scheduler(config, create_manager(config))
-    cost = create_cost(find_model(model), find_machine("H200"), Layout())
+    cost = Roofline(find_model(model), find_machine("H200"), Layout())
     requests = workload.requests(1000)
     fleet = Fleet([SimulatedEngine(scheduler, cost, steps_ahead=1)])
     result = fleet.run(
