@@ -14,7 +14,7 @@ from nanovllm.data.kv_transfer import RemoteKV
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.kv_transfer.connector import KVConnectorScheduler
 from nanovllm.simulate.engine import SimulatedEngine
-from nanovllm.simulate.fleet import ReplicaRouter, groups_of
+from nanovllm.simulate.fleet import ReplicaRouter
 from nanovllm.simulate.links import Links, tell_engine, transfer_of
 from nanovllm.simulate.outages import Outage, UnreliableFleet
 from nanovllm.simulate.requests import SimulatedRequest
@@ -136,12 +136,11 @@ class DisaggregatedFleet(UnreliableFleet):
     Args:
         prefill, decode: engines with a `PrefillConnector` or a `DecodeConnector`.
         routers: of these engines.
-        outages, retries: see `UnreliableFleet`. The prefill engines have the first
+        outages, retries, groups: see `UnreliableFleet`. The prefill engines have the first
             numbers.
         bandwidths: bytes per second of a prefill engine's link, and of a decode engine's.
         latency: of each link; see `Links`.
         kv_bytes_per_token: KV of a token, in bytes, on all ranks of a decode engine.
-        group_sizes: engines of a prefill group, and of a decode group; see `Fleet`.
         first_token: the stage whose first token the client gets: "decode", as with vLLM's and our
             router, or "prefill", as in DistServe, where the decode engine continues after it.
     """
@@ -160,16 +159,16 @@ class DisaggregatedFleet(UnreliableFleet):
         kv_bytes_per_token: float,
         first_token: str = "decode",
         retries: bool = True,
-        group_sizes: tuple[int, int] = (1, 1),
+        groups: Sequence[range] = (),
     ) -> None:
-        super().__init__(
-            [*prefill, *decode], TwoRouters(*routers, len(prefill)), outages, retries=retries
-        )
         num_prefill = len(prefill)
-        self.groups = [
-            *groups_of(range(num_prefill), group_sizes[0]),
-            *groups_of(range(num_prefill, len(self.engines)), group_sizes[1]),
-        ]
+        super().__init__(
+            [*prefill, *decode],
+            TwoRouters(*routers, num_prefill),
+            outages,
+            retries=retries,
+            groups=groups,
+        )
         self.links = Links(self, lambda engine: bandwidths[engine >= num_prefill], latency)
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_extra = int(first_token == "prefill")

@@ -67,26 +67,25 @@ class Fleet:
     Args:
         engines: idle. `run` gives them the same `gaps`.
         router: by default, round robin.
-        group_size: engines after one another that form a group. They fail together. If they share
-            experts, they are `LockStepEngine`s.
+        groups: for each engine, the engines of its group. They fail together. If they share
+            experts, they are `LockStepEngine`s. By default, each engine is alone.
 
     Attributes:
         now: the time of the last event, in picoseconds.
         last_end: when the last step or request has ended, in picoseconds.
-        groups: for each engine, the engines of its group.
     """
 
     def __init__(
         self,
         engines: Sequence[SimulatedEngine],
         router: ReplicaRouter | None = None,
-        group_size: int = 1,
+        groups: Sequence[range] = (),
     ) -> None:
         self.engines = engines
         self.router = router or RoundRobin(len(engines))
         self.now = 0
         self.last_end = 0
-        self.groups = groups_of(range(len(engines)), group_size)
+        self.groups = groups or [range(number, number + 1) for number in range(len(engines))]
         self._make: RequestMaker
         self._served: list[ServedRequest] = []
         # (time, kind, number of the action or engine, version of the engine's event)
@@ -208,12 +207,6 @@ class Fleet:
     def _end(self, request: SimulatedRequest) -> None:
         self.last_end = self.now
         self._served.append(request.served())
-
-
-def groups_of(engines: range, group_size: int) -> list[range]:
-    """Return, for each engine, the group that it belongs to: `group_size` after one another."""
-    begins = (number - (number - engines.start) % group_size for number in engines)
-    return [range(begin, begin + group_size) for begin in begins]
 
 
 @contextmanager

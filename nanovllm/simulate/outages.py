@@ -105,7 +105,7 @@ class UnreliableFleet(Fleet):
     engine is ready fail, too.
 
     Args:
-        engines, router, group_size: see `Fleet`. A group fails as a whole.
+        engines, router, groups: see `Fleet`. A group fails as a whole.
         outages: an engine is ready when none of its outages lasts.
         retries: send lost requests to another engine.
 
@@ -121,9 +121,9 @@ class UnreliableFleet(Fleet):
         outages: Sequence[Outage] = (),
         *,
         retries: bool = True,
-        group_size: int = 1,
+        groups: Sequence[range] = (),
     ) -> None:
-        super().__init__(engines, router, group_size)
+        super().__init__(engines, router, groups)
         self.outages = outages
         self.retries = retries
         self.stopped: list[Callable[[int], None]] = []

@@ -60,6 +60,16 @@ class FleetPlan:
         """The plan of each engine, by its number."""
         return [kind for kind in self.kinds for _ in range(kind.count)]
 
+    @property
+    def groups(self) -> list[range]:
+        """For each engine, the engines of its group: `data_parallel_size` after one another."""
+        found: list[range] = []
+        for kind in self.kinds:
+            size = kind.config.data_parallel_size
+            for _ in range(kind.count // size):
+                found += [range(len(found), len(found) + size)] * size
+        return found
+
     def create_fleet(self, workload: Workload, fast: bool = True) -> Fleet:
         """Create engines and their routers.
 
@@ -72,11 +82,10 @@ class FleetPlan:
         engines, *others = [kind.create_engines(store, fast) for kind in self.kinds]
         router = self.kinds[0].create_router(engines, workload)
         if not others:
-            group_size = config.data_parallel_size
             if not outages:
-                return Fleet(engines, router, group_size)
+                return Fleet(engines, router, self.groups)
             return UnreliableFleet(
-                engines, router, outages, retries=config.retry_failed, group_size=group_size
+                engines, router, outages, retries=config.retry_failed, groups=self.groups
             )
         prefill, decode = self.kinds
         links = prefill.kv_link, decode.kv_link
@@ -89,7 +98,7 @@ class FleetPlan:
             latency=round(max(link.latency for link in links) * SECOND),
             kv_bytes_per_token=decode.kv_bytes_per_token,
             retries=config.retry_failed,
-            group_sizes=(prefill.config.data_parallel_size, decode.config.data_parallel_size),
+            groups=self.groups,
         )
 
     def create_tiers(self, fleet: Fleet) -> Tiers | None:

@@ -73,6 +73,12 @@ def engine_of(
     return create_engine(SimulatedEngine, config, AffineCost(), copy_time=copy_time, fast=fast)
 
 
+def groups_of(num_engines: int, size: int) -> list[range]:
+    """For each engine, the engines of its group: `size` after one another."""
+    begins = [number - number % size for number in range(num_engines)]
+    return [range(begin, begin + size) for begin in begins]
+
+
 def request_of(number: int, arrival: int, prompt: int, output: int, **more: Any) -> WorkloadRequest:
     """The request `r<number>`."""
     return WorkloadRequest(

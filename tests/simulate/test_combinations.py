@@ -30,7 +30,7 @@ from nanovllm.simulate.outages import Outage, UnreliableFleet
 from nanovllm.simulate.results import ServedRequest
 from nanovllm.simulate.tiers import TierConnector, Tiers
 from nanovllm.simulate.workload import SECOND, Workload, WorkloadRequest
-from tests.simulate.engines import AffineCost, config_of, request_of, workload_of
+from tests.simulate.engines import AffineCost, config_of, groups_of, request_of, workload_of
 from tests.simulate.exact import case_of
 
 # Tokens per block. A token's KV has 10 bytes, and links move a byte in a picosecond.
@@ -116,9 +116,10 @@ class Setup:
         return fleet, Tiers(fleet, hosts, link, sizes) if has_tiers else None
 
     def _fleet(self, engines: Sequence[SimulatedEngine]) -> UnreliableFleet:
+        groups = groups_of(self.engines, self.group_size)
         if not self.prefill:
             router = RoundRobin(self.engines)
-            return UnreliableFleet(engines, router, self.outages, group_size=self.group_size)
+            return UnreliableFleet(engines, router, self.outages, groups=groups)
         return DisaggregatedFleet(
             engines[: self.prefill],
             engines[self.prefill :],
@@ -128,7 +129,7 @@ class Setup:
             latency=self.latency,
             kv_bytes_per_token=KV_BYTES,
             first_token=self.first_token,
-            group_sizes=(self.group_size, self.group_size),
+            groups=groups,
         )
 
     def run(self, *requests: WorkloadRequest) -> dict[str, ServedRequest]:

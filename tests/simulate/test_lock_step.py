@@ -12,7 +12,7 @@ from nanovllm.data.resolved_config import resolve
 from nanovllm.simulate.fleet import Fleet, RoundRobin
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
 from nanovllm.simulate.workload import WorkloadRequest
-from tests.simulate.engines import AffineCost, engine_of, request_of, workload_of
+from tests.simulate.engines import AffineCost, engine_of, groups_of, request_of, workload_of
 
 
 def fleet_of(num_engines: int, group_size: int) -> Fleet:
@@ -23,7 +23,7 @@ def fleet_of(num_engines: int, group_size: int) -> Fleet:
         for _ in range(num_engines)
     ]
     put_in_lock_step(engines, group_size)
-    return Fleet(engines, RoundRobin(num_engines), group_size=group_size)
+    return Fleet(engines, RoundRobin(num_engines), groups_of(num_engines, group_size))
 
 
 # With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.

@@ -19,7 +19,14 @@ from nanovllm.simulate.results import FleetResult, ServedRequest
 from nanovllm.simulate.routers import PolicyRouter
 from nanovllm.simulate.workload import WorkloadRequest
 from nanovllm.trace.record import StepRecord
-from tests.simulate.engines import AffineCost, config_of, engine_of, request_of, workload_of
+from tests.simulate.engines import (
+    AffineCost,
+    config_of,
+    engine_of,
+    groups_of,
+    request_of,
+    workload_of,
+)
 
 # With `AffineCost`, a step takes 1000, 100 per computed token, and 1 per token of context.
 
@@ -41,7 +48,8 @@ def fleet_of(
         engines,
         lambda r: maker.prompt_names(r.prefix_ids, r.num_prompt_tokens),
     )
-    return UnreliableFleet(engines, router, outages, retries=retries, group_size=group_size)
+    groups = groups_of(num_replicas, group_size)
+    return UnreliableFleet(engines, router, outages, retries=retries, groups=groups)
 
 
 def run(fleet: UnreliableFleet, *requests: WorkloadRequest) -> dict[str, ServedRequest]:
