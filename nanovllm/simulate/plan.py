@@ -79,20 +79,23 @@ class FleetPlan:
         config = self.config
         outages = parse_outages(config.failures, config.cold_start, len(self.engines))
         store = HostKeys(self.num_store_blocks) if self.num_store_blocks else None
-        engines, *others = [kind.create_engines(store, fast) for kind in self.kinds]
-        router = self.kinds[0].create_router(engines, workload)
-        if not others:
+        engines = [kind.create_engines(store, fast) for kind in self.kinds]
+        routers = [
+            kind.create_router(each, workload)
+            for kind, each in zip(self.kinds, engines, strict=True)
+        ]
+        if len(self.kinds) == 1:
             if not outages:
-                return Fleet(engines, router, self.groups)
+                return Fleet(engines[0], routers[0], self.groups)
             return UnreliableFleet(
-                engines, router, outages, retries=config.retry_failed, groups=self.groups
+                engines[0], routers[0], outages, retries=config.retry_failed, groups=self.groups
             )
         prefill, decode = self.kinds
         links = prefill.kv_link, decode.kv_link
         return DisaggregatedFleet(
-            engines,
-            others[0],
-            (router, decode.create_router(others[0], workload)),
+            engines[0],
+            engines[1],
+            (routers[0], routers[1]),
             outages,
             bandwidths=(links[0].bandwidth, links[1].bandwidth),
             latency=round(max(link.latency for link in links) * SECOND),
