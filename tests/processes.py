@@ -58,7 +58,7 @@ class ForkedProgram:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 # It has just ended, and the server is about to say so.
-                os.kill(self._process.pid or 0, number)
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it."""

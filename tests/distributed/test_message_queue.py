@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -121,13 +122,16 @@ def test_a_reader_that_gives_up_goes_on_where_it_was():
         reader.get(0.0)
     writer = threading.Thread(target=queue.put, args=(message, 30))
     writer.start()
-    while True:
-        try:
-            assert reader.get(0.0) == message
-            break
-        except TimeoutError:
-            continue
+    found: list[bytes] = []
+
+    def comes() -> bool:
+        with contextlib.suppress(TimeoutError):
+            found.append(reader.get(0.0))
+        return bool(found)
+
+    wait_until(comes)
     writer.join()
+    assert found == [message]
 
 
 def test_who_leaves_is_missed_only_when_all_is_read():

@@ -282,6 +282,7 @@ async def two_engines(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_each_of_several_engines_shows_what_it_computes(two_engines: AsyncEngine) -> None:
+    before = [stats.num_queried_tokens for stats in two_engines.stats.engines]
     viewers = [Viewer(two_engines, rank) for rank in range(2)]
     for viewer in viewers:
         await viewer.read_until(lambda step: step.snapshot is not None)
@@ -325,7 +326,8 @@ async def test_each_of_several_engines_shows_what_it_computes(two_engines: Async
     assert seen.keys() == prompts.keys()
     each = two_engines.stats.engines
     assert [stats.num_queried_tokens for stats in each] == [
-        sum(len(prompts[name]) for name in prompts if seen[name] == rank) for rank in range(2)
+        before[rank] + sum(len(prompts[name]) for name in prompts if seen[name] == rank)
+        for rank in range(2)
     ]
     assert two_engines.stats.num_steps == sum(stats.num_steps for stats in each)
 
