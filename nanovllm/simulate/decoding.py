@@ -364,17 +364,22 @@ class DecodingQueues(Queues):
         num_held = num_steps * (pool.num_blocks - pool.num_free)
         events = self._events
         self.ending = []
+        growing = []  # a table for each block that a step takes, in the order of the steps
         while events and events[0][0] < end:
             step, _, request = heappop(events)
             if request.is_member and request.event == step:
                 start = request.num_computed_tokens + step - request.planned
-                if self.manager.allocate_slots(request, start + 1):
+                if start % self.manager.block_size == 0:
+                    growing.append(self.manager.tables[request.request_id])
                     num_held += end - step
                 if step == request.last_step:
                     request.event = NEVER  # it may be in the heap twice
                     self.ending.append(request)
                 else:
                     self._await_event(request, step + self.manager.block_size)
+        if growing:
+            for table, block_id in zip(growing, pool.get_new_blocks(len(growing)), strict=True):
+                table.append(block_id)
         self.context += num_steps * self.size
         self.planned = end
         for request in self.ending:

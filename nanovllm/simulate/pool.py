@@ -184,9 +184,7 @@ class SimulatedManager(KVCacheManager):
     ) -> list[int] | None:
         """Make room for the request's first `num_tokens` tokens; see
         `KVCacheManager.allocate_slots`."""
-        table = self.tables.get(request.request_id)
-        if table is None:
-            table = []
+        table = self.tables.get(request.request_id) or []
         num_new = -(-num_tokens // self.block_size) - len(table) - len(computed_blocks)
         if num_new <= 0 and not computed_blocks:
             return []

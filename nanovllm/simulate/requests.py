@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
+
+import msgspec
 
 from nanovllm.core.request import Request, RequestStatus
 from nanovllm.data.request import EngineRequest
@@ -16,25 +17,22 @@ NEVER = 1 << 62
 NO_STOPS: dict[int, int | None] = {}
 
 
-class Tokens:
+class Tokens(msgspec.Struct, gc=False):
     """The tokens of a request, of which only the number is known: what the scheduler needs of a
     list of them."""
 
-    __slots__ = ("_request",)
-
-    def __init__(self, request: SimulatedRequest) -> None:
-        self._request = request
+    request: SimulatedRequest
 
     def __len__(self) -> int:
-        return self._request.num_tokens
+        return self.request.num_tokens
 
     def __getitem__(self, key: slice) -> range:
         """Return as many of any numbers."""
-        return range(*key.indices(self._request.num_tokens))
+        return range(self.request.num_tokens)[key]
 
     def append(self, token_id: int) -> None:
         """Count a token."""
-        self._request.num_tokens += 1
+        self.request.num_tokens += 1
 
 
 class SimulatedRequest(Request):
@@ -220,7 +218,7 @@ _PARAMS = SamplingParams(ignore_eos=True, temperature=0.0)
 @functools.cache
 def _sampling_params(num_output_tokens: int) -> SamplingParams:
     """Return the parameters of all requests with this number of output tokens. A workload has
-    checked the number."""
-    params = copy.copy(_PARAMS)
-    params.max_tokens = num_output_tokens
+    checked the number, so that no new parameters have to be checked."""
+    params = SamplingParams.__new__(SamplingParams)
+    vars(params).update(vars(_PARAMS), max_tokens=num_output_tokens)
     return params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,7 +91,7 @@ class TokenGaps:
     """
 
     def __init__(self) -> None:
-        self.buckets: dict[int, int] = {}
+        self.buckets: dict[int, int] = defaultdict(int)
         self.count = 0
         self.total = 0
         self.longest = 0
@@ -102,8 +102,7 @@ class TokenGaps:
         self.total += count * gap
         if gap > self.longest:
             self.longest = gap
-        bucket = bucket_of(gap)
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + count
+        self.buckets[bucket_of(gap)] += count
 
     def add_growing(self, first: int, growth: int, num_steps: int, count: int) -> None:
         """Count `count` gaps for each of the lengths `first + i * growth`, i from 0 to
@@ -120,9 +119,9 @@ class TokenGaps:
         i = 0
         while (bucket := bucket_of(first + i * growth)) < last_bucket:
             following = -((first - lowest_of(bucket + 1)) // growth)
-            buckets[bucket] = buckets.get(bucket, 0) + count * (following - i)
+            buckets[bucket] += count * (following - i)
             i = following
-        buckets[bucket] = buckets.get(bucket, 0) + count * (num_steps - i)
+        buckets[bucket] += count * (num_steps - i)
 
     def quantile(self, share: float) -> float:
         """Return the gap that `share` (0 to 1) of all gaps do not exceed, to within 0.4 %; 0.0
