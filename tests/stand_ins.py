@@ -104,6 +104,13 @@ def set_hardware(patch: pytest.MonkeyPatch, hardware: Any) -> None:
     patch.setattr(type(hardware), "of", classmethod(lambda cls, device: hardware))
 
 
+def set_asynchronous(patch: pytest.MonkeyPatch) -> None:
+    """Have the sampler do on a CPU what it does where the host must not wait for the device."""
+    from nanovllm.core import sampling
+
+    patch.setattr(sampling, "is_asynchronous", lambda device: True)
+
+
 def set_memory(patch: pytest.MonkeyPatch, available: int) -> None:
     """Have the machine so many bytes of free memory."""
     import psutil

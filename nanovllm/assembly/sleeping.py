@@ -124,5 +124,5 @@ def _count_blocks(runner: SleepingRunner, config: EngineConfig, model_config: Mo
     if config.kv_cache_memory is not None:
         return max(1, parse_bytes(config.kv_cache_memory, "kv_cache_memory") // size)
     longest = -(-longest_request(config, model_config) // config.block_size)
-    count = runner.sleeper.cost.num_blocks(config.gpu_memory_utilization)
+    count = runner.sleeper.cost.num_blocks(config)
     return min(count, config.max_num_seqs * longest)

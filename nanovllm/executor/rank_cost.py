@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from nanovllm.data.config import EngineConfig
+
 
 class RankTimes(NamedTuple):
     """The predicted times of a rank's share of a step, in picoseconds.
@@ -43,11 +45,9 @@ class RankCost(Protocol):
     def transfer(self, num_bytes: int) -> int:
         """Return the picoseconds that KV takes from another engine to this rank."""
 
-    def num_blocks(self, utilization: float) -> int:
-        """Return the number of KV blocks for which the weights leave memory on each rank.
-
-        Args:
-            utilization: share of the device's memory that the engine may use.
+    def num_blocks(self, config: EngineConfig) -> int:
+        """Return the number of KV blocks for which weights and activations leave memory on each
+        rank.
 
         Raises:
             UsageError: there is none; the message names the missing GB.

@@ -240,7 +240,7 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         engine,
         num_drafts=len(config.acceptance),
         max_len=model.config.max_position_embeddings,
-        fitting=kv_blocks(model, machine, layout, engine.block_size, engine.gpu_memory_utilization),
+        fitting=kv_blocks(model, machine, layout, engine),
         bytes_per_token=model.kv_bytes_per_token(tp) / layout.pipeline_parallel_size,
         on_gpu=not machine.name.startswith("laptop"),
     )

@@ -50,6 +50,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         memory_gib: as the driver reports it.
+        reserved_gib: what the driver and libraries hold of the share that an engine may use.
+        collectives_gib: what collectives between ranks hold in addition.
         bandwidth: bytes per second of its memory.
         flops: dense FLOP/s, by type of number: "bf16", and "fp8" if it has such units.
         inside, between: links to other devices of a node, and to other nodes.
@@ -70,6 +72,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     between: Link
     host: Link
     efficiency: str
+    reserved_gib: float = 0.7
+    collectives_gib: float = 0.0
     price_per_hour: float | None = None
     price_source: str = ""
     devices: int = 8

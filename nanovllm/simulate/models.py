@@ -24,6 +24,16 @@ SAME_MATRICES = {
     "MiniMaxM2ForCausalLM": "MixtralForCausalLM",
     "Phi3ForCausalLM": "LlamaForCausalLM",
 }
+# Activations have 16 bits.
+ACTIVATION_BYTES = 2
+# Bytes per logit while an engine samples: the model's logits, and the copy for log-probabilities,
+# in 16 bits; in 32 bits, the logits before and after temperature and truncation.
+LOGIT_BYTES = 2 + 2 + 4 + 4
+# Bytes per logit of the rows among which the sampler searches nuclei, and how many rows it takes.
+SEARCH_BYTES = 44
+SEARCH_ROWS = 64
+# To draw, it needs probabilities in 32 bits, and pads them to a multiple of this number of tokens.
+DRAW_BLOCK = 256
 _ROTARY = {"partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
 
@@ -90,6 +100,12 @@ class Layout:
             else 1
         )
 
+    def expert_uses(self, top_k: int) -> float:
+        """Return the rows that all experts of the busiest rank multiply with, per token of an
+        engine. With whole experts on each rank, every engine's tokens go to all ranks."""
+        share = self.expert_imbalance * self.data_parallel_size / self.expert_ranks
+        return top_k * (share if self.expert_ranks > 1 else 1)
+
     def check(self, config: ModelConfig) -> None:
         """Check that the model can be divided like this.
 
@@ -151,6 +167,36 @@ class ModelShape:
             matrix.size * matrix.copies * matrix.bytes_per_weight for matrix in layers
         )
         return layer_bytes / stages + ends * head.size * head.bytes_per_weight
+
+    def activation_bytes(self, layout: Layout, num_tokens: int, num_requests: int) -> float:
+        """Return the most memory that a step takes on a rank besides weights and KV, in bytes: in
+        the widest part of a layer, or while the rank samples.
+
+        All parts of a layer need its input, the residual stream and the normalised input, and also
+
+            attention   what it projects, and its outputs
+            MLP         gate, up and their product
+            experts     the same per use of an expert; or the outputs per use in 32 bits, twice
+
+        Copies of normalised queries and keys are left out.
+        """
+        hidden = self.config.hidden_size
+        tp = layout.tensor_parallel_size
+        projections = self._projections(tp)
+        attention = projections[-1][0] + sum(outputs for _, outputs in projections)
+        widths = [attention, 3 * self.config.intermediate_size / tp]
+        if (moe := self.config.moe) is not None:
+            uses = layout.expert_uses(moe.top_k)
+            gated = uses * moe.intermediate_size / (1 if layout.enable_expert_parallel else tp)
+            # The sum of the outputs is there in 32 and in 16 bits.
+            widths += [3 * gated, gated + (4 * uses + 3) * hidden]
+        drawn = (8 if self.config.vocab_size % DRAW_BLOCK else 4) * num_requests
+        searched = SEARCH_BYTES * min(num_requests, SEARCH_ROWS)
+        sampling = self.config.vocab_size * (LOGIT_BYTES * num_requests + max(drawn, searched))
+        return max(
+            ACTIVATION_BYTES * num_tokens * (3 * hidden + max(widths)),
+            ACTIVATION_BYTES * num_tokens * hidden + sampling,
+        )
 
     def matrices(self, layout: Layout) -> list[Matrix]:
         """Return the matrices that a rank multiplies with, the head last."""

@@ -15,8 +15,8 @@ from nanovllm.distributed.cost_model import Link
 from nanovllm.executor.rank_cost import RankTimes
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.machines import Machine, find_machine
-from nanovllm.simulate.models import Layout, ModelShape, find_model
-from nanovllm.simulate.roofline import ACTIVATION_BYTES, Roofline, kv_blocks
+from nanovllm.simulate.models import ACTIVATION_BYTES, Layout, ModelShape, find_model
+from nanovllm.simulate.roofline import Roofline, kv_blocks
 from nanovllm.simulate.workload import SECOND
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class StageCost:
         """See `RankCost`."""
         return round(self.kv_link.message(num_bytes) * SECOND)
 
-    def num_blocks(self, utilization: float) -> int:
+    def num_blocks(self, config: EngineConfig) -> int:
         """See `RankCost`."""
         engine = self.engine
-        return kv_blocks(engine.model, engine.machine, engine.layout, self.block_size, utilization)
+        return kv_blocks(engine.model, engine.machine, engine.layout, config)
 
 
 def create_rank_cost(

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
+from nanovllm.data.resolved_config import DEFAULT_TOKEN_BUDGET
 from nanovllm.distributed.cost_model import best_all_reduce, ring_all_gather
 from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.machines import GIB, Machine
-from nanovllm.simulate.models import Layout, Matrix, ModelShape
+from nanovllm.simulate.models import ACTIVATION_BYTES, Layout, Matrix, ModelShape
 from nanovllm.simulate.workload import SECOND
 
-# Activations have 16 bits.
-ACTIVATION_BYTES = 2
-# Share of the memory for weights and KV, by default.
+# Share of the memory for all that an engine holds, by default.
 USUAL_UTILIZATION = 0.9
 
 
@@ -206,11 +206,7 @@ class Roofline(StepCost):
         """Rows that all experts of a rank multiply with, per token of the engine."""
         moe = self.config.moe
         assert moe is not None
-        if not self._is_spread:
-            return moe.top_k
-        # Each engine's tokens go to all ranks, of which this engine has as many as it has shares.
-        imbalance = self.layout.expert_imbalance * self.layout.data_parallel_size
-        return moe.top_k * (imbalance / self.layout.expert_ranks)
+        return self.layout.expert_uses(moe.top_k)
 
     def _share_of_experts(self, num_tokens: int) -> float:
         """Return the share of a rank's experts that is read, if all are equally likely."""
@@ -330,31 +326,46 @@ def distinct_nodes(num_groups: int, topk_group: int, top_k: int, nodes: int) -> 
     return nodes * (1 - math.comb(elsewhere, topk_group) / math.comb(num_groups, topk_group))
 
 
-def kv_blocks(
-    model: ModelShape,
-    machine: Machine,
-    layout: Layout,
-    block_size: int,
-    gpu_memory_utilization: float = USUAL_UTILIZATION,
-) -> int:
-    """Return the number of KV blocks of one engine.
+def kv_blocks(model: ModelShape, machine: Machine, layout: Layout, engine: EngineConfig) -> int:
+    """Return the number of KV blocks of one engine. CUDA graphs are not subtracted.
 
     Raises:
         UsageError: the model does not fit; the message says by how many GB.
     """
+    tp = layout.tensor_parallel_size
+    num_tokens, num_requests = largest_step(engine, model.config.max_position_embeddings)
+    activations = model.activation_bytes(layout, num_tokens, num_requests)
     weights = model.weight_bytes(layout)
-    room = machine.memory_gib * GIB * gpu_memory_utilization - weights
-    per_token = model.kv_bytes_per_token(layout.tensor_parallel_size)
-    size = block_size * per_token / layout.pipeline_parallel_size
+    collectives = machine.collectives_gib if max(tp, layout.expert_ranks) > 1 else 0
+    size = engine.block_size * model.kv_bytes_per_token(tp) / layout.pipeline_parallel_size
+    held = weights + activations + GIB * (machine.reserved_gib + collectives)
+    room = machine.memory_gib * GIB * engine.gpu_memory_utilization - held
     if room < size:
-        is_large = weights + size > machine.memory_gib * GIB * USUAL_UTILIZATION
+        is_large = held + size > machine.memory_gib * GIB * USUAL_UTILIZATION
         remedy = (
-            "raise tensor_parallel_size, or choose a machine with more memory"
+            "raise tensor_parallel_size, lower max_num_batched_tokens or max_num_seqs, or choose "
+            "a machine with more memory"
             if is_large
-            else f"raise gpu_memory_utilization {gpu_memory_utilization:g}"
+            else f"raise gpu_memory_utilization {engine.gpu_memory_utilization:g}"
         )
         raise UsageError(
             f"{model.name} does not fit on {machine.name}: {(size - room) / 1e9:.1f} GB per device "
-            f"are missing ({weights / 1e9:.1f} GB of weights); {remedy}"
+            f"are missing ({weights / 1e9:.1f} GB of weights, {activations / 1e9:.1f} GB of "
+            f"activations); {remedy}"
         )
     return int(room // size)
+
+
+def largest_step(engine: EngineConfig, positions: int) -> tuple[int, int]:
+    """Return the most tokens and the most requests of a step, as an engine runs it at its start to
+    measure activations.
+
+    Args:
+        positions: of the model.
+    """
+    longest = min(engine.max_model_len or positions, positions)
+    budget = engine.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+    if not engine.enable_chunked_prefill:
+        budget = max(budget, longest)
+    num_requests = min(engine.max_num_seqs, budget)
+    return min(budget, num_requests * longest), num_requests

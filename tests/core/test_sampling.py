@@ -35,7 +35,7 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import StructuredOutputsParams
 from tests.examples import examples
 from tests.oracle import make_checkpoint
-from tests.stand_ins import set_constants
+from tests.stand_ins import set_asynchronous, set_constants
 
 VOCAB = 12
 NAN, INF = math.nan, math.inf
@@ -545,7 +545,7 @@ def test_a_gpu_gets_the_tokens_that_a_cpu_gets(
     logits, rows = torch.tensor([x for x, _ in pairs]).view(-1, VOCAB), [row for _, row in pairs]
     expected = Sampler().sample(logits.clone(), rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nanovllm.core.sampling, "is_asynchronous", lambda device: True)
+        set_asynchronous(patch)
         set_constants(patch, nanovllm.core.sampling, SEARCH_ROWS=2)
         assert Sampler().sample(logits, rows) == expected
 

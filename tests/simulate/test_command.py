@@ -314,8 +314,8 @@ MISTAKES = {
     "--num-prompts has no effect with --workload: .*; --limit is": [
         *("--workload", "x", "--num-prompts", "9")
     ],
-    "of weights.; raise gpu_memory_utilization 0.1$": ["--gpu-memory-utilization", "0.1"],
-    "of weights.; raise tensor_parallel_size": [
+    "of activations.; raise gpu_memory_utilization 0.1$": ["--gpu-memory-utilization", "0.1"],
+    "of activations.; raise tensor_parallel_size": [
         *("--model", "llama-3.1-70b", "--gpu-memory-utilization", "0.1")
     ],
     "x: No such file": ["--workload", "x"],
