@@ -178,7 +178,7 @@ class ModelShape:
             MLP         gate, up and their product
             experts     the same per use of an expert; or the outputs per use in 32 bits, twice
 
-        Copies of normalised queries and keys are left out.
+        Copies of normalised queries and keys are not counted.
         """
         hidden = self.config.hidden_size
         tp = layout.tensor_parallel_size

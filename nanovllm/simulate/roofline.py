@@ -336,7 +336,8 @@ def kv_blocks(model: ModelShape, machine: Machine, layout: Layout, engine: Engin
     num_tokens, num_requests = largest_step(engine, model.config.max_position_embeddings)
     activations = model.activation_bytes(layout, num_tokens, num_requests)
     weights = model.weight_bytes(layout)
-    collectives = machine.collectives_gib if max(tp, layout.expert_ranks) > 1 else 0
+    num_sharing = layout.expert_ranks if model.config.moe else tp
+    collectives = machine.collectives_gib if max(tp, num_sharing) > 1 else 0
     size = engine.block_size * model.kv_bytes_per_token(tp) / layout.pipeline_parallel_size
     held = weights + activations + GIB * (machine.reserved_gib + collectives)
     room = machine.memory_gib * GIB * engine.gpu_memory_utilization - held

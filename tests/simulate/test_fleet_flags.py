@@ -245,6 +245,7 @@ def test_requests_that_verify_drafts_decode() -> None:
         "request_rate": 0.7,
         "random_input_len": 30_000,
         "random_output_len": 400,
+        "num_kv_blocks": 30_000,  # nothing is preempted
     }
     plain = simulate(long)
     drafting = simulate({**long, "spec_acceptance": "0.8,0.6,0.4"})

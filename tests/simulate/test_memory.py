@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -300,6 +301,23 @@ def test_a_model_that_does_not_fit_is_short_of_memory_by_a_number() -> None:
     with pytest.raises(UsageError, match=r"activations\); raise gpu_memory_utilization 0.1$"):
         engine = EngineConfig(gpu_memory_utilization=0.1)
         kv_blocks(find_model("llama-3.1-8b"), h100, Layout(), engine)
+
+
+def test_libraries_for_collectives_take_memory_of_ranks_that_share_layers() -> None:
+    h100 = find_machine("H100")
+    without = msgspec.structs.replace(h100, collectives_gib=0.0)
+    moe, dense = find_model("qwen3-30b-a3b"), find_model("llama-3.1-8b")
+    experts = Layout(data_parallel_size=4, enable_expert_parallel=True)
+    for model, layout, share in (
+        (dense, Layout(), False),
+        (dense, Layout(tensor_parallel_size=2), True),
+        (dense, experts, False),
+        (moe, experts, True),
+        (moe, Layout(data_parallel_size=4), False),
+    ):
+        pools = [kv_blocks(model, each, layout, EngineConfig()) for each in (without, h100)]
+        size = 16 * model.kv_bytes_per_token(layout.tensor_parallel_size)
+        assert pools[0] - pools[1] == pytest.approx(share * 1.85 * GIB / size, abs=1)
 
 
 def test_machines_hold_memory_back_but_a_laptop() -> None:
