@@ -30,7 +30,7 @@ ACTIVATION_BYTES = 2
 # in 16 bits; in 32 bits, the logits before and after temperature and truncation.
 LOGIT_BYTES = 2 + 2 + 4 + 4
 # Bytes per logit of the rows among which the sampler searches nuclei, and how many rows it takes.
-SEARCH_BYTES = 44
+SEARCH_BYTES = 40
 SEARCH_ROWS = 64
 # To draw, it needs probabilities in 32 bits, and pads them to a multiple of this number of tokens.
 DRAW_BLOCK = 256

@@ -330,13 +330,13 @@ def test_requests_that_verify_drafts_decode() -> None:
         ),
         (
             APART | {"model": "llama-3.1-70b", "prefill_config": '{"tensor_parallel_size": 4}'},
-            "decode engines: llama-3.1-70b does not fit on H100: 65.7 GB per device",
+            "decode engines: llama-3.1-70b does not fit on H100: 65.6 GB per device",
         ),
         (
             APART
             | {"model": "llama-3.1-70b", "tensor_parallel_size": 4}
             | {"prefill_config": '{"tensor_parallel_size": 1}'},
-            "--prefill-config: llama-3.1-70b does not fit on H100: 65.7 GB per device",
+            "--prefill-config: llama-3.1-70b does not fit on H100: 65.6 GB per device",
         ),
         (
             APART | {"decode_config": '{"pipeline_parallel_size": 2}', "spec_acceptance": "0.5"},

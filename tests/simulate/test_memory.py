@@ -62,9 +62,9 @@ DEEPSEEK = LLAMA | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
-# What a step allocates besides, such as positions, places and rotary angles: at most 36 bytes per
-# token of some hundreds.
-TOLERANCE = 0.012
+# What a step allocates besides, such as positions, places, rotary angles and the histograms of the
+# search for nuclei.
+TOLERANCE = 0.014
 
 
 class LiveBytes(TorchDispatchMode):
@@ -150,7 +150,7 @@ def test_activations_of_layers_are_those_of_a_real_step(shape: dict[str, Any]) -
     assert predicted(shape, 1024, 4) == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("num_requests", "vocab_size"), [(16, 8192), (128, 8192), (384, 8440)])
+@pytest.mark.parametrize(("num_requests", "vocab_size"), [(8, 131_072), (80, 65_536), (384, 8440)])
 def test_activations_of_sampling_are_those_of_a_real_step(
     num_requests: int, vocab_size: int
 ) -> None:
