@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.text.token_decoder import BYTE_OF_CHARACTER
@@ -501,6 +502,8 @@ def test_a_sentencepiece_model_without_its_libraries_names_the_extra(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    # transformers asks once what is installed: other tests need the true answer.
+    assert is_sentencepiece_available() and is_protobuf_available()
     monkeypatch.setitem(sys.modules, module, None)
     message = (
         rf"tokenizer\.model' is a SentencePiece model.*{module}.*pip install"
