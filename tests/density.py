@@ -84,7 +84,9 @@ STAND_INS = set(
 # lost requests, cut answers and failures without effect; 43 for dropped steps of simulated engines
 # that fail, for names of models in any case, and for hints; 41 for the engines of sweeps, and for
 # settings of traces that differ; 35 for the memory of simulated engines: activations of their
-# largest step, and what libraries hold. A new feature brings its own number.
+# largest step, and what libraries hold; 26 for files without an end or that can be read once, and
+# for simulated steps that were dropped; 43 for loads that a fleet sustains, and for measurements
+# that other programs disturb. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
     "Any, engine": 120,
@@ -100,7 +102,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_608,
-    "statements, engine": 26_924,
+    "statements, engine": 26_967,
     "statements, lab": 11_280,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
+import psutil
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
@@ -77,9 +79,22 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
             "raise it, or choose a model with a longer context"
         )
     timer = StepTimer(engine)
+    begin = processor_times()
     timer.measure(seconds)
+    ran, waited = (after - before for before, after in zip(begin, processor_times(), strict=True))
     timer.core.close()
-    return timer.create_cost()
+    return msgspec.structs.replace(timer.create_cost(), waited=waited / max(1, ran + waited))
+
+
+def processor_times() -> tuple[int, int]:
+    """Return for how many nanoseconds the threads of this process and of its ranks have run, and
+    have waited for a processor. Only Linux tells."""
+    threads = [
+        path.read_text().split()
+        for each in (psutil.Process(), *psutil.Process().children(recursive=True))
+        for path in Path(f"/proc/{each.pid}/task").glob("*/schedstat")
+    ]
+    return sum(int(ran) for ran, _, _ in threads), sum(int(waited) for _, waited, _ in threads)
 
 
 class StepTimer:

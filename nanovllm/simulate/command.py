@@ -111,8 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--find-load",
         action="store_true",
-        help="find the highest --request-rate (with --workload, the highest --speedup) at which "
-        "--slo-attainment of the requests keep --goodput",
+        help="find the highest --request-rate (with --workload, the highest --speedup) that the "
+        "fleet sustains, and at which --slo-attainment of the requests keep --goodput; with more "
+        "requests than --num-prompts, if these are too few to tell",
     )
     _add_other_runs(output)
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -319,6 +320,7 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
     """Measure an engine with these settings, write the file, and print how well it predicts."""
     from nanovllm.simulate.calibrate import calibrate
     from nanovllm.simulate.measured import check_writable, write_cost
+    from nanovllm.simulate.sources import warnings_of
 
     check_writable("--calibrate", path)
     cost = calibrate(create(EngineConfig, {**settings, "data_parallel_size": 1}))
@@ -326,7 +328,9 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
     print(
         f"{path}: steps of {cost.model} on this machine. Of steps that the fit did not see, half "
         f"are within {cost.error:.1%} of the prediction; 16 in a row took {cost.low:.2f} to "
-        f"{cost.high:.2f} of it (90 % of them)."
+        f"{cost.high:.2f} of it (90 % of them).",
+        *warnings_of(cost),
+        sep="\n",
     )
 
 

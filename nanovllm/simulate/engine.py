@@ -466,8 +466,7 @@ class SimulatedEngine:
             self._count_waits(int(run.first_wait <= num_steps and group.size > 0))
             self._plan_after(end)
         elif self.steps_ahead:
-            plan = group.plan_silently()
-            self._in_flight.append(StepInFlight(plan, last_end, end, last_held))
+            self._in_flight.append(StepInFlight(group.plan_silently(), last_end, end, last_held))
         group.taken += run.num_results
         group.last_end = last_end
         if run.ends:

@@ -60,6 +60,8 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         pauses, idle_seconds: seconds without a request, and how much longer the next step takes.
         error: median of |measured / predicted - 1| over single steps that the fit did not see.
         low, high: interval that contains 90 % of measured / predicted over 16 such steps in a row.
+        waited: share of the time in which the engine's threads waited for a processor, since other
+            programs ran on it.
     """
 
     model: str
@@ -83,6 +85,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     error: Number = 0.0
     low: Number = 1.0
     high: Number = 1.0
+    waited: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def __post_init__(self) -> None:
         for name, values in (("knots", self.row_seconds), ("pauses", self.idle_seconds)):

@@ -112,16 +112,17 @@ def other_settings(recorded: TraceSettings, simulated: Sequence[TraceSettings]) 
     """Return, as flags, the settings of a recorded engine that no simulated one has."""
     stated = msgspec.to_builtins(recorded)
     others = [msgspec.to_builtins(each) for each in simulated]
-    words = []
-    for name, flag in FLAGS.items():
-        value = stated.get(name)
-        if value is None or any(_plain(value) == _plain(each.get(name)) for each in others):
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{flag}")
-        else:
-            words.append(f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}")
-    return words
+    return [
+        _as_flag(flag, stated[name])
+        for name, flag in FLAGS.items()
+        if name in stated and all(_plain(stated[name]) != _plain(each.get(name)) for each in others)
+    ]
+
+
+def _as_flag(flag: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{flag}"
+    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
 
 
 def _plain(value: object) -> object:

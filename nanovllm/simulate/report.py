@@ -105,6 +105,13 @@ def num_lost(summary: Summary) -> int:
     return sum(outcomes.values()) - completed
 
 
+def notes_of(summary: Summary) -> list[str]:
+    """Return what else a reader of the summary might miss."""
+    notes = summary.get("notes", [])
+    assert isinstance(notes, list)
+    return notes
+
+
 def _goodput(
     requests: Sequence[ServedRequest], objectives: Mapping[str, float], seconds: float
 ) -> Summary:

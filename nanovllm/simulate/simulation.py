@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,13 +17,23 @@ from nanovllm.simulate.fleet import Fleet
 from nanovllm.simulate.links import Links
 from nanovllm.simulate.outages import UnreliableFleet, idle_outages
 from nanovllm.simulate.plan import FleetPlan, plan_fleet
-from nanovllm.simulate.report import KV_LINK, TIMES, Summary, summarize
+from nanovllm.simulate.report import KV_LINK, TIMES, Summary, notes_of, summarize
 from nanovllm.simulate.settings import DEFAULT_MODEL, FleetConfig, create, known_settings
-from nanovllm.simulate.sources import sources_of
-from nanovllm.simulate.sweep import highest_load
+from nanovllm.simulate.sources import sources_of, warnings_of
+from nanovllm.simulate.sweep import PRECISION, highest_load, number_in
 from nanovllm.simulate.tiers import Tiers
 from nanovllm.simulate.traces import read_workload
 from nanovllm.simulate.workload import SECOND, Workload
+
+# A fleet sustains a load if requests arrive for this number of times as long as a request takes.
+# In less time, many of them fit in the fleet before any has to wait.
+ENOUGH_TIMES = 20
+# Requests or, if several arrive together, bursts or sessions: with fewer, the rate depends on how
+# their arrivals were drawn.
+ENOUGH_STARTS = 500
+# Runs of one rate, each with twice the requests of the one before. If the time that a request takes
+# grows with them, requests wait for each other, and the fleet does not sustain the rate.
+MAX_RUNS = 3
 
 
 def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Summary:
@@ -71,7 +82,8 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
         summary |= tiers.summary(block_size, num_queried)
-    notes = [*_notes(summary, plan), *_trace_notes(workload, plan)]
+    warnings = dict.fromkeys(words for kind in plan.kinds for words in warnings_of(kind.cost))
+    notes = [*_notes(summary, plan), *_trace_notes(workload, plan), *warnings]
     if isinstance(fleet, UnreliableFleet) and fleet.outages:
         notes += idle_outages(fleet.outages, fleet.groups, result.duration)
         _add_outages(summary, fleet, result.duration)
@@ -122,8 +134,8 @@ def _add_outages(summary: Summary, fleet: UnreliableFleet, duration: int) -> Non
 
 
 def find_load(settings: Mapping[str, object]) -> Summary:
-    """Find the highest load that keeps `FleetConfig.goodput`; returns the summary of this load,
-    and the load as its request_rate or speedup.
+    """Find the highest load that keeps `FleetConfig.goodput`, and that the fleet sustains; returns
+    the summary of this load, and the load as its request_rate or speedup.
 
     Raises:
         UsageError: see `simulate` and `sweep.highest_load`.
@@ -131,12 +143,67 @@ def find_load(settings: Mapping[str, object]) -> Summary:
     config = create(FleetConfig, settings)
     if not config.goodput:
         raise UsageError("--find-load needs --goodput, the times to keep: such as ttft:200 tpot:50")
-    name = "speedup" if config.workload else "request_rate"
-    start = config.speedup if config.workload else create(SyntheticWorkload, settings).request_rate
-    load, summary = highest_load(
-        lambda load: simulate({**settings, name: load}), start, config.slo_attainment
+    if config.workload is None:
+        return _find_rate(settings, config.slo_attainment)
+    last = (
+        max(each.arrival for each in read_workload(config.workload, limit=config.limit).requests)
+        / SECOND
     )
-    return {name: load, **summary}
+
+    def run(speedup: float) -> Summary | None:
+        summary = simulate({**settings, "speedup": speedup})
+        return (
+            summary
+            if number_in(summary, "slo_attainment") >= config.slo_attainment
+            and _times(summary, last / speedup) >= ENOUGH_TIMES
+            else None
+        )
+
+    speedup, summary = highest_load(run, config.speedup)
+    beyond = simulate({**settings, "speedup": speedup * PRECISION})
+    if number_in(beyond, "slo_attainment") >= config.slo_attainment:
+        summary["notes"] = [
+            *notes_of(summary),
+            "the fleet may sustain a higher speedup, but the file is too short to tell: requests "
+            f"would arrive for less than {ENOUGH_TIMES} times as long as a request takes",
+        ]
+    return {"speedup": speedup, **summary}
+
+
+def _find_rate(settings: Mapping[str, object], attainment: float) -> Summary:
+    """Find the highest request rate, with as many requests as are necessary."""
+    given = create(SyntheticWorkload, settings)
+    num_prompts = max(given.num_prompts, ENOUGH_STARTS * given.burst_size * given.num_turns)
+    # Until the first session ends, and after the last one has begun, the rate is lower.
+    ramps = 2 * (given.num_turns - 1) * given.turn_interval
+
+    def run(rate: float) -> Summary | None:
+        nonlocal num_prompts
+        number = max(num_prompts, math.ceil(2 * rate * ramps))
+        for _ in range(MAX_RUNS):
+            summary = simulate({**settings, "request_rate": rate, "num_prompts": number})
+            if number_in(summary, "slo_attainment") < attainment:
+                return None
+            if _times(summary, number / rate - ramps) >= ENOUGH_TIMES:
+                num_prompts = number
+                return summary
+            number *= 2
+        return None
+
+    # From a low rate on, doubling it at most doubles the number of requests in the fleet.
+    rate, summary = highest_load(run, min(1.0, given.request_rate))
+    if num_prompts > given.num_prompts:
+        summary["notes"] = [
+            *notes_of(summary),
+            f"--find-load served {num_prompts:,} requests, as with --num-prompts {num_prompts}: "
+            f"{given.num_prompts:,} are too few to tell which rate the fleet sustains",
+        ]
+    return {"request_rate": rate, **summary}
+
+
+def _times(summary: Summary, seconds: float) -> float:
+    """Return how many times as long as a request these seconds are."""
+    return 1000 * seconds / number_in(summary, "mean_e2el_ms")
 
 
 def _links_of(fleet: Fleet, tiers: Tiers | None) -> dict[str, Links]:

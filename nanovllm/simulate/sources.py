@@ -14,6 +14,9 @@ from nanovllm.simulate.models import ModelShape, find_model, model_names
 from nanovllm.simulate.report import Summary
 from nanovllm.simulate.roofline import Roofline
 
+# Share of the time. On an idle machine, threads wait for processors in less than a hundredth of it.
+MOST_WAITED = 0.05
+
 
 class Selection(NamedTuple):
     """Machines and models, by name."""
@@ -64,6 +67,19 @@ def _described(model: ModelShape) -> Summary:
         "num_experts_per_tok": moe.top_k if moe else 0,
         "max_model_len": model.config.max_position_embeddings,
     }
+
+
+def warnings_of(cost: object) -> list[str]:
+    """Tell whether other programs have disturbed the measurement of a cost."""
+    return (
+        [
+            f"other programs disturbed the measurement of {cost.model} on {cost.machine}: its "
+            f"threads waited for a processor in {cost.waited:.0%} of the time. Repeat --calibrate "
+            "on an idle machine"
+        ]
+        if isinstance(cost, MeasuredCost) and cost.waited > MOST_WAITED
+        else []
+    )
 
 
 def sources_of(costs: Sequence[tuple[str, Roofline | MeasuredCost]]) -> Summary:

@@ -1,4 +1,5 @@
-"""Many simulations: all combinations of settings, or the highest load that keeps objectives."""
+"""Many simulations: all combinations of settings, or the highest load that a fleet keeps up
+with."""
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ def mark_frontier(summaries: Sequence[Summary]) -> None:
     compared = [summary for summary in done if _missing_share(summary) == least]
     best = (float("inf"), float("inf"))
     for ttft, tpot, summary in sorted(
-        ((_number(each, TTFT), _number(each, TPOT), each) for each in compared),
+        ((number_in(each, TTFT), number_in(each, TPOT), each) for each in compared),
         key=lambda row: row[:2],
     ):
         if tpot < best[1]:
@@ -205,31 +206,30 @@ def mark_frontier(summaries: Sequence[Summary]) -> None:
 def _missing_share(summary: Summary) -> float:
     """Return the share of the requests that were lost, or whose answers were cut."""
     lost = num_lost(summary)
-    cut = _number(summary, "num_cut") if "num_cut" in summary else 0
-    return (lost + cut) / (lost + _number(summary, "completed"))
+    cut = number_in(summary, "num_cut") if "num_cut" in summary else 0
+    return (lost + cut) / (lost + number_in(summary, "completed"))
 
 
-def _number(summary: Summary, name: str) -> float:
+def number_in(summary: Summary, name: str) -> float:
+    """Return a number of a summary."""
     value = summary[name]
     assert isinstance(value, int | float)
     return value
 
 
-def highest_load(
-    run: Callable[[float], Summary], start: float, attainment: float
-) -> tuple[float, Summary]:
-    """Find the highest load at which the share of requests that meet all objectives is at least
-    `attainment`: to within 2 %, if a higher load never helps.
+def highest_load(run: Callable[[float], Summary | None], start: float) -> tuple[float, Summary]:
+    """Find the highest load that a fleet keeps up with: to within 2 %, if a higher load never
+    helps.
 
     Args:
-        run: simulates a load.
+        run: simulates a load; returns None if the fleet does not keep up.
         start: the load to begin with.
 
     Returns:
         The load, and its summary.
 
     Raises:
-        UsageError: no load keeps the objectives, or every load does.
+        UsageError: no load, or every load.
     """
     kept: Summary = {}
     low = high = 0.0
@@ -240,11 +240,10 @@ def highest_load(
                 f"the objectives of --goodput are {'always' if low else 'never'} kept, even at a "
                 f"load of {load:.3g}: change them"
             )
-        summary = run(load)
-        if _number(summary, "slo_attainment") >= attainment:
+        if (summary := run(load)) is None:
+            high = load
+        else:
             low = load
             kept = summary
-        else:
-            high = load
         load = (low * high) ** 0.5 if low and high else low * 2 or high / 2
     return low, kept

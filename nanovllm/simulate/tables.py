@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from nanovllm.simulate.machines import Efficiency, Machine
 from nanovllm.simulate.models import ModelShape
-from nanovllm.simulate.report import PERCENTILES, Summary, num_lost
+from nanovllm.simulate.report import PERCENTILES, Summary, notes_of, num_lost
 from nanovllm.simulate.sources import Selection
 
 MAX_ENGINES = 16
@@ -116,9 +116,8 @@ def print_summary(summary: Summary) -> None:
 
 def _notes(summary: Summary) -> list[str]:
     """Return the reason of rejections, and what else a reader of the table might miss."""
-    notes = summary.get("notes", [])
-    assert isinstance(notes, list)
-    return [f"rejected: {summary['rejection']}", *notes] if "rejection" in summary else notes
+    rejections = [f"rejected: {summary['rejection']}"] if "rejection" in summary else []
+    return [*rejections, *notes_of(summary)]
 
 
 def _sources_line(sources: object) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -331,3 +334,50 @@ def test_a_round_of_loads_is_short():
         num_tokens = [sum(each.num_prompt_tokens for each in load) for load in found]
         assert sum(num_tokens) < 15 * 2048
         assert max(num_tokens) > 2048
+
+
+# Both run on one processor. The first does something else until the second has ended.
+COMPETE = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print(flush=True)
+while True:
+    pass
+"""
+MEASURE = """
+import os, sys, time
+from nanovllm.simulate.calibrate import processor_times
+os.sched_setaffinity(0, {int(sys.argv[1])})
+before = processor_times()
+until = time.process_time() + 0.5
+while time.process_time() < until:
+    pass
+print(*(b - a for a, b in zip(before, processor_times())))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="only Linux tells")
+def test_the_time_in_which_other_programs_run_is_measured():
+    processor = str(min(os.sched_getaffinity(0)))
+    words = [sys.executable, "-c", COMPETE, processor]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            words[2] = MEASURE
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        finally:
+            other.kill()
+    ran, waited = (int(word) / 1e9 for word in done.stdout.split())
+    assert 0.5 <= ran < 1
+    assert waited > 0.2, "the other program had half of the processor"
+
+
+def test_simulations_with_a_disturbed_measurement_have_a_note(tmp_path):
+    for waited, notes in ((0.02, []), (0.3, ["30% of the time. Repeat --calibrate"])):
+        path = tmp_path / "this.json"
+        write_cost(msgspec.structs.replace(COST, waited=waited), path)
+        summary = simulate({"machine": str(path), "num_prompts": 3, "random_output_len": 4})
+        found = summary.get("notes", [])
+        assert len(found) == len(notes)
+        assert all(words in note for words, note in zip(notes, found, strict=True))

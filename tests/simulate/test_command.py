@@ -257,6 +257,8 @@ def test_the_highest_rate_keeps_the_objectives(capsys: pytest.CaptureFixture[str
     found = results(capsys, *words, "--find-load", "--slo-attainment", "0.8")
     assert found["slo_attainment"] >= 0.8
     rate = found["request_rate"]
+    words += ["--num-prompts", str(found["completed"])]
+    assert results(capsys, *words, "--request-rate", str(rate))["slo_attainment"] >= 0.8
     beyond = results(capsys, *words, "--request-rate", str(rate * 1.03))
     assert beyond["slo_attainment"] < 0.8
 
