@@ -102,21 +102,3 @@ def _refuse(what: str, cure: str) -> None:
 
 def _or(values: list[int] | tuple[str, ...]) -> str:
     return " or ".join(map(str, values))
-
-
-def support_table() -> str:
-    """Return `SUPPORTED` as a table in Markdown."""
-    zeros = {(False,): "no", (True,): "yes", (False, True): "yes or no"}
-    rows = [
-        "| format | bits | a scale per | zero points | act order | activations | in memory |",
-        "| --- | ---: | --- | --- | --- | --- | --- |",
-    ]
-    for (layout, bits), support in SUPPORTED.items():
-        inputs = "as they are" + (", or 8 bits per token" * support.quantizes_inputs)
-        memory = "dequantized" if support.dequantized else "as stored"
-        order = "yes" if support.any_order else "no"
-        rows.append(
-            f"| {layout} | {bits} | {_or(support.scales)} | {zeros[support.zeros]} | {order} | "
-            f"{inputs} | {memory} |"
-        )
-    return "\n".join(rows)

@@ -23,8 +23,8 @@ class SleepConfig(Keywords):
     """Settings of devices that sleep for as long as a step is predicted to take.
 
     Attributes:
-        machine: the GPU of each rank, and the links between them, by their name in
-            `nanovllm.simulate.machines`.
+        machine: the GPU of each rank, and the links between them: a name, or the path of a file, as
+            for `nanovllm simulate --machine`.
         model: the model whose steps are predicted, by its name in `nanovllm.simulate.models` or the
             folder of its config.json; None: the engine's model, whose tokenizer is used anyway.
         scale: seconds that pass per predicted second.

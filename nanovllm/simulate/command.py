@@ -31,8 +31,9 @@ from nanovllm.simulate.settings import (
 )
 
 MODEL_HELP = (
-    "known model (see --list), or path of a config.json, whose quantization_config decides the "
-    "size of the weights; with --calibrate, a model as for `nanovllm serve`"
+    "known model (see --list), or path of a config.json or of its folder, whose "
+    "quantization_config decides the size of the weights; with --calibrate, a model as for "
+    "`nanovllm serve`"
 )
 EXAMPLES = """examples:
   nanovllm simulate --request-rate 20 --replicas 2
@@ -41,6 +42,13 @@ EXAMPLES = """examples:
   nanovllm simulate --request-rate 12 --sweep max-num-batched-tokens=512,2048,8192
   nanovllm simulate --list
   nanovllm simulate --list --machine MI300X --model glm-4.6
+
+a file for --machine, with what differs from its base (--list --machine H100 --json has all fields):
+  base = "H100"
+  price_per_hour = 2.1
+  bandwidth = 3.9e12
+  between.bandwidth = 25e9
+  reach.products = 0.65
 """
 # Flags of what the command does, besides the settings of a simulation.
 RUNS = (
@@ -89,7 +97,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
     )
-    parser.set_defaults(model=Default(DEFAULT_MODEL), machine=Default(FleetConfig.machine))
+    parser.set_defaults(model=Default(DEFAULT_MODEL), machine=Default(str(FleetConfig.machine)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,8 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE,VALUE",
         help="simulate each value of a setting, such as replicas=1,2,4, tp=1,2 or "
-        "prefill-config.machine=A100,H100; with several --sweep, each combination. The table names "
-        "the bottleneck of each, and marks the frontier of P99 TTFT and P99 TPOT",
+        "prefill-config.machine=A100,my.toml; with several --sweep, each combination. A value with "
+        'a comma needs quotes: machine=A100,"a,b.toml". The table names the bottleneck of each, '
+        "and marks the frontier of P99 TTFT and P99 TPOT",
     )
     output.add_argument(
         "--find-load",
@@ -141,7 +150,7 @@ def _add_other_runs(output: argparse._ArgumentGroup) -> None:
         "--list",
         action="store_true",
         help="instead of simulating, print the machines and models that are known by name, with "
-        "the sources of their numbers; with --machine or --model, only those of this name",
+        "the sources of their numbers; with --machine or --model, only that one",
     )
     output.add_argument(
         "--calibrate",
@@ -287,8 +296,14 @@ def run_sweep(settings: Mapping[str, object], arguments: argparse.Namespace) -> 
     )
     mark_frontier(summaries)
     if arguments.json:
-        results = zip(points, summaries, strict=True)
-        print(json.dumps([{"settings": point, **summary} for point, summary in results]))
+        print(
+            json.dumps(
+                [
+                    {"settings": point, **summary}
+                    for point, summary in zip(points, summaries, strict=True)
+                ]
+            )
+        )
     else:
         from nanovllm.simulate.tables import print_sweep
 
@@ -355,15 +370,11 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
         if not equals:
             raise UsageError(f"--sweep must be a list such as replicas=1,2,4, got {word!r}")
         lists[key] = []
+        switches = {} if parts else {"true": flag_of(name), "false": flag_of(f"no_{name}")}
         for value in split_values(values):
-            flag = flag_of(name)
-            words_of_value = [".".join([flag, *parts]) + f"={value}"]
-            if not parts:
-                switches = {"true": [flag], "false": [flag_of(f"no_{name}")]}
-                words_of_value = switches.get(value.lower(), words_of_value)
-            found = vars(parser.parse_args(words_of_value))[name]
-            if parts:
-                found = json.loads(found)
+            given = switches.get(value.lower(), ".".join([flag_of(name), *parts]) + f"={value}")
+            found = vars(parser.parse_args([given]))[name]
+            found = json.loads(found) if parts else found
             for part in parts:
                 found = found[part]
             lists[key].append(found)
@@ -371,13 +382,16 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[object]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Return the values of a list. Commas inside JSON objects and lists separate none."""
+    """Return the values of a list. Commas inside JSON objects and lists separate none, nor do those
+    of a value in quotes, such as "a,b.toml"."""
     values = [""]
     depth = 0
+    is_quoted = False
     for character in text:
-        depth += (character in "{[") - (character in "}]")
-        if character == "," and not depth:
+        is_quoted ^= character == '"'
+        depth += 0 if is_quoted else (character in "{[") - (character in "}]")
+        if character == "," and not depth and not is_quoted:
             values.append("")
         else:
             values[-1] += character
-    return values
+    return [value[1:-1] if value[:1] == value[-1:] == '"' else value for value in values]

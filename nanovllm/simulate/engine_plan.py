@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from nanovllm.assembly.flags import words_of
 from nanovllm.data.config import EngineConfig
@@ -28,7 +29,7 @@ from nanovllm.simulate.disaggregated import (
 )
 from nanovllm.simulate.engine import SimulatedEngine
 from nanovllm.simulate.lock_step import LockStepEngine, put_in_lock_step
-from nanovllm.simulate.machines import GIB, find_machine
+from nanovllm.simulate.machines import GIB, file_of, machine_of
 from nanovllm.simulate.measured import MeasuredCost, read_cost
 from nanovllm.simulate.models import Layout, ModelShape, find_model
 from nanovllm.simulate.requests import RequestMaker
@@ -219,9 +220,13 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         raise UsageError(
             f"{flag} must be a multiple of --data-parallel-size {group_size}, got {count}"
         )
-    if os.path.isfile(config.machine):
-        return _measured_plan(count, config, engine, read_cost(Path(config.machine)))
-    machine = find_machine(config.machine)
+    file = file_of(config.machine)
+    if file is not None and "model" in file:  # which machines do not have
+        config = replace(config, machine=str(file.pop("file")))
+        return _measured_plan(
+            count, config, engine, read_cost(Path(str(config.machine)), msgspec.json.encode(file))
+        )
+    machine = machine_of(file or config.machine)
     model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
     layout = _layout(config, engine, model)
     # As `DataParallelCore` decides.
@@ -242,7 +247,7 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         max_len=model.config.max_position_embeddings,
         fitting=kv_blocks(model, machine, layout, engine),
         bytes_per_token=model.kv_bytes_per_token(tp) / layout.pipeline_parallel_size,
-        on_gpu=not machine.name.startswith("laptop"),
+        on_gpu=machine.on_gpu,
     )
     price = config.price_per_hour
     if price is None:
@@ -411,11 +416,14 @@ def _with_measured_layout(
                 f"--machine {config.machine} was measured with {flag} {measured}, not {given}: "
                 "omit it, or measure this layout with --calibrate"
             )
-    layout = {
-        "tensor_parallel_size": cost.tensor_parallel_size,
-        "pipeline_parallel_size": cost.pipeline_parallel_size,
-    }
-    return create(EngineConfig, vars(engine) | layout)
+    return create(
+        EngineConfig,
+        {
+            **vars(engine),
+            "tensor_parallel_size": cost.tensor_parallel_size,
+            "pipeline_parallel_size": cost.pipeline_parallel_size,
+        },
+    )
 
 
 def _host_blocks(engine: EngineConfig, kv_bytes_per_token: float) -> int:

@@ -148,14 +148,17 @@ def num_pairs(work: StepWork) -> int:
     return sum(count * start + count * (count + 1) // 2 for start, count in work.prefills)
 
 
-def read_cost(path: Path) -> MeasuredCost:
+def read_cost(path: Path, content: bytes | None = None) -> MeasuredCost:
     """Read a file that `calibrate` has written.
+
+    Args:
+        content: of the file, if it was read before.
 
     Raises:
         UsageError: it is none, or a pipeline was measured before its stages were told apart.
     """
     try:
-        cost = msgspec.json.decode(path.read_bytes(), type=MeasuredCost)
+        cost = msgspec.json.decode(content or path.read_bytes(), type=MeasuredCost)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--machine {path}: no file of --calibrate: {error}") from error
     if cost.pipeline_parallel_size > 1 and cost.head_cost is None:

@@ -301,12 +301,18 @@ def find_model(name: str, *, kv_cache_dtype: str = "auto") -> ModelShape:
         if plain not in names:
             hint = did_you_mean(plain, names, names)
             raise UsageError(
-                f"--model {name!r} is unknown{hint + ' Choose' if hint else ': choose'} "
-                f"{', '.join(_read())}, which --list describes, or give the path of a config.json"
+                f"--model {name!r} {'has no config.json' if os.path.isdir(name) else 'is unknown'}"
+                f"{hint + ' Choose' if hint else ': choose'} {', '.join(_read())}, which --list "
+                "describes, or give the path of a config.json"
             )
         name = names[plain]
+    # Of old AutoGPTQ and AutoAWQ, which wrote how weights are quantized into files of their own.
+    old_files = (path.with_name(f"{each}_config.json") for each in ("quantize", "quant"))
     try:
-        raw = _read().get(name) or read_json(path)
+        raw = _read().get(name) or {
+            "quantization_config": next(filter(None, map(read_json, old_files)), None),
+            **read_json(path),
+        }
         config = _config_of(raw)
     except ValueError as error:
         raise UsageError(f"--model {name}: {error}") from None

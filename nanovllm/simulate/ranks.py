@@ -14,7 +14,7 @@ from nanovllm.data.sleep_config import SleepConfig
 from nanovllm.distributed.cost_model import Link
 from nanovllm.executor.rank_cost import RankTimes
 from nanovllm.simulate.cost import StepWork
-from nanovllm.simulate.machines import Machine, find_machine
+from nanovllm.simulate.machines import Machine, machine_of
 from nanovllm.simulate.models import ACTIVATION_BYTES, Layout, ModelShape, find_model
 from nanovllm.simulate.roofline import Roofline, kv_blocks
 from nanovllm.simulate.workload import SECOND
@@ -100,7 +100,7 @@ def create_rank_cost(
         UsageError: an unknown machine or model.
     """
     with _named_by_sleep_config():
-        machine = find_machine(sleep.machine)
+        machine = machine_of(sleep.machine)
         model = find_model(sleep.model or folder, kv_cache_dtype=config.kv_cache_dtype)
     layout = Layout(
         tensor_parallel_size=config.tensor_parallel_size,

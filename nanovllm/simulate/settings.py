@@ -131,7 +131,8 @@ class FleetConfig(Keywords):
             "H200"}: layout, machine, price, KV pool and scheduler
         decode_config: the same for the decode engines
         machine: machine of the engines, such as H100 or A100 (see --list); H100x4 has four devices
-            per node; or a file that --calibrate has written
+            per node; or the path of a TOML file that describes a machine, or that --calibrate has
+            written
         routing_policy: how the router chooses an engine: random, round_robin, load (the least busy
             one), estimated (the one that was already sent the prompt's prefix; also called
             prefix_aware, as in nanovllm router), or precise (the one
@@ -181,7 +182,7 @@ class FleetConfig(Keywords):
     decode: Annotated[int, Meta(ge=0, le=100_000)] = 0
     prefill_config: str | None = None
     decode_config: str | None = None
-    machine: str = "H100"
+    machine: str | dict[str, object] = "H100"
     routing_policy: Literal[
         "random", "round_robin", "load", "estimated", "prefix_aware", "precise"
     ] = "estimated"

@@ -89,7 +89,7 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         _add_outages(summary, fleet, result.duration)
     if notes:
         summary["notes"] = notes
-    sources = sources_of([(kind.config.machine, kind.cost) for kind in plan.kinds])
+    sources = sources_of([(str(kind.config.machine), kind.cost) for kind in plan.kinds])
     return {"setup": plan.description, "sources": sources, **summary}
 
 

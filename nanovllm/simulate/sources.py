@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from nanovllm.simulate.machines import Efficiency, Machine, find_machine, known_machines
+from nanovllm.simulate.machines import Efficiency, Machine, known_machines, machine_of
 from nanovllm.simulate.measured import MeasuredCost
 from nanovllm.simulate.models import ModelShape, find_model, model_names
 from nanovllm.simulate.report import Summary
@@ -31,14 +31,15 @@ class Selection(NamedTuple):
 
 
 def select(machine: str | None = None, model: str | None = None) -> Selection:
-    """Return the machine and the model of these names; without names, all that are known by name.
+    """Return the machine and the model of these names or files; without any, all that are known by
+    name.
 
     Raises:
-        UsageError: an unknown name; the message has the list.
+        UsageError: an unknown name, with the list of names; or a file that describes none.
     """
     if machine is None and model is None:
         return Selection(known_machines(), {name: find_model(name) for name in model_names()})
-    machines = [] if machine is None else [find_machine(machine)]
+    machines = [] if machine is None else [machine_of(machine)]
     models = [] if model is None else [find_model(model)]
     return Selection({each.name: each for each in machines}, {each.name: each for each in models})
 
@@ -90,21 +91,20 @@ def sources_of(costs: Sequence[tuple[str, Roofline | MeasuredCost]]) -> Summary:
         costs: of each kind of engine, with the name or the file of its machine.
     """
     computed = [cost for _, cost in costs if isinstance(cost, Roofline)]
-    measured = {name: cost for name, cost in costs if isinstance(cost, MeasuredCost)}
-    found: Summary = {}
-    if computed:
-        machines = [cost.machine for cost in computed]
-        found["machines"] = {each.name: each.source for each in machines}
-        found["corrections"] = {each.efficiency: each.reach.source for each in machines}
-        found["model"] = computed[0].model.source
-    if measured:
-        found["calibrations"] = {
+    machines = [cost.machine for cost in computed]
+    found: Summary = {
+        "machines": {each.name: each.source for each in machines},
+        "corrections": {each.efficiency: each.reach.source for each in machines},
+        "model": computed[0].model.source if computed else "",
+        "calibrations": {
             name: {
                 "measured": f"steps of {cost.model} on {cost.machine}",
                 "error": cost.error,
                 "low": cost.low,
                 "high": cost.high,
             }
-            for name, cost in measured.items()
-        }
-    return found
+            for name, cost in costs
+            if isinstance(cost, MeasuredCost)
+        },
+    }
+    return {name: value for name, value in found.items() if value}

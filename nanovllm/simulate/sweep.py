@@ -13,8 +13,9 @@ import msgspec
 
 from nanovllm.data.errors import UsageError
 from nanovllm.data.json import JsonObject
+from nanovllm.simulate.machines import file_of
 from nanovllm.simulate.report import Summary, num_lost
-from nanovllm.simulate.settings import NEEDED_FLAGS, flag_of, name_of
+from nanovllm.simulate.settings import NEEDED_FLAGS, flag_of, name_of, parse_role
 
 Settings = Mapping[str, object]
 # The times that the frontier compares.
@@ -77,6 +78,23 @@ def idle_settings(settings: Settings, point: Settings) -> list[str]:
     return [*idle, "kv_offloading_bandwidth"] if is_swept and not uses_host else idle
 
 
+def with_files(settings: Settings) -> dict[str, object]:
+    """Return settings with the fields of the files that name machines, so that they mean the same
+    in other processes and on other nodes.
+
+    Raises:
+        UsageError: such a file cannot be read; or see `parse_role`.
+    """
+    found = dict(settings)
+    if isinstance(machine := found.get("machine"), str):
+        found["machine"] = file_of(machine) or machine
+    for role in ("prefill_config", "decode_config"):
+        if text := found.get(role):
+            own = parse_role(flag_of(role), str(text))
+            found[role] = json.dumps(with_files(own), default=str)
+    return found
+
+
 def run_all(
     run: Callable[[Settings], Summary],
     points: Sequence[Settings],
@@ -84,7 +102,8 @@ def run_all(
     use_ray: bool = False,
 ) -> list[Summary]:
     """Return the summary of each point, on all cores, or on all nodes of a Ray cluster if there is
-    one. A point whose settings are impossible has an "error" instead.
+    one. A point whose settings are impossible has an "error" instead. Files of machines are read by
+    this process, and sent to the others.
 
     Args:
         run: a function of a module, which other processes can import.
@@ -92,9 +111,10 @@ def run_all(
         use_ray: connect to a cluster, or start one; otherwise use it if this program has already.
 
     Raises:
-        UsageError: Ray is wanted, and not installed; or all points are impossible.
+        UsageError: Ray is wanted, and not installed; all points are impossible; or see
+            `with_files`.
     """
-    jobs = [(run, point) for point in points]
+    jobs = [(run, with_files(point)) for point in points]
     num_processes = min(len(points), num_processes or _num_cores())
     if use_ray or ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
         summaries = _run_on_ray(jobs)

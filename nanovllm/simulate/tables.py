@@ -102,16 +102,16 @@ def print_summary(summary: Summary) -> None:
         outages = {"outages": [_outage(each) for each in replica.get("outages", [])]}
         values = {**replica, **outages}
         engines.add_row(engine, *(_shown(values[name]) for name in columns))
-    console = Console(width=WIDTH)
-    console.print(summary["setup"], highlight=False)
-    console.print(_sources_line(summary["sources"]), highlight=False, markup=False, soft_wrap=True)
-    console.print(totals, highlight=False)
+    console = Console(width=WIDTH, highlight=False, markup=False)
+    console.print(summary["setup"], soft_wrap=True)
+    console.print(_sources_line(summary["sources"]), soft_wrap=True)
+    console.print(totals)
     for note in _notes(summary):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-    console.print(latencies, engines, highlight=False)
+        console.print(note, soft_wrap=True)
+    console.print(latencies, engines)
     if (num_more := len(replicas) - MAX_ENGINES) > 0:
         verb = "engine is" if num_more == 1 else "engines are"
-        console.print(f"{num_more:,} more {verb} in the output of --json", highlight=False)
+        console.print(f"{num_more:,} more {verb} in the output of --json")
 
 
 def _notes(summary: Summary) -> list[str]:
@@ -131,17 +131,16 @@ def _sources_line(sources: object) -> str:
         )
         words.append(f"computed from {machines}, corrected by {corrections}")
     for path, each in sources.get("calibrations", {}).items():
-        interval = f"{each['low']:.2f} to {each['high']:.2f}"
         words.append(
             f"{path}, {each['measured']}; half are within {each['error']:.1%} of the prediction, "
-            f"and 16 in a row take {interval} of it"
+            f"and 16 in a row take {each['low']:.2f} to {each['high']:.2f} of it"
         )
     return f"step times: {'; '.join(words)}"
 
 
 def print_catalog(selection: Selection) -> None:
     """Print machines, their corrections, and models, with the sources of their numbers."""
-    console = Console(width=WIDTH)
+    console = Console(width=WIDTH, highlight=False, markup=False)
     if selection.machines:
         _print_machines(console, selection.machines)
         _print_corrections(console, selection.corrections)
@@ -163,12 +162,12 @@ def _print_machines(console: Console, machines: Mapping[str, Machine]) -> None:
             machine.price_per_hour,
         )
         table.add_row(name, *(_shown(each) if each else "" for each in numbers), machine.efficiency)
-    console.print(table, MACHINE_UNITS, highlight=False)
+    console.print(table, MACHINE_UNITS)
     for name, machine in machines.items():
         links = machine.inside, machine.between, machine.host
         price = machine.price_source and f"; price: {machine.price_source}"
         words = f"{name}: {', '.join(link.name for link in links)}; {machine.source}{price}"
-        console.print(words, highlight=False, markup=False)
+        console.print(words)
 
 
 def _print_corrections(console: Console, corrections: Mapping[str, Efficiency]) -> None:
@@ -176,9 +175,9 @@ def _print_corrections(console: Console, corrections: Mapping[str, Efficiency]) 
     for field in Efficiency.__struct_fields__[1:]:
         values = (getattr(each, field) for each in corrections.values())
         table.add_row(field, *map(_shown, values))
-    console.print("", table, CORRECTION_UNITS, highlight=False)
+    console.print("", table, CORRECTION_UNITS)
     for name, correction in corrections.items():
-        console.print(f"{name}: {correction.source}", highlight=False, markup=False)
+        console.print(f"{name}: {correction.source}")
 
 
 def _print_models(console: Console, models: Mapping[str, ModelShape]) -> None:
@@ -195,7 +194,7 @@ def _print_models(console: Console, models: Mapping[str, ModelShape]) -> None:
             model.source.removeprefix("huggingface.co/"),
         ]
         table.add_row(name, *map(_shown, cells))
-    console.print("", table, MODEL_UNITS, highlight=False)
+    console.print("", table, MODEL_UNITS)
 
 
 def _table(*columns: str) -> Table:
@@ -222,7 +221,7 @@ def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summ
     ]
     names = (name.replace("_", " ") for name in points[0])
     table = Table(*names, *(SWEEP_COLUMNS[name] for name in columns), "")
-    console = Console(width=WIDTH)
+    console = Console(width=WIDTH, highlight=False, markup=False)
     # The places of each note.
     notes: dict[str, list[str]] = {}
     for point, summary, row in zip(points, summaries, rows, strict=True):
@@ -239,7 +238,7 @@ def print_sweep(points: Sequence[Mapping[str, object]], summaries: Sequence[Summ
     console.print(table)
     for note, places in notes.items():
         for place in [f"{place}: " for place in places] if len(places) < len(points) else [""]:
-            console.print(f"{place}{note}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{place}{note}", soft_wrap=True)
 
 
 def _print_once(console: Console, lines: Sequence[str]) -> None:
@@ -248,7 +247,7 @@ def _print_once(console: Console, lines: Sequence[str]) -> None:
     if (num_more := len(different) - MAX_SETUPS) > 0:
         different[MAX_SETUPS:] = [f"{num_more:,} more such lines are in the output of --json"]
     for line in different:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _sweep_row(summary: Summary) -> Summary:
@@ -269,7 +268,9 @@ def print_comparison(comparison: Summary) -> None:
     for name, value in recorded.items():
         change = f"{replayed[name] / value - 1:+.2%}" if value else ""
         table.add_row(name.replace("_", " "), _shown(value), _shown(replayed[name]), change)
-    Console(width=WIDTH).print(_shown(comparison).replace("_", " "), table, highlight=False)
+    Console(width=WIDTH, highlight=False, markup=False).print(
+        _shown(comparison).replace("_", " "), table
+    )
 
 
 def _outage(outage: Mapping[str, float | None]) -> str:

@@ -220,3 +220,27 @@ def test_architectures_that_are_no_list_of_names_are_reported_in_a_line(
     with pytest.raises(UsageError, match="architecture") as caught:
         find_model(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_old_quantizations_are_read_from_files_of_their_own(tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ wrote them: the engine reads them, too."""
+    known = tomllib.loads((Path(models.__file__).with_suffix(".toml")).read_text())["llama-3.1-8b"]
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    assert find_model(str(tmp_path)).bytes_per_weight == 2
+    gptq = {"bits": 8, "group_size": 128, "desc_act": False, "sym": True}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(gptq))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert find_model(str(path)).bytes_per_weight == 1
+    (tmp_path / "quantize_config.json").unlink()
+    awq = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(awq))
+    assert find_model(str(tmp_path)).bytes_per_weight == 0.5
+    assert find_model("llama-3.1-8b").bytes_per_weight == 2
+    (tmp_path / "quant_config.json").write_text("[")
+    with pytest.raises(UsageError, match=r"^--model .*quant_config\.json' is not valid JSON"):
+        find_model(str(tmp_path))
+
+
+def test_a_folder_without_a_config_json_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--model '.*' has no config.json: choose smollm2-135m"):
+        find_model(str(tmp_path))
