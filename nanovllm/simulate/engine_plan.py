@@ -223,9 +223,8 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
     file = file_of(config.machine)
     if file is not None and "model" in file:  # which machines do not have
         config = replace(config, machine=str(file.pop("file")))
-        return _measured_plan(
-            count, config, engine, read_cost(Path(str(config.machine)), msgspec.json.encode(file))
-        )
+        content = msgspec.json.encode(file)
+        return _measured_plan(count, config, engine, read_cost(Path(str(config.machine)), content))
     machine = machine_of(file or config.machine)
     model = find_model(engine.model, kv_cache_dtype=engine.kv_cache_dtype)
     layout = _layout(config, engine, model)
@@ -249,9 +248,8 @@ def plan_engines(flag: str, count: int, config: FleetConfig, engine: EngineConfi
         bytes_per_token=model.kv_bytes_per_token(tp) / layout.pipeline_parallel_size,
         on_gpu=machine.on_gpu,
     )
-    price = config.price_per_hour
-    if price is None:
-        price = machine.price_per_hour or 0.0
+    given = config.price_per_hour
+    price = given if given is not None else machine.price_per_hour or 0.0
     return EnginePlan(
         config=config,
         count=count,
