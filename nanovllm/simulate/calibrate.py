@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -21,6 +20,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.executor.virtual_clock import VIRTUAL_CLOCK
+from nanovllm.processes.starvation import thread_times
 from nanovllm.simulate.decoding import work_of
 from nanovllm.simulate.fit import Timed, fit, fit_head
 from nanovllm.simulate.measured import MeasuredCost
@@ -83,18 +83,20 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
     timer.measure(seconds)
     ran, waited = (after - before for before, after in zip(begin, processor_times(), strict=True))
     timer.core.close()
-    return msgspec.structs.replace(timer.create_cost(), waited=waited / max(1, ran + waited))
+    # Where nobody tells, both are 0.
+    share = waited / (ran + waited) if waited > 0 else 0.0
+    return msgspec.structs.replace(timer.create_cost(), waited=share)
 
 
-def processor_times() -> tuple[int, int]:
-    """Return for how many nanoseconds the threads of this process and of its ranks have run, and
-    have waited for a processor. Only Linux tells."""
+def processor_times() -> tuple[float, float]:
+    """Return for how many seconds the threads of this process and of its ranks have run, and have
+    waited for a processor. Only Linux tells."""
     threads = [
-        path.read_text().split()
+        times
         for each in (psutil.Process(), *psutil.Process().children(recursive=True))
-        for path in Path(f"/proc/{each.pid}/task").glob("*/schedstat")
+        for times in thread_times(each.pid).values()
     ]
-    return sum(int(ran) for ran, _, _ in threads), sum(int(waited) for _, waited, _ in threads)
+    return sum(each.used for each in threads), sum(each.delay for each in threads)
 
 
 class StepTimer:
@@ -349,8 +351,18 @@ def extra_seconds(cost: MeasuredCost, steps: Sequence[Timed]) -> list[float]:
 
 
 def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:
-    """Add how well the cost predicts these steps."""
-    ratios = [seconds * SECOND / cost.step(work) for work, seconds in steps]
+    """Add how well the cost predicts these steps.
+
+    Raises:
+        UsageError: some would take no time, so that the measured times make no sense.
+    """
+    predicted = [cost.step(work) for work, _ in steps]
+    if not all(predicted):
+        raise UsageError(
+            "--calibrate: the measured times do not tell what a step takes: run it again while no "
+            "other program runs"
+        )
+    ratios = [seconds * SECOND / time for (_, seconds), time in zip(steps, predicted, strict=True)]
     windows = [ratios[first : first + WINDOW] for first in range(0, len(ratios), WINDOW)]
     means = [mean(window) for window in windows]
     cuts = quantiles(means, n=20, method="inclusive") if len(means) > 1 else means

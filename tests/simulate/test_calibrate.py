@@ -84,6 +84,19 @@ def test_a_fit_finds_the_prices_and_slowed_steps_only_raise_the_mean():
     assert 0.97 < checked.low <= checked.high < 1.03
 
 
+def test_times_that_make_no_sense_are_refused():
+    """As on a machine where other programs run all the time."""
+    nothing = msgspec.structs.replace(
+        COST,
+        row_seconds=[0.0] * len(COST.row_seconds),
+        per_sample=0.0,
+        per_context=0.0,
+        per_pair=0.0,
+    )
+    with pytest.raises(UsageError, match="run it again while no other program runs"):
+        with_errors(nothing, [Timed(StepWork(1, 10, (), 1), 0.01)])
+
+
 def test_steps_of_decodes_are_affine_and_the_last_line_goes_on():
     for count in (1, 3, 64, 200):
         base, per_token = COST.decode(count)
@@ -368,7 +381,7 @@ def test_the_time_in_which_other_programs_run_is_measured():
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         finally:
             other.kill()
-    ran, waited = (int(word) / 1e9 for word in done.stdout.split())
+    ran, waited = map(float, done.stdout.split())
     assert 0.5 <= ran < 1
     assert waited > 0.2, "the other program had half of the processor"
 
