@@ -83,7 +83,7 @@ def calibrate(config: EngineConfig, seconds: float = 120.0) -> MeasuredCost:
     timer.measure(seconds)
     ran, waited = (after - before for before, after in zip(begin, processor_times(), strict=True))
     timer.core.close()
-    # Where nobody tells, both are 0.
+    # Except on Linux, both are 0.
     share = waited / (ran + waited) if waited > 0 else 0.0
     return msgspec.structs.replace(timer.create_cost(), waited=share)
 

@@ -46,22 +46,18 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                + per_pair * pairs of prompt tokens + per_prompt * prompts
 
     `rows` is piecewise linear. Pairs are a prompt's token and one that it attends to. The price of
-    a prompt contains what the engine does when a request arrives. The first step after a pause also
-    takes `idle_seconds`: the caches have lost the weights, and clocks may have slowed down.
+    a prompt contains what the engine does when a request arrives.
 
     Attributes:
-        model, machine: what was measured where.
-        tensor_parallel_size, pipeline_parallel_size: layout of the measured engine. A step
-            takes its time in all stages together.
-        on_gpu: it was a GPU.
+        model, machine, on_gpu: what was measured where.
+        tensor_parallel_size, pipeline_parallel_size: layout of the measured engine.
         num_kv_blocks, block_size, kv_bytes_per_token, max_model_len: of the measured engine.
         knots, row_seconds: numbers of tokens, and `rows` there.
         head_cost: of a pipeline, what the last stage takes longer; None: there is one stage.
         pauses, idle_seconds: seconds without a request, and how much longer the next step takes.
         error: median of |measured / predicted - 1| over single steps that the fit did not see.
         low, high: interval that contains 90 % of measured / predicted over 16 such steps in a row.
-        waited: share of the time in which the engine's threads waited for a processor, since other
-            programs ran on it.
+        waited: share of the time in which the engine's threads waited for a processor.
     """
 
     model: str
