@@ -109,8 +109,8 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return min(step, round(cost.share * step + seconds * SECOND))
 
     def after_idle(self, idle: int) -> int:
-        """Return by how much the first step is longer after a pause: interpolated, and beyond the
-        longest measured pause as after that one."""
+        """Return by how much the first step is longer after a pause, in which caches have lost the
+        weights: interpolated, and beyond the longest measured pause as after that one."""
         points = [(0.0, 0.0), *zip(self.pauses, self.idle_seconds, strict=True)]
         for (low, start), (high, end) in pairwise(points):
             if idle < high * SECOND:
