@@ -382,7 +382,7 @@ def test_the_time_in_which_other_programs_run_is_measured():
         finally:
             other.kill()
     ran, waited = map(float, done.stdout.split())
-    assert 0.5 <= ran < 1
+    assert 0.45 < ran < 1, "the kernel counts a running thread up to its latest tick"
     assert waited > 0.2, "the other program had half of the processor"
 
 
