@@ -189,6 +189,7 @@ long: browser servers neon $(NPM)
 	$(BIN)/nanovllm kernels
 
 as-%: export NANOVLLM_TEST_EXAMPLES := all
+as-%: export NANOVLLM_TEST_SEED ?= $(shell date +%F)
 as-%: browser servers $(NPM)
 	$(AS_$*) $(TESTS) tests
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import pathlib
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 
 import httpx._transports.default
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import forking
-from tests.examples import examples
+from tests.examples import all_examples, examples
 from tests.server_process import ServerProcess
 
 # 39 grammars for a check of addresses in schemas, which no test needs, would be compiled by each
@@ -26,14 +28,43 @@ subprocess.Popen = forking.Popen  # type: ignore[misc]
 # none.
 transports = httpx._transports.default
 transports.create_ssl_context = functools.cache(transports.create_ssl_context)
-# On a busy machine an example may take any time.
+# On a busy machine an example may take any time. By day examples are the same in each run; new ones
+# are tried by night.
 settings.register_profile(
     "untimed",
     max_examples=examples(100),
     deadline=None,
+    derandomize=not all_examples(),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
+
+
+# By night it is the date.
+TEST_SEED = os.environ.get("NANOVLLM_TEST_SEED", "0")
+
+
+def pytest_report_header() -> str:
+    return f"random tensors: NANOVLLM_TEST_SEED={TEST_SEED}"
+
+
+def seed(name: str) -> None:
+    """Make random tensors depend on what they are for, not on the tests that ran before."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(zlib.crc32(f"{TEST_SEED} {name}".encode()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> None:
+    seed(f"{fixturedef.argname} of {request.node.nodeid}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed(item.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 
+def all_examples() -> bool:
+    """Whether properties are tested as by night."""
+    return os.environ.get("NANOVLLM_TEST_EXAMPLES") == "all"
+
+
 def examples(number: int, by_day: int | None = None) -> int:
     """For `max_examples` of a test whose examples take long.
 
@@ -17,7 +22,7 @@ def examples(number: int, by_day: int | None = None) -> int:
         number: the examples by night.
         by_day: the examples by day; a third of `number` by default.
     """
-    if os.environ.get("NANOVLLM_TEST_EXAMPLES") == "all":
+    if all_examples():
         return number
     return number // 3 if by_day is None else by_day
 

@@ -304,10 +304,12 @@ def test_experts_that_share_a_group_of_outputs_are_not_packed(scheme: Scheme) ->
             if tensor.is_floating_point()
             else torch.randint(0, 16, tensor.shape)
         )
-    whole, x = weight.dequantize(), torch.randint(-127, 128, (3, 64)).float()
+    whole, x = weight.dequantize()[1].double(), torch.randint(-127, 128, (3, 64)).double()
     x[:, 0] = 127  # so that integers are not rounded
     weight.pack()
-    torch.testing.assert_close(weight[1](x), x @ whole[1].T, rtol=1e-5, atol=1e-3)
+    error = (weight[1](x.float()) - x @ whole.T).abs()
+    # A sum may cancel out: what float32 rounds depends on the terms, not on the sum.
+    assert (error <= 8 * torch.finfo(torch.float32).eps * (x.abs() @ whole.abs().T)).all()
 
 
 def test_weights_on_other_devices_stay_integers() -> None:
