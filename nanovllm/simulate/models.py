@@ -271,11 +271,13 @@ def _plain_names() -> dict[str, str]:
 
 def _config_of(raw: JsonObject) -> ModelConfig:
     """Read a config.json of an architecture that the engine runs, or of one in `SAME_MATRICES`."""
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.checkpoint.files import ConfigFile, check_supported
+    from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 
-    names = raw.get("architectures")
-    architecture = names[0] if isinstance(names, list) and names else None
-    if not isinstance(architecture, str) or architecture not in SAME_MATRICES:
+    checked = ConfigFile.check(raw, "config.json")
+    architecture = (checked.get("architectures") or ["none"])[0]
+    check_supported("architecture", architecture, [*SUPPORTED_ARCHITECTURES, *SAME_MATRICES])
+    if architecture in SUPPORTED_ARCHITECTURES:
         return ModelConfig.from_dict(raw)
     fields = {name: value for name, value in raw.items() if name not in _ROTARY}
     fields["architectures"] = [SAME_MATRICES[architecture]]
