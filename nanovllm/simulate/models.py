@@ -274,8 +274,8 @@ def _config_of(raw: JsonObject) -> ModelConfig:
     from nanovllm.checkpoint.files import ConfigFile, check_supported
     from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 
-    checked = ConfigFile.check(raw, "config.json")
-    architecture = (checked.get("architectures") or ["none"])[0]
+    architectures = ConfigFile.check(raw, "config.json").get("architectures")
+    architecture = architectures[0] if architectures else "none"
     check_supported("architecture", architecture, [*SUPPORTED_ARCHITECTURES, *SAME_MATRICES])
     if architecture in SUPPORTED_ARCHITECTURES:
         return ModelConfig.from_dict(raw)
