@@ -63,14 +63,11 @@ def draw_fleet(spans: Sequence[Sequence[Span]], arrivals: Mapping[str, float]) -
     return figure
 
 
-def _lines(
-    ax: Axes, lines: Mapping[str, Mapping[int, float]], xlabel: str, ylabel: str, goal: float
-) -> None:
+def _lines(ax: Axes, lines: Mapping[str, Mapping[int, float]], xlabel: str) -> None:
     for row, (name, points) in enumerate(lines.items()):
         xs = sorted(points)
         ax.plot(xs, [points[x] for x in xs], "o-", color=request_color(row), label=name)
-    ax.axhline(goal, color=MUTED, linewidth=1, linestyle=":")
-    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.set(xlabel=xlabel, ylabel="% of requests within objectives")
     ax.grid(True)
     ax.legend()
 
@@ -78,12 +75,15 @@ def _lines(
 def draw_servers(lines: Mapping[str, Mapping[int, float]], goal: float) -> Figure:
     """For each router and number of servers, the share of requests that meet the objectives."""
     figure, ax = plt.subplots(figsize=(9, 3.2))
-    _lines(ax, lines, "servers", "% of requests within objectives", goal)
+    _lines(ax, lines, "servers")
+    ax.axhline(goal, color=MUTED, linewidth=1, linestyle=":")
     return figure
 
 
-def draw_limits(lines: Mapping[str, Mapping[int, float]], goal: float) -> Figure:
-    """For each fleet and limit of TPOT, the share of requests that meet the objectives."""
+def draw_limits(lines: Mapping[str, Mapping[int, float]], limit: float) -> Figure:
+    """For each fleet and limit of TPOT, the share of requests that meet the objectives. A vertical
+    line is at the limit of the service."""
     figure, ax = plt.subplots(figsize=(9, 3.2))
-    _lines(ax, lines, "limit of TPOT (ms)", "% of requests within objectives", goal)
+    _lines(ax, lines, "limit of TPOT (ms)")
+    ax.axvline(limit, color=MUTED, linewidth=1, linestyle=":")
     return figure
