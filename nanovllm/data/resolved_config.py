@@ -55,7 +55,7 @@ class ResolvedConfig:
     @property
     def trace_settings(self) -> TraceSettings:
         """Sizes and policies for the header of a trace of this engine's steps: all that decides
-        which steps it plans."""
+        which steps it plans, and how long they take."""
         given = self.given
         return TraceSettings(
             block_size=given.block_size,
@@ -73,6 +73,11 @@ class ResolvedConfig:
             num_host_blocks=self.num_host_blocks,
             async_scheduling=self.async_scheduling,
             pipeline_parallel_size=given.pipeline_parallel_size,
+            tensor_parallel_size=given.tensor_parallel_size,
+            enable_expert_parallel=given.enable_expert_parallel,
+            kv_cache_dtype=given.kv_cache_dtype,
+            swap_space=given.swap_space,
+            kv_offloading_size=given.kv_offloading_size,
             speculative_config="" if given.speculative is None else given.speculative.counts,
             kv_connector=given.kv_transfer.kv_connector if given.kv_transfer is not None else "",
             in_lock_step=given.in_lock_step,

@@ -27,6 +27,9 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         batching_policy, enable_prefix_caching, enable_chunked_prefill, scheduling_policy,
             long_prefill_token_threshold, preemption_mode, pipeline_parallel_size: see
             `EngineConfig`.
+        tensor_parallel_size, enable_expert_parallel, kv_cache_dtype, swap_space,
+            kv_offloading_size: see `EngineConfig`. Plans do not depend on them, but the times of
+            steps or the sizes of pools do.
         max_request_tokens, num_host_blocks, async_scheduling: see `ResolvedConfig`.
         max_step_ms: see `EngineConfig`; 0: no limit.
         speculative_config: method and numbers of drafts as JSON, see `SpeculativeConfig`; "": none.
@@ -55,6 +58,11 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # None: the trace is older than these settings.
     async_scheduling: bool | None = None
     pipeline_parallel_size: Size = 1
+    tensor_parallel_size: Size = 1
+    enable_expert_parallel: bool = False
+    kv_cache_dtype: str = "auto"
+    swap_space: float = 1.0
+    kv_offloading_size: float = 0.0
     speculative_config: str = ""
     kv_connector: str = ""
     in_lock_step: bool = False

@@ -69,10 +69,10 @@ NEEDED_BY_RUNS = {"--ray": "--sweep", "--processes": "--sweep", "--slo-attainmen
 class Default:
     """The default of a flag, which differs from a given flag of the same value."""
 
-    value: str
+    value: object
 
     def __str__(self) -> str:
-        return self.value
+        return str(self.value)
 
 
 def _refuse_quantization(word: str) -> NoReturn:
@@ -97,7 +97,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
     )
-    parser.set_defaults(model=Default(DEFAULT_MODEL), machine=Default(str(FleetConfig.machine)))
+    parser.set_defaults(**{name: Default(parser.get_default(name)) for name in known_settings()})
+    parser.set_defaults(model=Default(DEFAULT_MODEL))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,23 +185,19 @@ def run(arguments: argparse.Namespace) -> int:
     """
     values = vars(arguments)
     settings = {
-        name: str(values[name]) if isinstance(values[name], Default) else values[name]
-        for name in known_settings()
+        name: values[name] for name in known_settings() if not isinstance(values[name], Default)
     }
-    given = given_flags(arguments)
-    refuse_idle(given)
+    given = [name for name in RUNS if values[name]] + list(settings)
+    refuse_idle([flag_of(f"no_{name}" if values[name] is False else name) for name in given])
     if arguments.list:
-        machine, model = (
-            values[name] if flag_of(name) in given else None for name in ("machine", "model")
-        )
-        return run_list(machine, model, arguments.json)
+        return run_list(settings.get("machine"), settings.get("model"), arguments.json)
     if arguments.replay is not None:
         return run_replay(arguments.replay, arguments.by_time, arguments.json)
     if arguments.by_time is not None:
         raise UsageError("--by-time is for replays: name a trace with --replay")
-    workload = arguments.workload
+    workload = settings.get("workload", "")
     reads_again = arguments.find_load or arguments.sweep
-    if reads_again and os.path.exists(workload or "") and pathlib.Path(workload).is_fifo():
+    if reads_again and os.path.exists(workload) and pathlib.Path(workload).is_fifo():
         raise UsageError(
             f"--workload {workload} is a pipe, which can be read once, and --find-load and "
             "--sweep read it several times: name a file"
@@ -219,15 +216,6 @@ def settings_parser() -> Parser:
     parser = Parser(prog="nanovllm simulate", add_help=False)
     add_settings(parser)
     return parser
-
-
-def given_flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags that are not at their defaults."""
-    values = vars(arguments)
-    given = [name for name in RUNS if values[name] not in (None, False, [])]
-    defaults = vars(settings_parser().parse_args([]))
-    given += [name for name, default in defaults.items() if values[name] != default]
-    return [flag_of(f"no_{name}" if values[name] is False else name) for name in given]
 
 
 def refuse_idle(given: Sequence[str]) -> None:
@@ -270,8 +258,8 @@ def run_once(settings: Mapping[str, object], arguments: argparse.Namespace) -> N
     path = arguments.perfetto
     if path is not None:
         check_writable("--perfetto", path)
-        workload = arguments.workload
-        if workload is not None and os.path.exists(workload) and path.samefile(workload):
+        workload = str(settings.get("workload", ""))
+        if os.path.exists(workload) and path.samefile(workload):
             raise UsageError(f"--perfetto {path}: this is the file of --workload: name another one")
     summary = find_load(settings) if arguments.find_load else simulate(settings, path)
     if arguments.json:
@@ -338,7 +326,9 @@ def run_calibration(settings: Mapping[str, object], path: pathlib.Path) -> None:
     from nanovllm.simulate.sources import warnings_of
 
     check_writable("--calibrate", path)
-    cost = calibrate(create(EngineConfig, {**settings, "data_parallel_size": 1}))
+    cost = calibrate(
+        create(EngineConfig, {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1})
+    )
     write_cost(cost, path)
     print(
         f"{path}: steps of {cost.model} on this machine. Of steps that the fit did not see, half "

@@ -3,34 +3,41 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
 from nanovllm.data.trace_settings import TraceSettings
+from nanovllm.simulate.machines import file_of
+from nanovllm.simulate.settings import ENGINE_FLAGS, flag_of, parse_role
 from nanovllm.simulate.workload import MAX_LENGTH, MAX_SECONDS, SECOND, WorkloadRequest
 from nanovllm.trace.record import Arrival, StepRecord
 
-# Flags of the settings in a trace.
-FLAGS = {
-    "model": "model",
-    "block_size": "block-size",
-    "num_blocks": "num-kv-blocks",
-    "token_budget": "max-num-batched-tokens",
-    "max_num_seqs": "max-num-seqs",
-    "batching_policy": "batching-policy",
-    "enable_prefix_caching": "enable-prefix-caching",
-    "enable_chunked_prefill": "enable-chunked-prefill",
-    "long_prefill_token_threshold": "long-prefill-token-threshold",
-    "max_step_ms": "max-step-ms",
-    "scheduling_policy": "scheduling-policy",
-    "preemption_mode": "preemption-mode",
-    "async_scheduling": "async-scheduling",
-    "pipeline_parallel_size": "pipeline-parallel-size",
+# Settings whose names in traces are others.
+NAMES = {
+    "num_blocks": "num_kv_blocks",
+    "token_budget": "max_num_batched_tokens",
+    "max_request_tokens": "max_model_len",
 }
+LAYOUT = (
+    *("model", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+    "kv_cache_dtype",
+)
+MEMORY = ("machine", *LAYOUT, "data_parallel_size", "gpu_memory_utilization", "block_size")
+# Settings that an engine computes unless they are given, and those from which they follow.
+FOLLOWS = {
+    "num_kv_blocks": MEMORY,
+    "max_model_len": (*MEMORY, "num_kv_blocks"),
+    "async_scheduling": (
+        *("machine", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+    ),
+}
+# Without chunked prefill, a step has room for the longest request.
+WHOLE_PROMPTS = {"max_num_batched_tokens": (*MEMORY, "num_kv_blocks", "max_model_len")}
 
 
 class Sample(NamedTuple):
@@ -108,26 +115,55 @@ def _end(request: RecordedRequest, record: StepRecord) -> None:
     request.end = record.start + (0.0 if request.is_aborted else record.duration)
 
 
-def other_settings(recorded: TraceSettings, simulated: Sequence[TraceSettings]) -> list[str]:
-    """Return, as flags, the settings of a recorded engine that no simulated one has."""
-    stated = msgspec.to_builtins(recorded)
-    others = [msgspec.to_builtins(each) for each in simulated]
-    return [
-        _as_flag(flag, stated[name])
-        for name, flag in FLAGS.items()
-        if name in stated and all(_plain(stated[name]) != _plain(each.get(name)) for each in others)
-    ]
+def inherit(
+    recorded: TraceSettings, given: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """Return the settings of the recorded engine that are not given, and notes about them. Values
+    that the engine had computed are missing if a setting is given from which they follow: they are
+    computed again. So are model and layout if the machine is one that was measured with its own.
+
+    Args:
+        given: settings of the simulation. Those of roles count, too.
+
+    Raises:
+        UsageError: see `parse_role` and `file_of`.
+    """
+    places = {
+        f"{role}.": parse_role(flag_of(role), str(given[role]))
+        for role in ("prefill_config", "decode_config")
+        if given.get(role)
+    }
+    flags = {
+        name: flag_of(place + name) for place, own in {**places, "": given}.items() for name in own
+    }
+    follows = dict(FOLLOWS if recorded.enable_chunked_prefill else FOLLOWS | WHOLE_PROMPTS)
+    machines = [own.get("machine") for own in (given, *places.values())]
+    if any(isinstance(each, str | dict) and "model" in (file_of(each) or {}) for each in machines):
+        follows |= dict.fromkeys(LAYOUT, ("machine",))
+    stated = {NAMES.get(name, name): value for name, value in msgspec.to_builtins(recorded).items()}
+    if recorded.max_request_tokens >= recorded.num_blocks * recorded.block_size:
+        stated.pop("max_model_len", None)  # it follows from the pool
+    settings = {name: stated[name] for name in ENGINE_FLAGS if name in stated.keys() - given.keys()}
+    reasons = {name: flags.keys() & follows.get(name, ()) for name in settings}
+    computed = {name: settings.pop(name) for name in reasons if reasons[name]}
+    notes = [f"settings of the trace: {words}"] if (words := as_flags(settings)) else []
+    if words := as_flags(computed):
+        names = sorted({flags[each] for name in computed for each in reasons[name]})
+        notes.append(f"computed because of {' and '.join(names)}: the trace has {words}")
+    if recorded.speculative_config and not given.get("spec_acceptance"):
+        notes.append("the recorded engine had drafts: set --spec-acceptance to simulate them")
+    return settings, notes
 
 
-def _as_flag(flag: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{flag}"
-    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
-
-
-def _plain(value: object) -> object:
-    """Return a setting without what may differ in names of the same model."""
-    return value.rpartition("/")[2].lower() if isinstance(value, str) else value
+def as_flags(settings: Mapping[str, object]) -> str:
+    """Return the settings that are not the engine's defaults as flags."""
+    return " ".join(
+        flag_of(f"no_{name}" if value is False else name)
+        + ("" if isinstance(value, bool) else f" {value}")
+        for name, value in settings.items()
+        # 0.0: no limit, or no memory
+        if str(value) not in (str(getattr(EngineConfig, name)), "0.0")
+    )
 
 
 def first_with_block(

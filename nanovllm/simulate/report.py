@@ -77,6 +77,7 @@ def summarize(
         "total_token_throughput": (num_input + num_output) / seconds,
         **_goodput(result.requests, goodput or {}, seconds),
         **_latencies(result, done),
+        "e2el_growth": _growth(done),
         "prefix_cache_hit_rate": hit / max(1, queried),
         "num_preemptions": sum(each.num_preemptions for each in result.replicas),
         "bottleneck": _slow_link(result, done, links) or _bottleneck(result.replicas, engines),
@@ -142,6 +143,14 @@ def _latencies(result: FleetResult, done: Sequence[ServedRequest]) -> Summary:
         summary |= _spread(name, mean, partial(percentile, values))
     gaps = result.gaps
     return summary | _spread("itl", gaps.mean, lambda percent: gaps.quantile(percent / 100))
+
+
+def _growth(done: Sequence[ServedRequest]) -> float:
+    """Return by how many seconds requests take longer for each second by which they arrive later:
+    the slope of a line through all of them."""
+    middle = sum(each.arrival for each in done) / max(1, len(done))
+    square = sum((each.arrival - middle) ** 2 for each in done)
+    return sum((each.arrival - middle) * TIMES["e2el"](each) for each in done) / max(1, square)
 
 
 def _spread(name: str, mean: float, at: Callable[[float], float]) -> Summary:

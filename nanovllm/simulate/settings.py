@@ -120,7 +120,10 @@ class FleetConfig(Keywords):
     Attributes:
         workload: file with requests, compressed or not: Mooncake JSON lines, Azure or BurstGPT CSV,
             a trace of `nanovllm serve --trace`, or a result of `vllm bench serve --save-detailed`
-            (default: a synthetic workload)
+            (default: a synthetic workload). The settings in a trace are the defaults of all flags
+            of engines. Values that the recorded engine had computed (the number of KV blocks, the
+            longest request, --async-scheduling) are computed again if you give a flag from which
+            they follow: --machine, --model, -tp, -pp and others
         speedup: with --workload, divide its times by this number
         limit: with --workload, number of rows to read
         replicas: number of engines

@@ -10,7 +10,6 @@ from nanovllm.assembly.flags import parse_numbers, words_of
 from nanovllm.data.checks import did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.errors import UsageError
-from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.simulate.arrivals import SyntheticWorkload, create_workload
 from nanovllm.simulate.disaggregated import DisaggregatedFleet
 from nanovllm.simulate.fleet import Fleet
@@ -34,6 +33,9 @@ ENOUGH_STARTS = 500
 # Runs of one rate, each with twice the requests of the one before. If the time that a request takes
 # grows with them, requests wait for each other, and the fleet does not sustain the rate.
 MAX_RUNS = 3
+# Seconds by which requests take longer, at most, for each second by which they arrive later. With a
+# rate that is 4 % too high, they take longer by 0.04 s, whatever the objectives say about it.
+MAX_GROWTH = 0.01
 
 
 def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Summary:
@@ -52,12 +54,8 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
         raise UsageError(f"there is no setting {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     config = create(FleetConfig, settings)
     goodput = parse_numbers("--goodput", config.goodput, TIMES, "a time in ms, such as ttft:200")
-    engine = {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1}
-    if config.kv_store_size and not settings.get("kv_offloading_size"):
-        engine["kv_connector"] = "pool"
-    plan = plan_fleet(config, create(EngineConfig, engine))
-    block_size = plan.block_size
-    workload = _workload(config, create(SyntheticWorkload, settings), block_size)
+    workload = _workload(config, settings)
+    plan, inherited, trace_notes = _plan(config, settings, workload)
     fleet = plan.create_fleet(workload, fast=perfetto is None)
     tiers = plan.create_tiers(fleet)
     links = _links_of(fleet, tiers)
@@ -81,16 +79,43 @@ def simulate(settings: Mapping[str, object], perfetto: Path | None = None) -> Su
             summary[f"spec_decode_{name}"] = sum(getattr(each, name) for each in result.replicas)
     if tiers is not None:
         num_queried = sum(each.num_queried_tokens for each in result.replicas)
-        summary |= tiers.summary(block_size, num_queried)
+        summary |= tiers.summary(plan.block_size, num_queried)
     warnings = dict.fromkeys(words for kind in plan.kinds for words in warnings_of(kind.cost))
-    notes = [*_notes(summary, plan), *_trace_notes(workload, plan), *warnings]
+    notes = [*_notes(summary, plan), *trace_notes, *warnings]
     if isinstance(fleet, UnreliableFleet) and fleet.outages:
         notes += idle_outages(fleet.outages, fleet.groups, result.duration)
         _add_outages(summary, fleet, result.duration)
     if notes:
         summary["notes"] = notes
     sources = sources_of([(str(kind.config.machine), kind.cost) for kind in plan.kinds])
+    if inherited:
+        summary["from_trace"] = inherited
     return {"setup": plan.description, "sources": sources, **summary}
+
+
+def _plan(
+    config: FleetConfig, settings: Mapping[str, object], workload: Workload
+) -> tuple[FleetPlan, dict[str, object], list[str]]:
+    """Return the plan of a fleet, the settings that it has from the trace of a workload, and notes
+    about them.
+
+    Raises:
+        UsageError: see `plan_fleet`. The message has the settings of the trace that it mentions.
+    """
+    if workload.recorded is None:
+        return plan_fleet(config, _engine(config, settings)), {}, []
+    # Here, since other workloads do not need it.
+    from nanovllm.simulate.recorded import as_flags, inherit
+
+    inherited, notes = inherit(workload.recorded, settings)
+    try:
+        return plan_fleet(config, _engine(config, {**inherited, **settings})), inherited, notes
+    except UsageError as error:
+        words = str(error).replace("-", "_")
+        named = {name: value for name, value in inherited.items() if name in words}
+        if not named:
+            raise
+        raise UsageError(f"{error}; the trace has {as_flags(named)}") from error
 
 
 def _notes(summary: Summary, plan: FleetPlan) -> list[str]:
@@ -103,22 +128,6 @@ def _notes(summary: Summary, plan: FleetPlan) -> list[str]:
     limit = resolved.max_request_tokens
     flag = "--max-model-len" if limit == resolved.max_model_len else "--num-kv-blocks"
     return [f"{num_cut:,} {words} by {flag}: prompt and output have {limit:,} tokens at most"]
-
-
-def _trace_notes(workload: Workload, plan: FleetPlan) -> list[str]:
-    """Say in which settings the engine that has recorded the workload differs from all of these."""
-    if workload.recorded is None:
-        return []
-    # Here, since other workloads do not need it.
-    from nanovllm.simulate.recorded import other_settings
-
-    simulated = [
-        TraceSettings(model=kind.model_name) | kind.resolved.trace_settings for kind in plan.kinds
-    ]
-    words = other_settings(workload.recorded, simulated)
-    return (
-        [f"the trace was recorded with {' '.join(words)}, unlike this simulation"] if words else []
-    )
 
 
 def _add_outages(summary: Summary, fleet: UnreliableFleet, duration: int) -> None:
@@ -152,21 +161,19 @@ def find_load(settings: Mapping[str, object]) -> Summary:
 
     def run(speedup: float) -> Summary | None:
         summary = simulate({**settings, "speedup": speedup})
-        return (
-            summary
-            if number_in(summary, "slo_attainment") >= config.slo_attainment
-            and _times(summary, last / speedup) >= ENOUGH_TIMES
-            else None
-        )
+        keeps = number_in(summary, "slo_attainment") >= config.slo_attainment
+        return summary if keeps and _is_sustained(summary, last / speedup) else None
 
     speedup, summary = highest_load(run, config.speedup)
     beyond = simulate({**settings, "speedup": speedup * PRECISION})
     if number_in(beyond, "slo_attainment") >= config.slo_attainment:
-        summary["notes"] = [
-            *notes_of(summary),
+        note = (
             "the fleet may sustain a higher speedup, but the file is too short to tell: requests "
-            f"would arrive for less than {ENOUGH_TIMES} times as long as a request takes",
-        ]
+            f"would arrive for less than {ENOUGH_TIMES} times as long as a request takes"
+            if _times(beyond, last / speedup / PRECISION) < ENOUGH_TIMES
+            else "a higher speedup keeps the objectives, too, but requests take longer and longer"
+        )
+        summary["notes"] = [*notes_of(summary), note]
     return {"speedup": speedup, **summary}
 
 
@@ -184,7 +191,7 @@ def _find_rate(settings: Mapping[str, object], attainment: float) -> Summary:
             summary = simulate({**settings, "request_rate": rate, "num_prompts": number})
             if number_in(summary, "slo_attainment") < attainment:
                 return None
-            if _times(summary, number / rate - ramps) >= ENOUGH_TIMES:
+            if _is_sustained(summary, number / rate - ramps):
                 num_prompts = number
                 return summary
             number *= 2
@@ -201,6 +208,16 @@ def _find_rate(settings: Mapping[str, object], attainment: float) -> Summary:
     return {"request_rate": rate, **summary}
 
 
+def _is_sustained(summary: Summary, seconds: float) -> bool:
+    """Return whether a fleet sustains a load.
+
+    Args:
+        seconds: in which requests arrive.
+    """
+    is_long = _times(summary, seconds) >= ENOUGH_TIMES
+    return is_long and number_in(summary, "e2el_growth") <= MAX_GROWTH
+
+
 def _times(summary: Summary, seconds: float) -> float:
     """Return how many times as long as a request these seconds are."""
     return 1000 * seconds / number_in(summary, "mean_e2el_ms")
@@ -212,9 +229,18 @@ def _links_of(fleet: Fleet, tiers: Tiers | None) -> dict[str, Links]:
     return found | ({KV_LINK: fleet.links} if isinstance(fleet, DisaggregatedFleet) else {})
 
 
-def _workload(config: FleetConfig, synthetic: SyntheticWorkload, block_size: int) -> Workload:
+def _engine(config: FleetConfig, settings: Mapping[str, object]) -> EngineConfig:
+    """Return the settings of an engine."""
+    engine = {"model": DEFAULT_MODEL, **settings, "data_parallel_size": 1}
+    if config.kv_store_size and not settings.get("kv_offloading_size"):
+        engine["kv_connector"] = "pool"
+    return create(EngineConfig, engine)
+
+
+def _workload(config: FleetConfig, settings: Mapping[str, object]) -> Workload:
+    synthetic = create(SyntheticWorkload, settings)
     if config.workload is None:
-        return create_workload(synthetic, block_size)
+        return create_workload(synthetic, _engine(config, settings).block_size)
     if idle := words_of(synthetic):
         flag = idle[0].partition("=")[0]
         hint = "; --limit is the number of rows to read" if flag == "--num-prompts" else ""

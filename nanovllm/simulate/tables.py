@@ -81,7 +81,7 @@ def print_summary(summary: Summary) -> None:
     totals = Table(Column(style="bold"), Column(justify="right"), show_header=False)
     names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
     latencies = Table("ms", *(Column(name, justify="right") for name in names))
-    shown = {"setup", "sources", "rejection", "num_cut"}
+    shown = {"setup", "sources", "from_trace", "e2el_growth", "rejection", "num_cut"}
     for time, label in TIME_ROWS.items():
         cells = [f"{name}_{time}_ms" for name in names]
         # As in vLLM, zeros stand for no values; but requests may really queue for no time.

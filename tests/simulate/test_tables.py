@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.data.trace_settings import TraceSettings
 from nanovllm.simulate.outages import Outage, idle_outages
 from nanovllm.simulate.report import Summary
 from nanovllm.simulate.simulation import simulate
 from nanovllm.simulate.workload import SECOND
-from nanovllm.trace.record import StepRecord, TracedRequest
-from nanovllm.trace.trace import Trace
 
 FEW = {"num_prompts": 20, "request_rate": 20.0, "random_output_len": 16}
 LONG = ["--random-input-len", "4000", "--random-output-len", "400"]
@@ -124,34 +120,6 @@ def test_times_of_no_request_are_not_zero(capsys: pytest.CaptureFixture[str]) ->
     first, second = rows_of(printed(capsys, *words, "--processes", "1"))
     assert (first["P99 TTFT (ms)"], first["P99 TPOT (ms)"], first["lost"]) == ("-", "-", "20")
     assert float(second["P99 TTFT (ms)"]) > 0
-
-
-def test_a_trace_of_another_engine_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    settings = TraceSettings(
-        model="SmolLM2-135M", block_size=16, num_blocks=99, max_step_ms=200.0, max_num_seqs=256
-    )
-    trace = Trace(settings=settings | TraceSettings(enable_chunked_prefill=False))
-    record = StepRecord(0, 1.0, 0.5, 64, [TracedRequest("a", 0, 20, 20, [0, 1], [5])])
-    record.arrived = {"a": 20}
-    record.finished = {"a": "length"}
-    trace.record(record)
-    path = tmp_path / "run.jsonl"
-    trace.save(path)
-
-    def note(*words: str) -> list[str]:
-        assert main(["simulate", "--workload", str(path), "--max-num-seqs", "256", *words]) == 0
-        return re.findall("^the trace was recorded with (.*)$", capsys.readouterr().out, re.M)
-
-    assert note() == [
-        "--model SmolLM2-135M --num-kv-blocks 99 --no-enable-chunked-prefill --max-step-ms 200, "
-        "unlike this simulation"
-    ]
-    same = ["--model", "smollm2-135m", "--num-kv-blocks", "99", "--max-step-ms", "200"]
-    same += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"]
-    assert note(*same) == []
-    assert note(*same, "--max-num-seqs", "8") == ["--max-num-seqs 256, unlike this simulation"]
 
 
 def test_the_table_says_when_engines_were_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
