@@ -64,10 +64,8 @@ class PrefixIndex:
         where = self.where
         bit = 1 << server
         for name in names:
-            if left := where[name] ^ bit:
+            if left := where.pop(name) ^ bit:
                 where[name] = left
-            else:
-                del where[name]
 
     def longest(self, names: Iterable[Hashable], servers: int) -> int:
         """Return those of the servers that have the most leading blocks."""
@@ -239,7 +237,7 @@ def _best(state: RouterState, index: PrefixIndex, names: Sequence[Hashable], ser
     if state.weights is not None:
         return _highest_score(state, index, names, servers, state.weights)
     near: list[int] = []
-    limit = 0
+    union = limit = 0
     for level in state.levels:
         if near and level[0] > limit:
             break
@@ -247,9 +245,12 @@ def _best(state: RouterState, index: PrefixIndex, names: Sequence[Hashable], ser
             if not near:
                 limit = level[0] + state.max_imbalance
             near.append(having)
-    best = index.longest(names, sum(near))  # these sets are disjoint
-    best = next(best & having for having in near if best & having)
-    return round_robin(state, (), best)
+            union |= having
+    best = index.longest(names, union)
+    for having in near:
+        if best & having:
+            break
+    return round_robin(state, (), best & having)
 
 
 def _highest_score(

@@ -6,10 +6,12 @@ Built by notebooks/51_what_if.ipynb: edit it there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 
-class StepWork(NamedTuple):
+class StepWork(msgspec.Struct, frozen=True, gc=False):
     """Work of one step.
 
     Attributes:

@@ -12,7 +12,7 @@ from nanovllm.core.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.core.scheduler import Scheduler
 from nanovllm.simulate.cost import StepWork
 from nanovllm.simulate.pool import SimulatedManager
-from nanovllm.simulate.requests import NEVER, SimulatedRequest
+from nanovllm.simulate.requests import NEVER, RUNNING, SimulatedRequest
 
 
 class Shares(list[ScheduledRequest]):
@@ -108,7 +108,7 @@ class DecodingQueues(Queues):
         """Put a request into the queue of another status. It is no member (see
         `settle_ended`)."""
         running = self.running
-        if status is RequestStatus.RUNNING and not (running and request.order < running[-1].order):
+        if status is RUNNING and not (running and request.order < running[-1].order):
             # The most frequent move: an admission, to the end of the queue.
             self.by_status[request.status].remove(request)
             request.status = status
@@ -116,7 +116,7 @@ class DecodingQueues(Queues):
             return
         super().move(request, status)
         head = self.size + self._num_ending
-        if status is RequestStatus.RUNNING and head and request.order < self.running[head].order:
+        if status is RUNNING and head and request.order < self.running[head].order:
             self._is_mixed = True
 
     def leave(self, request: SimulatedRequest) -> None:
@@ -232,7 +232,8 @@ class DecodingQueues(Queues):
             rest = self.running[self.size + self._num_ending :]
             if rest:
                 scheduler.continue_running(plan, rest)
-        scheduler.admit(plan)
+        if self.waiting or self.swapped:
+            scheduler.admit(plan)
 
     def _continue_group(self, scheduler: Scheduler, plan: SchedulerOutput) -> bool:
         """Schedule a token for each member. Return False if results have to come first, since the
@@ -319,8 +320,8 @@ class DecodingQueues(Queues):
         # Each member takes at most one block in `block_size` steps.
         num_steps = num_free // self.size * self.manager.block_size
         if num_steps < to_end and num_free < self.size:
-            events = [each.event for each in self.running if each.event != NEVER]
-            num_steps = sorted(events)[num_free] - self.planned
+            events = sorted([each.event for each in self.running])  # those that are ending: NEVER
+            num_steps = events[num_free] - self.planned
         return num_steps, to_end
 
     @property
@@ -378,8 +379,8 @@ class DecodingQueues(Queues):
                 else:
                     self._await_event(request, step + self.manager.block_size)
         if growing:
-            for table, block_id in zip(growing, pool.get_new_blocks(len(growing)), strict=True):
-                table.append(block_id)
+            for i, block_id in enumerate(pool.get_new_blocks(len(growing))):
+                growing[i].append(block_id)
         self.context += num_steps * self.size
         self.planned = end
         for request in self.ending:

@@ -16,7 +16,7 @@ from nanovllm.core.scheduler import Scheduler
 from nanovllm.data.request import EngineOutput
 from nanovllm.simulate.cost import StepCost, StepWork
 from nanovllm.simulate.decoding import DecodingQueues, Shares, work_of
-from nanovllm.simulate.requests import NEVER, SimulatedRequest
+from nanovllm.simulate.requests import NEVER, RUNNING, SimulatedRequest
 from nanovllm.simulate.results import ReplicaCounters, TokenGaps
 from nanovllm.simulate.run import Run
 from nanovllm.simulate.runner import SimulatedRunner
@@ -144,7 +144,7 @@ class SimulatedEngine:
         run = self._run
         if run is None:
             return False
-        if not self._is_blocked:
+        if not self._is_blocked():
             return self._shorten(run, now)
         num_planned = self._num_results(run, now) + self.steps_ahead
         if num_planned < run.first_wait:
@@ -198,7 +198,7 @@ class SimulatedEngine:
                     return True
             plan = scheduler.schedule()
             self._blocked_by = plan.blocked_by
-            if plan.empty:
+            if not plan.num_tokens:
                 if not in_flight and not self._awaits_transfers:
                     raise InvariantError(f"requests wait, yet none runs: {plan.blocked_by}")
                 break
@@ -327,7 +327,7 @@ class SimulatedEngine:
             if num_tokens >= request.max_num_tokens:
                 self.scheduler.finish(request, "length")
                 ended.append(request)
-            elif request.status is RequestStatus.RUNNING:
+            elif request.status is RUNNING:
                 group.manager.cache_blocks(request, num_tokens - 1)
             request.taken += 1  # the step counts as taken when all its shares are
         return ended
@@ -360,16 +360,15 @@ class SimulatedEngine:
 
     # ---------------------------------------------------------------- many steps
 
-    @property
     def _is_full(self) -> bool:
-        """No request is admitted until another one ends."""
+        """Whether no request is admitted until another one ends."""
         scheduler = self.scheduler
         return scheduler.queues.num_seated >= scheduler.settings.max_num_seqs
 
-    @property
     def _is_blocked(self) -> bool:
-        """No request is admitted as long as only decoding requests compute and none ends."""
-        return self._blocked_by == "kv blocks" or self._is_full
+        """Whether no request is admitted as long as only decoding requests compute and none
+        ends."""
+        return self._blocked_by == "kv blocks" or self._is_full()
 
     def _begin_run(self, now: int) -> bool:
         """Begin to make steps in one call, if the next one is uneventful. Returns whether it is."""
@@ -379,7 +378,7 @@ class SimulatedEngine:
         if not num_steps:
             return False
         request = group.next_in_line
-        if request is not None and not self._is_blocked:
+        if request is not None and not self._is_blocked():
             if not group.lacks_blocks(request, self.scheduler):
                 return False
             self._blocked_by = "kv blocks"
@@ -478,7 +477,7 @@ class SimulatedEngine:
     def _count_waits(self, num_steps: int) -> None:
         """Count steps in which only decoding requests compute, while others wait."""
         if num_steps > 0:
-            self._totals.waits["max_num_seqs" if self._is_full else "kv blocks"] += num_steps
+            self._totals.waits["max_num_seqs" if self._is_full() else "kv blocks"] += num_steps
 
     def _plan_after(self, start: int) -> None:
         """Plan the step after a run, before the last result of the run is taken."""

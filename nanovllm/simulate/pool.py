@@ -119,18 +119,18 @@ class GrowingPool(BlockPool):
             InvariantError: a block is free already.
         """
         ref_counts = self.ref_counts
-        add = self._queue.append
-        num_before = len(self._queue)
+        queue = self._queue
+        num_before = len(queue)
         for block_id in block_ids:
             count = ref_counts[block_id]
             if count == 1:
                 ref_counts[block_id] = 0
-                add(block_id)
+                queue.append(block_id)
             elif count > 1:
                 ref_counts[block_id] = count - 1
             else:
                 raise InvariantError(f"block {block_id} freed twice")
-        self.num_free += len(self._queue) - num_before
+        self.num_free += len(queue) - num_before
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one more hold on each block; see `BlockPool.touch`."""
@@ -210,7 +210,8 @@ class SimulatedManager(KVCacheManager):
         num_left = pool.num_free - count
         if num_left < 0 or num_left >= len(block_ids):
             return num_left >= 0
-        return num_left >= [pool.ref_counts[block_id] for block_id in block_ids].count(0)
+        ref_counts = pool.ref_counts
+        return num_left >= len([each for each in block_ids if not ref_counts[each]])
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Blocks that already contain the beginning of the request's tokens; see
@@ -242,10 +243,13 @@ class SimulatedManager(KVCacheManager):
             return
         hashes = self.pool.block_hashes
         cached = self.pool.cached_blocks
-        table = self.tables[request.request_id][first:end]
+        table = self.tables[request.request_id]
+        names = request.block_hashes
         has_copies = request.has_copies
-        for block_id, name in zip(table, request.block_hashes[first:end], strict=True):
+        for i in range(first, end):
+            name = names[i]
             if name not in cached:
+                block_id = table[i]
                 hashes[block_id] = name
                 cached[name] = block_id
                 if has_copies:

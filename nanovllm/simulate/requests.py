@@ -14,6 +14,9 @@ from nanovllm.simulate.results import ServedRequest
 from nanovllm.simulate.workload import WorkloadRequest
 
 NEVER = 1 << 62
+# Names are read in less time than attributes of an enum.
+RUNNING = RequestStatus.RUNNING
+WAITING = RequestStatus.WAITING
 NO_STOPS: dict[int, int | None] = {}
 
 
@@ -84,7 +87,7 @@ class SimulatedRequest(Request):
         self.request_id = source.request_id
         self.num_prompt_tokens = source.num_prompt_tokens
         self.sampling_params = _sampling_params(source.num_output_tokens)
-        self.status = RequestStatus.WAITING
+        self.status = WAITING
         self.num_computed_tokens = self.num_pending_tokens = self.num_sent_tokens = 0
         self.max_num_tokens = self.min_tokens = self.num_external_tokens = 0
         self.num_preemptions = 0
@@ -117,8 +120,24 @@ class SimulatedRequest(Request):
 
     @property
     def num_missing_tokens(self) -> int:
-        """See `Request`."""
+        """See `Request`, like the next two, which are equal to it with fewer calls."""
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens that the next step could compute."""
+        num_pending = self.num_pending_tokens
+        num_tokens = self.num_tokens + num_pending
+        if num_pending and num_tokens >= self.max_num_tokens:
+            return 0
+        num_extra = len(self.extra_token_ids) if self.num_sent_tokens else 0
+        return num_tokens - self.num_computed_tokens + num_extra
+
+    @property
+    def in_prefill(self) -> bool:
+        """True while more than the newest token has to be computed."""
+        num_tokens = self.num_tokens + self.num_pending_tokens
+        return num_tokens - self.num_computed_tokens > 1 or num_tokens == self.num_prompt_tokens
 
     def served(self) -> ServedRequest:
         """Return what became of it."""
@@ -127,7 +146,7 @@ class SimulatedRequest(Request):
             arrival=self.arrival,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_cached_tokens=max(0, self.num_cached_tokens),
+            num_cached_tokens=self.num_cached_tokens if self.num_cached_tokens > 0 else 0,
             scheduled=self.scheduled,
             first_token=self.first_token,
             last_token=self.last_token,

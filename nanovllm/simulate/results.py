@@ -107,12 +107,13 @@ class TokenGaps:
     def add_growing(self, first: int, growth: int, num_steps: int, count: int) -> None:
         """Count `count` gaps for each of the lengths `first + i * growth`, i from 0 to
         `num_steps - 1`."""
-        self.count += count * num_steps
-        self.total += count * (num_steps * first + growth * (num_steps * (num_steps - 1) // 2))
         if not num_steps:
             return
         buckets = self.buckets
         last = first + (num_steps - 1) * growth
+        num_gaps = count * num_steps
+        self.count += num_gaps
+        self.total += num_gaps * (first + last) // 2
         if last > self.longest:
             self.longest = last
         last_bucket = bucket_of(last)

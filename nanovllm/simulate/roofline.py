@@ -26,7 +26,7 @@ from nanovllm.simulate.workload import SECOND
 USUAL_UTILIZATION = 0.9
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A part of a step.
 
     Attributes:
@@ -108,16 +108,18 @@ class Roofline(StepCost):
 
     def step(self, work: StepWork) -> int:
         """Return the time of a step, in picoseconds, over all stages of the pipeline."""
-        num_decodes, context, prefills, num_samples = work
+        prefills = work.prefills
+        num_tokens = num_decodes = work.num_decodes
+        num_samples = work.num_samples
         if not prefills and num_samples == num_decodes:
             base, per_token = self.decode(num_decodes)
-            return base + per_token * context
-        num_tokens = num_decodes
+            return base + per_token * work.decode_context
         for _, count in prefills:
             num_tokens += count
         seconds = self._fixed(num_tokens, num_samples, num_decodes + len(prefills), not prefills)
         moving, computing = self._prompt_times(prefills)
-        seconds += context * self._token + (moving if moving > computing else computing)
+        prompts = moving if moving > computing else computing
+        seconds += work.decode_context * self._token + prompts
         return round(seconds * SECOND)
 
     def decode(self, num_decodes: int) -> tuple[int, int]:
@@ -163,10 +165,10 @@ class Roofline(StepCost):
     ) -> float:
         """Return the seconds of a step without attention."""
         if (tokens := self._token_times.get((num_tokens, is_decode))) is None:
-            tokens = sum(part.seconds for part in self._token_parts(num_tokens, is_decode))
+            tokens = sum([part.seconds for part in self._token_parts(num_tokens, is_decode)])
             self._token_times[num_tokens, is_decode] = tokens
         if (samples := self._sample_times.get(num_samples)) is None:
-            samples = sum(part.seconds for part in self._sample_parts(num_samples))
+            samples = sum([part.seconds for part in self._sample_parts(num_samples)])
             self._sample_times[num_samples] = samples
         return tokens + samples + self._host(num_requests)
 
