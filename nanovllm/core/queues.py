@@ -77,11 +77,11 @@ class Queues:
 
     def is_in_flight(self, request_id: str) -> bool:
         """Whether a step in flight computes tokens for this id, even if its request has ended."""
-        for plan in self.in_flight:
-            for scheduled in plan.requests:
-                if scheduled.request_id == request_id:
-                    return True
-        return False
+        return any(
+            scheduled.request_id == request_id
+            for plan in self.in_flight
+            for scheduled in plan.requests
+        )
 
     def check_invariants(self) -> None:
         """Check that each request is in the queue of its status, once, and in order; and that a

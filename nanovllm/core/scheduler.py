@@ -111,10 +111,7 @@ class Scheduler:
         """End a request. Free its blocks, unless a feature keeps them."""
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        is_held = False
-        for keeps_blocks in self.hooks.keeps_blocks:
-            is_held |= keeps_blocks(request)
-        if is_held:
+        if any([keeps_blocks(request) for keeps_blocks in self.hooks.keeps_blocks]):
             self.manager.hold(request, request.request_id)
         else:
             self.manager.free(request)
@@ -142,9 +139,8 @@ class Scheduler:
         """Plan the next step, and count its tokens as computed. The plan is empty if nothing can be
         computed, or only after the next result arrives."""
         plan = SchedulerOutput(token_budget=self.settings.token_budget)
-        for may_plan in self.hooks.may_plan:
-            if not may_plan():
-                return plan
+        if not all(may_plan() for may_plan in self.hooks.may_plan):
+            return plan
         # Requests that this very step preempts are added to the same list.
         plan.removed_ids = self.queues.removed_ids
         for before_step in self.hooks.before_step:
