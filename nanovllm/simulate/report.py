@@ -132,11 +132,14 @@ def _goodput(
 
 
 def _latencies(result: FleetResult, done: Sequence[ServedRequest]) -> Summary:
-    times = {name: sorted(map(time, done)) for name, time in TIMES.items()}
-    times["tpot"] = sorted(time for each in done if (time := time_per_token(each)) is not None)
-    times["queue_time"] = sorted(
-        each.scheduled - each.arrival for each in done if each.scheduled is not None
-    )
+    times: dict[str, list[float]] = {
+        "ttft": sorted(map(TIMES["ttft"], done)),
+        "tpot": sorted([time for each in done if (time := time_per_token(each)) is not None]),
+        "e2el": sorted(map(TIMES["e2el"], done)),
+        "queue_time": sorted(
+            [each.scheduled - each.arrival for each in done if each.scheduled is not None]
+        ),
+    }
     summary: Summary = {}
     for name, values in times.items():
         mean = sum(values) / max(1, len(values))
@@ -191,7 +194,7 @@ def _slow_link(
 ) -> str:
     """Name links that are busy most of the time, or on which requests spend most of the time to
     their first tokens; "": there are none."""
-    waiting = sum(map(TIMES["ttft"], done))
+    waiting = sum(map(TIMES["ttft"], done)) if links else 0
     for name, each in links.items():
         if each.utilization(result.duration) > BUSY or each.time > waiting / 2:
             return name
