@@ -193,8 +193,10 @@ class Backend:
     async def look_after(self) -> None:
         """Check the server's health at intervals, until the task is cancelled."""
         while True:
+            # `asyncio.wait_for` would forget a cancellation that comes as soon as the event is set.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self.config.health_check_interval)
+                async with asyncio.timeout(self.config.health_check_interval):
+                    await self._look.wait()
                 await asyncio.sleep(LOOK_SECONDS)  # one check for failures with one cause
             self._look.clear()
             await self.check()

@@ -171,9 +171,8 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            await asyncio.wait_for(
-                self.process.wait(), 0 if is_stopped(self.process.pid) else seconds
-            )
+            async with asyncio.timeout(0 if is_stopped(self.process.pid) else seconds):
+                await self.process.wait()
         except TimeoutError:
             logger.warning("[%s] does not exit: killing it", self.name)
             self.kill()

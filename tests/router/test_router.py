@@ -160,7 +160,7 @@ async def never(exchange: Exchange) -> None:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Wait for something; for a long time, if need be."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -196,9 +196,11 @@ async def fleet_of(
     prefill: list[FakeServer],
     decode: list[FakeServer],
     health_check_interval: float = 0.05,
+    num_unhealthy: int = 0,
     **config: Any,
 ) -> AsyncIterator[Fleet]:
-    """A router of the servers; without any for prefill, the others do all of it."""
+    """A router of the servers, which has found out how many get no requests; without any for
+    prefill, the others do all of it."""
     for server in prefill + decode:
         await server.start()
     urls = [[server.url for server in servers] for servers in (prefill, decode)]
@@ -212,6 +214,8 @@ async def fleet_of(
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=30)
     try:
         await until(lambda: router.started)
+        # On a busy machine the first health checks may take too long.
+        await until(lambda: [b.is_healthy for b in found].count(False) == num_unhealthy)
         yield Fleet(prefill, decode, found, client)
         await until(lambda: not sum(backend.num_running for backend in found))
     finally:
@@ -556,10 +560,27 @@ async def test_a_server_that_hangs_is_given_up_with_those_who_wait_for_it(
     assert whole.status_code == 503
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_checks_end_even_if_a_request_fails_at_that_moment(turns: int) -> None:
+    """`asyncio.wait_for` forgets a cancellation if what it waits for has just happened."""
+    settings = RouterConfig(health_check_interval=0.1)
+    backend = Backend("http://127.0.0.1:9", "regular", settings)
+    checks = asyncio.create_task(backend.look_after())
+    await asyncio.sleep(0)
+    backend.note_failure()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    checks.cancel()
+    done, _ = await asyncio.wait([checks], timeout=5)
+    checks.cancel()
+    assert done and checks.cancelled()
+
+
 async def test_servers_with_the_wrong_role_get_no_requests() -> None:
     plain, vllms = FakeServer(answering(b"1")), producer()
     vllms.kv = None
-    async with fleet_of([consumer(), vllms, plain], [consumer()]) as fleet:
+    servers = [consumer(), vllms, plain]
+    async with fleet_of(servers, [consumer()], num_unhealthy=2) as fleet:
         for _ in range(3):
             await fleet.complete()
         assert (
@@ -572,7 +593,7 @@ async def test_servers_with_the_wrong_role_get_no_requests() -> None:
 async def test_decode_first_needs_servers_that_say_where_they_can_be_asked() -> None:
     vllms = producer()
     vllms.kv = None
-    async with fleet_of([vllms], [consumer()], kv_order="decode_first") as fleet:
+    async with fleet_of([vllms], [consumer()], num_unhealthy=1, kv_order="decode_first") as fleet:
         assert (await fleet.complete()).status_code == 200
         assert "answers 404 to GET /kv_transfer" in fleet.backends[0].problem
     assert fleet.decode[0].bodies == [PROMPT]
@@ -775,7 +796,9 @@ async def test_the_router_checks_from_which_page_a_request_comes_and_the_servers
 async def test_a_server_that_wants_a_key() -> None:
     server = producer()
     server.kv_status = 401
-    async with fleet_of([server], [consumer()], kv_load_failure_policy="fail") as fleet:
+    async with fleet_of(
+        [server], [consumer()], num_unhealthy=1, kv_load_failure_policy="fail"
+    ) as fleet:
         message = (await fleet.complete()).json()["error"]["message"]
     assert "answers 401 to GET /kv_transfer: name its key with --api-key" in message
 

@@ -217,7 +217,7 @@ async def test_requests_go_where_fewer_wait_as_soon_as_it_is_known() -> None:
 )
 async def test_a_server_without_a_load_gets_no_requests(text: bytes, status: int) -> None:
     silent = reporting(lambda: text, status=status)
-    options: dict[str, Any] = {"policy": "load", "routing_weights": "queue:1"}
+    options: dict[str, Any] = {"policy": "load", "routing_weights": "queue:1", "num_unhealthy": 1}
     async with fleet_of([], [silent, reporting(lambda: VLLM, b"b")], **options) as fleet:
         assert [(await fleet.complete()).text for _ in range(3)] == ["b"] * 3
         assert f"answers GET /metrics with {status}" in fleet.backends[0].problem
