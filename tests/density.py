@@ -87,7 +87,7 @@ STAND_INS = set(
 # largest step, and what libraries hold; 26 for files without an end or that can be read once, and
 # for simulated steps that were dropped; 47 for loads that a fleet sustains, and for measurements
 # that other programs disturb; 50 for simulated machines from files, whose fields are checked one by
-# one; 36 for settings from traces, and for queues that grow; 23 for a simulator in fewer
+# one; 59 for settings from traces, and for queues that grow; 23 for a simulator in fewer
 # instructions. A new feature brings its own number.
 # `nanovllm/core/` counts in the engine, too.
 BOUNDS = {
@@ -104,7 +104,7 @@ BOUNDS = {
     "private names in tests": 135,
     "stand-ins in tests": 0,
     "statements, core": 1_608,
-    "statements, engine": 27_082,
+    "statements, engine": 27_105,
     "statements, lab": 11_280,
     "tuple assignments of unrelated values": 60,
     "tuples of four and more results": 0,

@@ -24,7 +24,10 @@ NAMES = {
     "max_request_tokens": "max_model_len",
 }
 LAYOUT = (
-    *("model", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+    "model",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
     "kv_cache_dtype",
 )
 MEMORY = ("machine", *LAYOUT, "data_parallel_size", "gpu_memory_utilization", "block_size")
@@ -33,7 +36,10 @@ FOLLOWS = {
     "num_kv_blocks": MEMORY,
     "max_model_len": (*MEMORY, "num_kv_blocks"),
     "async_scheduling": (
-        *("machine", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+        "machine",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
     ),
 }
 # Without chunked prefill, a step has room for the longest request.
@@ -128,31 +134,60 @@ def inherit(
     Raises:
         UsageError: see `parse_role` and `file_of`.
     """
-    places = {
-        f"{role}.": parse_role(flag_of(role), str(given[role]))
-        for role in ("prefill_config", "decode_config")
-        if given.get(role)
-    }
-    flags = {
-        name: flag_of(place + name) for place, own in {**places, "": given}.items() for name in own
-    }
-    follows = dict(FOLLOWS if recorded.enable_chunked_prefill else FOLLOWS | WHOLE_PROMPTS)
-    machines = [own.get("machine") for own in (given, *places.values())]
-    if any(isinstance(each, str | dict) and "model" in (file_of(each) or {}) for each in machines):
-        follows |= dict.fromkeys(LAYOUT, ("machine",))
+    places: dict[str, Mapping[str, object]] = {}
+    for role in ("prefill_config", "decode_config"):
+        if given.get(role):
+            places[f"{role}."] = parse_role(flag_of(role), str(given[role]))
+    places[""] = given
+    flags = {name: flag_of(place + name) for place, own in places.items() for name in own}
+    follows = _follows(recorded, [own.get("machine") for own in places.values()])
+    stated = _stated(recorded)
+    inherited: dict[str, object] = {}
+    computed: dict[str, object] = {}
+    reasons: set[str] = set()
+    for name in ENGINE_FLAGS:
+        if name not in stated or name in given:
+            continue
+        causes = flags.keys() & follows.get(name, ())
+        if causes:
+            computed[name] = stated[name]
+            reasons |= {flags[cause] for cause in causes}
+        else:
+            inherited[name] = stated[name]
+    notes = []
+    if words := as_flags(inherited):
+        notes.append(f"settings of the trace: {words}")
+    if words := as_flags(computed):
+        names = " and ".join(sorted(reasons))
+        notes.append(f"computed because of {names}: the trace has {words}")
+    if recorded.speculative_config and not given.get("spec_acceptance"):
+        notes.append("the recorded engine had drafts: set --spec-acceptance to simulate them")
+    return inherited, notes
+
+
+def _follows(recorded: TraceSettings, machines: Sequence[object]) -> dict[str, tuple[str, ...]]:
+    """Return the settings that an engine computes or has from its machine, and those from which
+    they follow.
+
+    Args:
+        machines: those that are given, for all engines or for a role.
+    """
+    follows = dict(FOLLOWS)
+    if not recorded.enable_chunked_prefill:
+        follows |= WHOLE_PROMPTS
+    for machine in machines:
+        file = file_of(machine) if isinstance(machine, str | dict) else None
+        if file is not None and "model" in file:
+            follows |= dict.fromkeys(LAYOUT, ("machine",))
+    return follows
+
+
+def _stated(recorded: TraceSettings) -> dict[str, object]:
+    """Return the settings of a trace under the names of flags."""
     stated = {NAMES.get(name, name): value for name, value in msgspec.to_builtins(recorded).items()}
     if recorded.max_request_tokens >= recorded.num_blocks * recorded.block_size:
         stated.pop("max_model_len", None)  # it follows from the pool
-    settings = {name: stated[name] for name in ENGINE_FLAGS if name in stated.keys() - given.keys()}
-    reasons = {name: flags.keys() & follows.get(name, ()) for name in settings}
-    computed = {name: settings.pop(name) for name in reasons if reasons[name]}
-    notes = [f"settings of the trace: {words}"] if (words := as_flags(settings)) else []
-    if words := as_flags(computed):
-        names = sorted({flags[each] for name in computed for each in reasons[name]})
-        notes.append(f"computed because of {' and '.join(names)}: the trace has {words}")
-    if recorded.speculative_config and not given.get("spec_acceptance"):
-        notes.append("the recorded engine had drafts: set --spec-acceptance to simulate them")
-    return settings, notes
+    return stated
 
 
 def as_flags(settings: Mapping[str, object]) -> str:
