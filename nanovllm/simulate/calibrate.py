@@ -354,10 +354,11 @@ def with_errors(cost: MeasuredCost, steps: Sequence[Timed]) -> MeasuredCost:
     """Add how well the cost predicts these steps.
 
     Raises:
-        UsageError: some would take no time, so that the measured times make no sense.
+        UsageError: some would take no time, or a number of tokens longer than a file may state, so
+            that the measured times make no sense.
     """
     predicted = [cost.step(work) for work, _ in steps]
-    if not all(predicted):
+    if not all(predicted) or max(cost.row_seconds) > 1e9:
         raise UsageError(
             "--calibrate: the measured times do not tell what a step takes: run it again while no "
             "other program runs"
