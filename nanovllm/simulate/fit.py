@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # Weight of a change of the price per token, in steps.
 SMOOTHNESS = 0.1
+# Weight of a change of the delay from octave to octave, in steps: an octave of which no step tells
+# much is delayed as much as its neighbours, in relation to its time.
+EVENNESS = 8.0
 
 
 class Timed(NamedTuple):
@@ -137,7 +140,7 @@ def rows_of_mean_steps(
     times: NDArray[np.float64],
     others: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Scale the seconds at the knots so that steps of each size take as long in the mean as
+    """Add to the seconds at the knots what makes steps of each size take as long in the mean as
     they did, the slow ones included. With a single factor for all, decode steps came out 4 to
     10 % too short: a delay of some milliseconds hardly moves the typical short step, but it does
     move the typical long one, which has several.
@@ -149,20 +152,21 @@ def rows_of_mean_steps(
     """
     import numpy as np
 
-    # A factor per octave: between two of these, few steps would decide.
+    # A delay per octave: between two of these, few steps would decide.
     octaves = [knot for knot in knots if knot & (knot - 1) == 0 or knot == knots[-1]]
-    counts = shares(tokens, octaves).sum(axis=1)
-    octaves = [knot for knot, count in zip(octaves, counts, strict=True) if count >= 1] or [1]
-    at_tokens = shares(tokens, octaves)
-    of_rows = shares(tokens, knots)
-    factors = np.ones(len(octaves))
-    scaled = rows
-    for _ in range(50):
-        ratios = times / np.maximum(scaled @ of_rows + others, 1e-12)
-        factors = factors * (at_tokens @ ratios) / at_tokens.sum(axis=1)
-        # More tokens take no less time.
-        scaled = np.maximum.accumulate(rows * np.interp(knots, octaves, factors))
-    return scaled
+    # A step counts as delayed by at most a thousand times its typical time, which may be 0.
+    typical = np.maximum(rows @ shares(tokens, knots) + others, times / 1000)
+    near = shares(tokens, octaves)
+    counts = near.sum(axis=1)
+    known = counts > 0
+    usual = np.interp(octaves, np.array(octaves)[known], (near @ typical)[known] / counts[known])
+    # A delay by the usual time of an octave adds these shares to the time of each step.
+    added = usual[:, None] * near / typical
+    changes = np.diff(np.eye(len(octaves)), axis=0)
+    normal = added @ added.T + EVENNESS * changes.T @ changes
+    delays = np.linalg.solve(normal, added @ (times / typical - 1))
+    # More tokens take no less time.
+    return np.maximum.accumulate(np.maximum(rows + np.interp(knots, octaves, delays * usual), 0))
 
 
 def shares(tokens: list[int], knots: list[int]) -> NDArray[np.float64]:

@@ -84,6 +84,20 @@ def test_a_fit_finds_the_prices_and_slowed_steps_only_raise_the_mean():
     assert 0.97 < checked.low <= checked.high < 1.03
 
 
+def test_a_delay_of_steps_that_other_prices_explain_stays_a_delay() -> None:
+    """Contexts explain the decodes, and nothing is left for their rows, which a factor per size
+    cannot raise, however large: rows that were not measured took 256 seconds."""
+    decodes = [(50, 0.001), (100, 0.002), (200, 0.004), (150, 0.03)]
+    steps = [Timed(StepWork(2, context, (), 2), seconds) for context, seconds in decodes]
+    steps += [Timed(StepWork(0, 0, [(0, 100)], 1), 0.05)] * 3
+    knots, row_seconds, (_, per_context, *_) = fit(steps)
+    assert per_context == pytest.approx(2e-5, rel=0.01)
+    assert knots[1] == 2
+    delay = sum(seconds - 2e-5 * context for context, seconds in decodes) / len(decodes)
+    assert 0.2 * delay < row_seconds[1] < delay
+    assert row_seconds[-1] < 0.06
+
+
 def test_times_that_make_no_sense_are_refused():
     """As on a machine where other programs run all the time."""
     nothing = msgspec.structs.replace(
