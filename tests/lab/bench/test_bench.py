@@ -21,7 +21,7 @@ from nanovllm.cli.main import main
 from nanovllm.distributed.groups import Grid
 from nanovllm.lab.bench import client, machine, report
 from nanovllm.lab.bench.client import ServerError
-from nanovllm.lab.bench.engines import EngineFailed, EngineSettings, OfflineEngine, Server
+from nanovllm.lab.bench.engines import ENGINES, EngineFailed, EngineSettings, OfflineEngine, Server
 from nanovllm.lab.bench.machine import Limits, Noise, NoiseMeter, peak_memory, process_tree
 from nanovllm.lab.bench.metrics import Timeline, compare, figures, intruder_figures
 from nanovllm.lab.bench.report import Report, goal
@@ -364,6 +364,19 @@ def test_vllm_gets_its_own_environment(
     assert own.environment()["OMP_NUM_THREADS"] == "1"
     assert own.environment()["PYTHONPATH"].endswith("/somewhere")
     assert own.engine_options() == options
+
+
+def test_engines_spin_as_is_their_default_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """`nanovllm` sets the policy for itself. The run of the lectures sets the number of spins, so
+    that two of them at once do not take each other's processors."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    for name in ENGINES:
+        variables = EngineSettings(name, tmp_path, {"max_model_len": 64}, 2).environment()
+        assert "OMP_WAIT_POLICY" not in variables
+        assert variables["GOMP_SPINCOUNT"] == "0"
 
 
 def test_nothing_is_left_when_a_run_is_interrupted(
